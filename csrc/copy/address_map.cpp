@@ -1,0 +1,106 @@
+#include "address_map.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+
+#include "../check.h"
+#include "../cuda_driver.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int kAttributeCount = 4;
+
+struct Attributes {
+  unsigned type = 0;
+  int device = -1;
+  unsigned long long begin = 0;
+  size_t bytes = 0;
+};
+
+cuda::Result get_attributes(uint64_t address, Attributes* out) {
+  int names[kAttributeCount] = {cuda::kMemoryType, cuda::kDeviceOrdinal, cuda::kRangeStart,
+                                cuda::kRangeSize};
+  void* values[kAttributeCount] = {&out->type, &out->device, &out->begin, &out->bytes};
+  return cuda::driver()->get_pointer_attributes(kAttributeCount, names, values, address);
+}
+
+// A child forked from a process that used CUDA cannot use it, and the driver then answers as if it
+// had never been initialised: device addresses would pass for host memory.
+void check_not_forked(bool initialised) {
+  static std::atomic<pid_t> user{0};
+  if (initialised) {
+    user.store(getpid(), std::memory_order_relaxed);
+    return;
+  }
+  const pid_t parent = user.load(std::memory_order_relaxed);
+  KVSWAP_CHECK(parent == 0 || parent == getpid(), "process ", getpid(), " was forked from process ",
+               parent,
+               ", which used CUDA, and cannot use CUDA itself; start it with the spawn method");
+}
+
+bool driver_is_initialised() {
+  if (cuda::driver() == nullptr) return false;
+  Attributes ignored;
+  const bool initialised = get_attributes(1, &ignored) != cuda::kNotInitialized;
+  check_not_forked(initialised);
+  return initialised;
+}
+
+}  // namespace
+
+AddressMap::AddressMap() : cuda_in_use_(driver_is_initialised()) {}
+
+Memory AddressMap::query(uint64_t address) const {
+  Attributes found;
+  KVSWAP_DRIVER_CHECK(get_attributes(address, &found), "cuPointerGetAttributes of address ",
+                      hex(address));
+  Memory memory;
+  if (found.type != cuda::kHostMemory && found.type != cuda::kDeviceMemory) return memory;
+  memory.kind = found.type == cuda::kDeviceMemory ? MemoryKind::kDevice : MemoryKind::kPinned;
+  memory.device = memory.on_device() ? found.device : -1;
+  memory.begin = found.bytes != 0 ? found.begin : address;
+  memory.end = found.bytes != 0 ? found.begin + found.bytes : address + 1;
+  return memory;
+}
+
+Memory AddressMap::find(uint64_t address) {
+  if (!cuda_in_use_) return {};
+  const auto next =
+      std::upper_bound(seen_.begin(), seen_.end(), address,
+                       [](uint64_t value, const Memory& memory) { return value < memory.begin; });
+  if (next != seen_.begin() && address < std::prev(next)->end) return *std::prev(next);
+  const Memory memory = query(address);
+  if (memory.end != 0) seen_.insert(next, memory);
+  return memory;
+}
+
+std::string AddressMap::describe(uint64_t address) {
+  std::ostringstream text;
+  text << hex(address);
+  if (address == 0) return text.str() + " (null)";
+  const Memory memory = find(address);
+  switch (memory.kind) {
+    case MemoryKind::kDevice:
+      text << " (device " << memory.device << ", allocation ";
+      break;
+    case MemoryKind::kPinned:
+      text << " (pinned host memory, allocation ";
+      break;
+    case MemoryKind::kPageable:
+      return text.str() + " (pageable host memory or no memory at all: unknown to CUDA)";
+  }
+  text << hex(memory.begin) << " + " << memory.end - memory.begin << " bytes)";
+  return text.str();
+}
+
+std::string hex(uint64_t address) {
+  std::ostringstream text;
+  text << "0x" << std::hex << address;
+  return text.str();
+}
+
+}  // namespace kvswap

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+// What the CUDA driver knows about an address.
+namespace kvswap {
+
+enum class MemoryKind { kPageable, kPinned, kDevice };
+
+struct Memory {
+  MemoryKind kind = MemoryKind::kPageable;
+  int device = -1;     // of device memory; -1 for host memory
+  uint64_t begin = 0;  // the driver's allocation, mapping or registration around the address;
+  uint64_t end = 0;    // both 0 where it does not know the address
+
+  bool on_device() const { return kind == MemoryKind::kDevice; }
+};
+
+// Answers from what it has already seen of an allocation, so that a cache of a few allocations
+// costs a few calls of the driver, not one per fragment. Lives for one call of an op: allocations
+// come and go in between.
+class AddressMap {
+ public:
+  AddressMap();
+
+  // An address that the driver does not know, or any address while CUDA is not initialised in this
+  // process, is pageable host memory.
+  Memory find(uint64_t address);
+
+  // "0x7f00 (device 0, allocation 0x7f00 + 4096 bytes)", for errors.
+  std::string describe(uint64_t address);
+
+ private:
+  Memory query(uint64_t address) const;
+
+  bool cuda_in_use_;
+  std::vector<Memory> seen_;  // sorted by begin
+};
+
+// "0x7f00".
+std::string hex(uint64_t address);
+
+}  // namespace kvswap

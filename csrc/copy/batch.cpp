@@ -1,0 +1,147 @@
+#include "batch.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "../check.h"
+#include "../cuda_context.h"
+#include "address_map.h"
+
+namespace kvswap {
+namespace {
+
+// One call with 51,828 fragments was reported to crash a driver, and the call's cost per fragment
+// is flat from some hundreds on.
+constexpr size_t kDefaultLimit = 8192;
+
+size_t batch_limit() {
+  const char* text = std::getenv("KVSWAP_BATCH_LIMIT");
+  if (text == nullptr || *text == '\0') return kDefaultLimit;
+  char* end = nullptr;
+  const long long limit = std::strtoll(text, &end, 10);
+  KVSWAP_CHECK(*end == '\0' && limit > 0, "KVSWAP_BATCH_LIMIT is '", text,
+               "'; expected a positive number of fragments per driver call");
+  return static_cast<size_t>(limit);
+}
+
+bool batch_is_on() {
+  const char* text = std::getenv("KVSWAP_BATCH");
+  return text == nullptr || std::string(text) != "0";
+}
+
+[[noreturn]] void fail_at(const char* call, cuda::Result result, const Fragment& fragment) {
+  std::string src = hex(fragment.src), dst = hex(fragment.dst);
+  try {
+    AddressMap addresses;
+    src = addresses.describe(fragment.src);
+    dst = addresses.describe(fragment.dst);
+  } catch (const std::runtime_error&) {
+    // On a lost device every question fails; the first error is the one to report.
+  }
+  fail(call, " failed at index ", fragment.index, ", from ", src, " to ", dst, ", ", fragment.bytes,
+       " bytes: ", cuda::describe(result));
+}
+
+void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream) {
+  for (const Fragment& fragment : fragments) {
+    const cuda::Result result =
+        cuda::driver()->copy_async(fragment.dst, fragment.src, fragment.bytes, stream);
+    if (result != cuda::kSuccess) fail_at("cuMemcpyAsync", result, fragment);
+  }
+}
+
+// The arguments of one batch call, kept between the calls.
+struct BatchArguments {
+  std::vector<cuda::Address> dsts, srcs;
+  std::vector<size_t> sizes, attribute_starts;
+  std::vector<cuda::CopyAttributes> attributes;
+
+  void fill(const Fragment* first, size_t count, bool host_source_any_order) {
+    dsts.clear(), srcs.clear(), sizes.clear(), attribute_starts.clear(), attributes.clear();
+    for (size_t i = 0; i < count; ++i) {
+      dsts.push_back(first[i].dst);
+      srcs.push_back(first[i].src);
+      sizes.push_back(first[i].bytes);
+      const int order = host_source_any_order && first[i].src_on_host ? cuda::kSourceOrderAny
+                                                                      : cuda::kSourceOrderStream;
+      // An attribute holds for the copies from its start to the next one's.
+      if (attributes.empty() || attributes.back().source_order != order) {
+        attributes.emplace_back().source_order = order;
+        attribute_starts.push_back(i);
+      }
+    }
+  }
+};
+
+void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
+                     bool host_source_any_order) {
+  const size_t limit = batch_limit();
+  BatchArguments arguments;
+  for (size_t first = 0; first < fragments.size(); first += limit) {
+    const size_t count = std::min(limit, fragments.size() - first);
+    arguments.fill(&fragments[first], count, host_source_any_order);
+    size_t failed = 0;
+    const cuda::Result result = cuda::driver()->copy_batch_async(
+        arguments.dsts.data(), arguments.srcs.data(), arguments.sizes.data(), count,
+        arguments.attributes.data(), arguments.attribute_starts.data(), arguments.attributes.size(),
+        &failed, stream);
+    // The index is count or more where the driver blames no single copy.
+    if (result != cuda::kSuccess) {
+      fail_at("cuMemcpyBatchAsync", result, fragments[first + (failed < count ? failed : 0)]);
+    }
+  }
+}
+
+bool is_legacy(cuda::Stream stream) { return stream == nullptr || stream == cuda::kLegacyStream; }
+
+// The batch call refuses the legacy default stream: a stream of our own takes its place in the
+// order.
+void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Stream legacy,
+                               const BatchOptions& options) {
+  const cuda::Stream side = cuda::side_stream(options.device);
+  cuda::order_after(legacy, side);
+  try {
+    copy_in_batches(fragments, side, options.host_source_any_order);
+  } catch (...) {
+    cuda::order_after(side, legacy);
+    throw;
+  }
+  cuda::order_after(side, legacy);
+}
+
+void submit(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
+  const std::vector<Fragment>& items = fragments.items();
+  const bool capturing = cuda::is_capturing(stream);
+  KVSWAP_CHECK(
+      !capturing || !options.has_pageable,
+      "the current stream is being captured into a CUDA graph, which cannot hold copies of "
+      "pageable host memory; pin the memory or copy outside the capture");
+  const bool one_by_one = capturing || options.has_pageable || options.between_devices ||
+                          items.size() < 2 || !batch_is_on() ||
+                          cuda::driver()->copy_batch_async == nullptr;
+  if (one_by_one) {
+    copy_one_by_one(items, stream);
+  } else if (is_legacy(stream)) {
+    copy_beside_legacy_stream(items, stream, options);
+  } else {
+    copy_in_batches(items, stream, options.host_source_any_order);
+  }
+}
+
+}  // namespace
+
+void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
+  try {
+    submit(fragments, stream, options);
+  } catch (...) {
+    // The caller may free pageable memory as soon as the error reaches it.
+    if (options.has_pageable) cuda::driver()->synchronize_stream(stream);
+    throw;
+  }
+  if (options.has_pageable) {
+    KVSWAP_DRIVER_CHECK(cuda::driver()->synchronize_stream(stream), "cuStreamSynchronize");
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace kvswap {
+
+// Bytes [begin, end) that a copy reads or writes.
+struct Span {
+  uint64_t begin;
+  uint64_t end;
+  bool written;
+  int64_t index;   // of the block or fragment in the caller's list
+  int64_t tensor;  // of the tensor in the caller's list
+};
+
+// Two spans of which at least one is written and which share a byte. Two spans that are only read
+// may overlap. Sorts the spans.
+std::optional<std::pair<Span, Span>> find_overlap(std::vector<Span>& spans);
+
+}  // namespace kvswap

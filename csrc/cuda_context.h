@@ -1,0 +1,30 @@
+#pragma once
+
+#include "cuda_driver.h"
+
+// Owners of driver state, alive for one call.
+namespace kvswap::cuda {
+
+// Makes the primary context of `device` current and restores the caller's at the end. Neither
+// PyTorch's current device nor that of the CUDA runtime is changed for the caller, and a thread
+// that never used CUDA gets a context.
+class ContextGuard {
+ public:
+  explicit ContextGuard(int device);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+};
+
+// Work submitted to `later` after this call starts when the work in `earlier` so far has ended.
+// The current context must be that of the device of `earlier`.
+void order_after(Stream earlier, Stream later);
+
+// A stream of the library's own on `device`, whose context is current, for the calls that refuse
+// the legacy default stream. It does not synchronise with that stream by itself and lives as long
+// as the process.
+Stream side_stream(int device);
+
+bool is_capturing(Stream stream);
+
+}  // namespace kvswap::cuda

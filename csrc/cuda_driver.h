@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+// The CUDA driver, looked up at run time with prototypes of our own. No CUDA header is needed to
+// build this file and no CUDA library to load it, so one binary runs with any driver and without
+// one. tests/cuda_headers_check.cpp compares every declaration with the headers of several CUDA
+// releases. This is the only place that knows driver versions.
+namespace kvswap::cuda {
+
+using Result = int;
+using Stream = void*;
+using Event = void*;
+using Context = void*;
+using Address = unsigned long long;
+
+constexpr Result kSuccess = 0;
+constexpr Result kNotInitialized = 3;
+
+inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);
+
+constexpr int kMemoryType = 2;
+constexpr int kDeviceOrdinal = 9;
+constexpr int kRangeStart = 11;
+constexpr int kRangeSize = 12;
+
+constexpr unsigned kHostMemory = 1;
+constexpr unsigned kDeviceMemory = 2;
+
+constexpr int kSourceOrderStream = 1;
+constexpr int kSourceOrderAny = 3;
+
+struct MemoryLocation {
+  int type = 0;
+  int id = 0;
+};
+
+struct CopyAttributes {
+  int source_order = kSourceOrderStream;
+  MemoryLocation source_hint;
+  MemoryLocation destination_hint;
+  unsigned flags = 0;
+};
+
+struct Driver {
+  Result (*get_error_name)(Result, const char**);
+  Result (*get_error_string)(Result, const char**);
+  Result (*get_version)(int*);
+  Result (*retain_primary_context)(Context*, int device);
+  Result (*push_context)(Context);
+  Result (*pop_context)(Context*);
+  Result (*get_pointer_attributes)(unsigned count, int* attributes, void** values, Address);
+  Result (*copy_async)(Address dst, Address src, size_t bytes, Stream);
+  Result (*create_stream)(Stream*, unsigned flags);
+  Result (*synchronize_stream)(Stream);
+  Result (*is_capturing)(Stream, int* status);
+  Result (*create_event)(Event*, unsigned flags);
+  Result (*destroy_event)(Event);
+  Result (*record_event)(Event, Stream);
+  Result (*wait_event)(Stream, Event, unsigned flags);
+  // Null where the driver is older than CUDA 12.8. Its first signature, with the index of the
+  // failed copy, is asked for by version: CUDA 13 dropped that argument under the same name.
+  Result (*copy_batch_async)(Address* dsts, Address* srcs, size_t* sizes, size_t count,
+                             CopyAttributes*, size_t* attribute_starts, size_t attribute_count,
+                             size_t* failed_index, Stream);
+};
+
+// The driver, or null on a machine without one. Looks it up on the first call; never initialises
+// CUDA.
+const Driver* driver();
+
+// Why driver() is null, or "".
+const std::string& driver_error();
+
+// "CUDA_ERROR_INVALID_VALUE (1): invalid argument".
+std::string describe(Result result);
+
+}  // namespace kvswap::cuda
+
+#define KVSWAP_DRIVER_CHECK(call, ...)                                         \
+  do {                                                                         \
+    const ::kvswap::cuda::Result kvswap_result = (call);                       \
+    KVSWAP_CHECK(kvswap_result == ::kvswap::cuda::kSuccess, __VA_ARGS__, ": ", \
+                 ::kvswap::cuda::describe(kvswap_result));                     \
+  } while (false)

@@ -1,0 +1,100 @@
+#include "expand_block_ids.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "check.h"
+#include "cuda_context.h"
+#include "cuda_stream.h"
+#include "ops.h"
+#include "tensor_check.h"
+
+namespace kvswap {
+namespace {
+
+constexpr const char* kOp = "expand_block_ids";
+
+int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count,
+                     std::optional<int64_t> count) {
+  KVSWAP_CHECK(block_ids.scalar_type() == torch::headeronly::ScalarType::Long,
+               "block_ids has dtype ", torch::headeronly::toString(block_ids.scalar_type()),
+               "; expected Long (torch.int64)");
+  KVSWAP_CHECK(block_ids.dim() == 1, "block_ids has shape ", shape_text(block_ids),
+               "; expected one dimension");
+  KVSWAP_CHECK(factor >= 1, "block_size_factor is ", factor, "; expected 1 or more");
+  const int64_t total = block_ids.size(0) * factor;
+  KVSWAP_CHECK(skip_count >= 0 && skip_count <= total, "skip_count is ", skip_count,
+               ", but the ids expand to ", total, "; expected 0 to ", total);
+  KVSWAP_CHECK(!count || *count >= 0, "count is ", count.value_or(0), "; expected 0 or more");
+  return std::min(total - skip_count, count.value_or(total));
+}
+
+void expand_on_host(const Expansion& e) {
+  // One id at a time rather than a division per output.
+  for (int64_t i = 0; i < e.count;) {
+    const int64_t block = (i + e.skip) / e.factor;
+    const int64_t id = e.ids[block * e.id_stride];
+    KVSWAP_CHECK(id >= 0, "block_ids[", block, "] is ", id, "; expected 0 or more");
+    const int64_t end = std::min((block + 1) * e.factor - e.skip, e.count);
+    const int64_t offset = id * e.factor + e.skip - block * e.factor;
+    for (; i < end; ++i) e.out[i * e.out_stride] = offset + i;
+  }
+}
+
+void expand_on_cuda(const Expansion& expansion, int device) {
+#ifdef KVSWAP_WITH_KERNELS
+  const cuda::Stream stream = cuda::current_stream(device);
+  const cuda::ContextGuard context(device);
+  expand_block_ids_on_cuda(expansion, stream);
+#else
+  static_cast<void>(expansion);
+  fail(
+      "block_ids is on cuda:", device,
+      ", but this library was built without nvcc and has no CUDA kernels; install the CUDA toolkit "
+      "and build again, or expand the ids on the CPU");
+#endif
+}
+
+void expand_into(const Tensor& block_ids, int64_t factor, int64_t skip_count, int64_t count,
+                 const Tensor& out) {
+  Expansion expansion;
+  expansion.ids = static_cast<const int64_t*>(block_ids.const_data_ptr());
+  expansion.id_stride = block_ids.stride(0);
+  expansion.factor = factor;
+  expansion.skip = skip_count;
+  expansion.count = count;
+  expansion.out = static_cast<int64_t*>(out.mutable_data_ptr());
+  expansion.out_stride = out.stride(0);
+  if (count == 0) return;
+  if (block_ids.is_cpu()) return expand_on_host(expansion);
+  expand_on_cuda(expansion, block_ids.get_device_index());
+}
+
+}  // namespace
+
+Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
+                        std::optional<int64_t> count) {
+  return with_op_name(kOp, [&] {
+    const int64_t outputs = output_count(block_ids, block_size_factor, skip_count, count);
+    Tensor out = torch::stable::new_empty(block_ids, {outputs});
+    expand_into(block_ids, block_size_factor, skip_count, outputs, out);
+    return out;
+  });
+}
+
+void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
+                          std::optional<int64_t> count, const Tensor& out) {
+  with_op_name(kOp, [&] {
+    const int64_t outputs = output_count(block_ids, block_size_factor, skip_count, count);
+    KVSWAP_CHECK(out.scalar_type() == torch::headeronly::ScalarType::Long, "out has dtype ",
+                 torch::headeronly::toString(out.scalar_type()), "; expected Long (torch.int64)");
+    KVSWAP_CHECK(device_text(out) == device_text(block_ids), "out is on ", device_text(out),
+                 ", but block_ids is on ", device_text(block_ids));
+    KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
+                 "; expected [", outputs, "]");
+    expand_into(block_ids, block_size_factor, skip_count, outputs, out);
+  });
+}
+
+}  // namespace kvswap

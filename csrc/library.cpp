@@ -1,0 +1,20 @@
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+// The index of the native code. Every op takes the same function on both keys: it looks at its
+// tensors itself, and a CUDA tensor where a CPU one belongs gets an error that says so.
+namespace {
+
+void register_ops(torch::stable::detail::StableLibrary& m) {
+  m.impl("swap_blocks", TORCH_BOX(&kvswap::swap_blocks));
+  m.impl("swap_kv_blocks", TORCH_BOX(&kvswap::swap_kv_blocks));
+  m.impl("swap_blocks_batch", TORCH_BOX(&kvswap::swap_blocks_batch));
+  m.impl("expand_block_ids", TORCH_BOX(&kvswap::expand_block_ids));
+  m.impl("expand_block_ids.out", TORCH_BOX(&kvswap::expand_block_ids_out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }

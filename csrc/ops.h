@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+// The ops of torch_kvswap. Their schemas, and what they promise, stand in torch_kvswap/ops.py.
+namespace kvswap {
+
+using torch::stable::Tensor;
+
+void swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
+                 const Tensor& block_mapping);
+
+void swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
+                    const Tensor& src_block_ids, const Tensor& dst_block_ids);
+
+void swap_blocks_batch(const Tensor& src_ptrs, const Tensor& dst_ptrs, const Tensor& sizes,
+                       bool is_src_access_order_any);
+
+Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
+                        std::optional<int64_t> count);
+
+void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
+                          std::optional<int64_t> count, const Tensor& out);
+
+}  // namespace kvswap

@@ -1,0 +1,83 @@
+// Compares the prototypes of csrc/cuda_driver.h with the headers of a CUDA release. Only compiled:
+// tests/test_binary.py runs the compiler over it once for each release.
+#include <cuda.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "../csrc/cuda_driver.h"
+
+namespace {
+
+using namespace kvswap;
+
+// Handles are pointers and enums are ints on both sides; what has to agree is the class and the
+// size of each argument.
+template <typename T>
+constexpr int kClass = std::is_pointer_v<T>                         ? 1
+                       : std::is_enum_v<T> || std::is_integral_v<T> ? 2
+                                                                    : 3;
+
+template <typename A, typename B>
+struct SameAbi : std::false_type {};
+
+template <typename R, typename... A, typename S, typename... B>
+struct SameAbi<R (*)(A...), S (*)(B...)> {
+  template <size_t N = sizeof...(A)>
+  static constexpr bool compare() {
+    if constexpr (N != sizeof...(B)) {
+      return false;
+    } else {
+      return ((sizeof(A) == sizeof(B) && kClass<A> == kClass<B>) && ...) && sizeof(R) == sizeof(S);
+    }
+  }
+  static constexpr bool value = compare();
+};
+
+#define SAME(member, function) \
+  static_assert(SameAbi<decltype(cuda::Driver::member), decltype(&function)>::value, #function)
+
+SAME(get_error_name, cuGetErrorName);
+SAME(get_error_string, cuGetErrorString);
+SAME(get_version, cuDriverGetVersion);
+SAME(retain_primary_context, cuDevicePrimaryCtxRetain);
+SAME(push_context, cuCtxPushCurrent);
+SAME(pop_context, cuCtxPopCurrent);
+SAME(get_pointer_attributes, cuPointerGetAttributes);
+SAME(copy_async, cuMemcpyAsync);
+SAME(create_stream, cuStreamCreate);
+SAME(synchronize_stream, cuStreamSynchronize);
+SAME(is_capturing, cuStreamIsCapturing);
+SAME(create_event, cuEventCreate);
+SAME(destroy_event, cuEventDestroy);
+SAME(record_event, cuEventRecord);
+SAME(wait_event, cuStreamWaitEvent);
+
+static_assert(cuda::kSuccess == CUDA_SUCCESS);
+static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
+static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(cuda::kRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
+static_assert(cuda::kRangeSize == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+static_assert(cuda::kHostMemory == CU_MEMORYTYPE_HOST);
+static_assert(cuda::kDeviceMemory == CU_MEMORYTYPE_DEVICE);
+static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));
+
+// The batch call came with 12.8, and CUDA 13 declares the signature that lost an argument.
+#if CUDA_VERSION >= 12080
+static_assert(cuda::kSourceOrderStream == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+static_assert(cuda::kSourceOrderAny == CU_MEMCPY_SRC_ACCESS_ORDER_ANY);
+static_assert(sizeof(cuda::CopyAttributes) == sizeof(CUmemcpyAttributes));
+static_assert(offsetof(cuda::CopyAttributes, source_order) ==
+              offsetof(CUmemcpyAttributes, srcAccessOrder));
+static_assert(offsetof(cuda::CopyAttributes, source_hint) ==
+              offsetof(CUmemcpyAttributes, srcLocHint));
+static_assert(offsetof(cuda::CopyAttributes, destination_hint) ==
+              offsetof(CUmemcpyAttributes, dstLocHint));
+static_assert(offsetof(cuda::CopyAttributes, flags) == offsetof(CUmemcpyAttributes, flags));
+#if CUDA_VERSION < 13000
+SAME(copy_batch_async, cuMemcpyBatchAsync);
+#endif
+#endif
+
+}  // namespace

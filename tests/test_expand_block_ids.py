@@ -1,0 +1,88 @@
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from torch_kvswap import ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def reference(ids, factor, skip=0, count=None):
+    expanded = [i * factor + j for i in ids for j in range(factor)][skip:]
+    return expanded if count is None else expanded[:count]
+
+
+def message_of(call):
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_id_becomes_factor_ids_and_both_ends_can_be_partial(device):
+    generator = torch.Generator().manual_seed(1)
+    for case in range(200):
+        n = int(torch.randint(0, 40, (), generator=generator))
+        factor = int(torch.randint(1, 9, (), generator=generator))
+        ids = torch.randint(0, 1 << 40, (n,), generator=generator)
+        skip = int(torch.randint(0, n * factor + 1, (), generator=generator))
+        count = None if case % 3 == 0 else int(torch.randint(0, 50, (), generator=generator))
+        got = ops.expand_block_ids(ids.to(device), factor, skip, count)
+        assert got.device.type == device
+        assert got.dtype == torch.int64
+        assert got.tolist() == reference(ids.tolist(), factor, skip, count)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_ids_and_a_strided_out_are_read_and_written_in_place(device):
+    ids = torch.arange(20, device=device)[::3]
+    backing = torch.full((40,), -7, device=device)
+    out = ops.expand_block_ids(ids, 2, 1, 12, out=backing[1:25:2])
+    assert out.tolist() == reference(ids.tolist(), 2, 1, 12)
+    assert set(backing[0::2].tolist()) == {-7}
+    assert set(backing[25:].tolist()) == {-7}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_million_outputs_are_right(device):
+    ids = torch.randperm(1 << 16)
+    got = ops.expand_block_ids(ids.to(device), 16)
+    assert torch.equal(got.cpu(), (ids[:, None] * 16 + torch.arange(16)).flatten())
+
+
+@pytest.mark.gpu
+def test_cuda_writes_on_the_current_stream():
+    stream = torch.cuda.Stream()
+    ids = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        ids.fill_(5)
+        got = ops.expand_block_ids(ids, 2)
+    stream.synchronize()
+    assert torch.equal(got.cpu(), torch.tensor([10, 11]).repeat(1000))
+
+
+def test_wrong_arguments_are_named():
+    ids = torch.tensor([3, -1])
+    calls = [
+        lambda: ops.expand_block_ids(ids, 2),
+        lambda: ops.expand_block_ids(ids, 0),
+        lambda: ops.expand_block_ids(ids, 2, 5),
+        lambda: ops.expand_block_ids(ids, 2, -1),
+        lambda: ops.expand_block_ids(ids, 2, 0, -3),
+        lambda: ops.expand_block_ids(ids.int(), 2),
+        lambda: ops.expand_block_ids(ids[None], 2),
+        lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(3, dtype=torch.int64)),
+        lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(4)),
+    ]
+    assert_expected_inline("\n".join(message_of(call) for call in calls), """\
+torch_kvswap::expand_block_ids: block_ids[1] is -1; expected 0 or more
+torch_kvswap::expand_block_ids: block_size_factor is 0; expected 1 or more
+torch_kvswap::expand_block_ids: skip_count is 5, but the ids expand to 4; expected 0 to 4
+torch_kvswap::expand_block_ids: skip_count is -1, but the ids expand to 4; expected 0 to 4
+torch_kvswap::expand_block_ids: count is -3; expected 0 or more
+torch_kvswap::expand_block_ids: block_ids has dtype Int; expected Long (torch.int64)
+torch_kvswap::expand_block_ids: block_ids has shape [1, 2]; expected one dimension
+torch_kvswap::expand_block_ids: out has shape [3]; expected [4]
+torch_kvswap::expand_block_ids: out has dtype Float; expected Long (torch.int64)""")

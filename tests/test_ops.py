@@ -1,0 +1,52 @@
+"""The contract of the ops with PyTorch: schemas, fakes and what a compiler may assume."""
+
+import torch
+from expecttest import assert_expected_inline
+from torch.library import opcheck
+
+from torch_kvswap import ops
+
+OPS = torch.ops.torch_kvswap
+
+
+def test_the_schemas_are_the_published_ones():
+    overloads = [
+        OPS.swap_blocks.default,
+        OPS.swap_kv_blocks.default,
+        OPS.swap_blocks_batch.default,
+        OPS.expand_block_ids.default,
+        OPS.expand_block_ids.out,
+    ]
+    assert_expected_inline(
+        "\n".join(str(op._schema) for op in overloads),
+        """\
+torch_kvswap::swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()
+torch_kvswap::swap_kv_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor src_block_ids, Tensor dst_block_ids) -> ()
+torch_kvswap::swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()
+torch_kvswap::expand_block_ids(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0, SymInt? count=None) -> Tensor
+torch_kvswap::expand_block_ids.out(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0, SymInt? count=None, *, Tensor(a!) out) -> ()""",
+    )
+
+
+def test_the_tensor_ops_pass_opcheck():
+    src, dst = torch.randn(6, 4), torch.zeros(5, 4)
+    mapping = torch.tensor([[0, 1], [5, 4]])
+    opcheck(OPS.swap_blocks.default, (src, dst, 16, mapping))
+    opcheck(
+        OPS.swap_kv_blocks.default,
+        ([src, src], [dst, dst.clone()], mapping[:, 0], mapping[:, 1]),
+    )
+    ids = torch.tensor([3, 1, 4])
+    for arguments in [(ids, 2), (ids, 4, 3), (ids, 4, 3, 5), (ids, 4, 0, 0)]:
+        opcheck(OPS.expand_block_ids.default, arguments)
+    opcheck(OPS.expand_block_ids.out, (ids, 2, 1), {"out": torch.zeros(5, dtype=torch.int64)})
+
+
+def test_the_op_on_addresses_has_no_fake_that_would_let_it_into_a_graph():
+    with torch._subclasses.FakeTensorMode(), torch.library._scoped_library("unused", "DEF"):
+        fake = torch.zeros(1, dtype=torch.int64)
+        try:
+            ops.swap_blocks_batch(fake, fake, fake)
+        except torch._subclasses.fake_tensor.UnsupportedOperatorException:
+            return
+    raise AssertionError("swap_blocks_batch ran on fake tensors")

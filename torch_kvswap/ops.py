@@ -1,0 +1,189 @@
+"""The ops of torch_kvswap: schemas, what they mean to a compiler, and typed wrappers.
+
+=====================  ==================================  ==========================================
+op                     takes                               in a compiled graph
+=====================  ==================================  ==========================================
+``swap_blocks``        tensors and a mapping of blocks     yes
+``swap_kv_blocks``     the tensors of all layers and ids   yes
+``expand_block_ids``   ids                                 yes
+``swap_blocks_batch``  addresses                           never: it breaks the graph
+=====================  ==================================  ==========================================
+
+The ops on tensors declare what they write, and with a host tensor among their operands they return
+only after the host bytes were read or written: compilers hand such ops clones of host tensors,
+which are freed or copied back as soon as the op returns.
+
+``swap_blocks_batch`` writes memory that its schema cannot name. A compiler that held it in a graph
+would delete it or move reads across it, so it is registered without a fake implementation: tracing
+stops in front of it and goes on behind it, and ``fullgraph=True`` and ``torch.export`` say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_kvswap import _extension
+
+_library = torch.library.Library("torch_kvswap", "DEF")
+
+# Exact strides, because the distance between blocks is part of what these ops mean. Not inside CUDA
+# graphs, because ids and host operands are read at the call, not at the replay.
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    torch.Tag.needs_exact_strides,
+    torch.Tag.cudagraph_unsafe,
+)
+
+_library.define(
+    "swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()",
+    tags=_TAGS,
+)
+_library.define(
+    "swap_kv_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor src_block_ids, Tensor dst_block_ids)"
+    " -> ()",
+    tags=_TAGS,
+)
+_library.define(
+    "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes,"
+    " bool is_src_access_order_any=False) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_library.define(
+    "expand_block_ids(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0,"
+    " SymInt? count=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "expand_block_ids.out(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0,"
+    " SymInt? count=None, *, Tensor(a!) out) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_extension.load()
+
+
+@torch.library.register_fake("torch_kvswap::swap_blocks", lib=_library)
+def _(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("torch_kvswap::swap_kv_blocks", lib=_library)
+def _(src: list[Tensor], dst: list[Tensor], src_block_ids: Tensor, dst_block_ids: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("torch_kvswap::expand_block_ids", lib=_library)
+def _(
+    block_ids: Tensor, block_size_factor: int, skip_count: int = 0, count: int | None = None
+) -> Tensor:
+    outputs = block_ids.size(0) * block_size_factor - skip_count
+    return block_ids.new_empty(outputs if count is None else torch.sym_min(outputs, count))
+
+
+@torch.library.register_fake("torch_kvswap::expand_block_ids.out", lib=_library)
+def _(
+    block_ids: Tensor,
+    block_size_factor: int,
+    skip_count: int = 0,
+    count: int | None = None,
+    *,
+    out: Tensor,
+) -> None:
+    return None
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
+    """Copies blocks of one tensor into blocks of another, byte by byte.
+
+    ``src`` and ``dst`` hold blocks along dimension 0, on the CPU or a CUDA device each. The blocks of
+    a tensor may lie apart (padding, or K and V in turn), but each is dense and has
+    ``block_size_in_bytes`` bytes on both sides. ``block_mapping`` is an int64 CPU tensor of shape
+    ``[n, 2]``: block ``block_mapping[i, 0]`` of ``src`` becomes block ``block_mapping[i, 1]`` of
+    ``dst``. The copies run in any order: no block may be written twice, or read and written.
+
+    Runs on the current stream of the device of ``dst``, or of ``src`` where ``dst`` is on the CPU;
+    between two GPUs both current streams are ordered around the copy as in ``Tensor.copy_``. With a
+    CPU tensor on either side the call returns when the bytes have been read or written; for
+    asynchronous copies use :class:`OffloadHandler` or :func:`swap_blocks_batch`. Any thread may call.
+
+    Raises RuntimeError, before anything is copied, for ids out of range, blocks that overlap, sizes
+    that differ and tensors that are not as described; and for errors of the driver.
+    """
+    torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
+
+
+def swap_kv_blocks(
+    src: Sequence[Tensor], dst: Sequence[Tensor], src_block_ids: Tensor, dst_block_ids: Tensor
+) -> None:
+    """Copies the same blocks between all layers of two caches in one call.
+
+    ``src[l]`` and ``dst[l]`` are as in :func:`swap_blocks`; layers may differ in shape, strides and
+    dtype, but all of ``src`` are on one device, and all of ``dst``. ``src_block_ids`` and
+    ``dst_block_ids`` are int64 CPU tensors of shape ``[n]``: in every layer block
+    ``src_block_ids[i]`` becomes block ``dst_block_ids[i]``. Streams, threads and errors are as in
+    :func:`swap_blocks`.
+    """
+    torch.ops.torch_kvswap.swap_kv_blocks(src, dst, src_block_ids, dst_block_ids)
+
+
+def swap_blocks_batch(
+    src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False
+) -> None:
+    """Copies ``sizes[i]`` bytes from address ``src_ptrs[i]`` to address ``dst_ptrs[i]``, for all i.
+
+    The three are contiguous int64 CPU tensors of shape ``[n]``; the caller may change or free them
+    when the call returns. All device addresses lie on one device. The copies run on that device's
+    current stream, whichever device is current, and the call does not wait for them: what they read
+    and write stays alive and unchanged until the stream has passed them. Pageable host memory is
+    the exception: with any of it the call waits for the stream. A batch without any device address
+    is copied before the call returns and ordered with no stream. Copies of one call run in any
+    order and must not overlap. Any thread may call.
+
+    ``is_src_access_order_any`` lets the copy engine read host sources before earlier work in the
+    stream has ended, for sources that are complete already. Device sources are always read in
+    stream order.
+
+    While the stream is captured into a CUDA graph the copies are recorded, with these addresses;
+    pageable memory is refused there.
+
+    Environment: ``KVSWAP_BATCH_LIMIT`` fragments per driver call (8192); ``KVSWAP_BATCH=0`` copies
+    one by one; ``KVSWAP_CHECK_ADDRESSES=1`` checks every range against the allocations, and for
+    overlaps, before anything is copied.
+
+    Raises RuntimeError with the index for negative sizes, null addresses and addresses on a second
+    device, before anything is copied; and for errors of the driver, after which what came before
+    the index may have been copied.
+    """
+    torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
+
+
+def expand_block_ids(
+    block_ids: Tensor,
+    block_size_factor: int,
+    skip_count: int = 0,
+    count: int | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Numbers the small blocks inside large ones: id ``b`` becomes ``b * f + 0 ... b * f + f - 1``.
+
+    ``block_ids`` is an int64 tensor of shape ``[n]`` on the CPU or a CUDA device. Of the
+    ``n * block_size_factor`` ids the first ``skip_count`` are left out and at most ``count`` come
+    back, so that both ends of a chunk can be partial. The result, or ``out``, is an int64 tensor on
+    the same device. On CUDA it is written on the current stream, and negative ids, refused on the
+    CPU, are not looked for.
+
+    Raises RuntimeError for a factor below 1 and for counts out of range.
+    """
+    if out is None:
+        result: Tensor = torch.ops.torch_kvswap.expand_block_ids(
+            block_ids, block_size_factor, skip_count, count
+        )
+        return result
+    torch.ops.torch_kvswap.expand_block_ids.out(
+        block_ids, block_size_factor, skip_count, count, out=out
+    )
+    return out
