@@ -31,13 +31,17 @@ int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count
 }
 
 void expand_on_host(const Expansion& e) {
-  // One id at a time rather than a division per output.
-  for (int64_t i = 0; i < e.count;) {
-    const int64_t block = (i + e.skip) / e.factor;
+  const int64_t first = e.skip / e.factor;
+  const int64_t last = (e.skip + e.count - 1) / e.factor;
+  for (int64_t block = first; block <= last; ++block) {
     const int64_t id = e.ids[block * e.id_stride];
     KVSWAP_CHECK(id >= 0, "block_ids[", block, "] is ", id, "; expected 0 or more");
+  }
+  // One id at a time rather than a division per output.
+  int64_t i = 0;
+  for (int64_t block = first; block <= last; ++block) {
     const int64_t end = std::min((block + 1) * e.factor - e.skip, e.count);
-    const int64_t offset = id * e.factor + e.skip - block * e.factor;
+    const int64_t offset = (e.ids[block * e.id_stride] - block) * e.factor + e.skip;
     for (; i < end; ++i) e.out[i * e.out_stride] = offset + i;
   }
 }

@@ -76,7 +76,9 @@ def test_wrong_arguments_are_named():
         lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(3, dtype=torch.int64)),
         lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(4)),
     ]
-    assert_expected_inline("\n".join(message_of(call) for call in calls), """\
+    assert_expected_inline(
+        "\n".join(message_of(call) for call in calls),
+        """\
 torch_kvswap::expand_block_ids: block_ids[1] is -1; expected 0 or more
 torch_kvswap::expand_block_ids: block_size_factor is 0; expected 1 or more
 torch_kvswap::expand_block_ids: skip_count is 5, but the ids expand to 4; expected 0 to 4
@@ -85,4 +87,5 @@ torch_kvswap::expand_block_ids: count is -3; expected 0 or more
 torch_kvswap::expand_block_ids: block_ids has dtype Int; expected Long (torch.int64)
 torch_kvswap::expand_block_ids: block_ids has shape [1, 2]; expected one dimension
 torch_kvswap::expand_block_ids: out has shape [3]; expected [4]
-torch_kvswap::expand_block_ids: out has dtype Float; expected Long (torch.int64)""")
+torch_kvswap::expand_block_ids: out has dtype Float; expected Long (torch.int64)""",
+    )

@@ -166,7 +166,9 @@ def test_wrong_arguments_of_swap_blocks_are_named():
         lambda: ops.swap_blocks(src, torch.zeros(8).expand(6, 8), 32, one),
         lambda: ops.swap_blocks(torch.zeros(4, 4, 2).mT, torch.zeros(6, 2, 4), 32, one),
     ]
-    assert_expected_inline("\n".join(message_of(call) for call in calls), """\
+    assert_expected_inline(
+        "\n".join(message_of(call) for call in calls),
+        """\
 torch_kvswap::swap_blocks: block_mapping[1, 0] is 4, but src has 4 blocks; expected 0 to 3
 torch_kvswap::swap_blocks: block_mapping[0, 1] is -2, but dst has 6 blocks; expected 0 to 5
 torch_kvswap::swap_blocks: block_mapping[2, 1] is 1, as is block_mapping[0, 1]; a block can be written once in a call
@@ -179,7 +181,8 @@ torch_kvswap::swap_blocks: block_mapping has shape [1, 3]; expected [n, 2]: pair
 torch_kvswap::swap_blocks: src has no dimension; expected blocks along dimension 0
 torch_kvswap::swap_blocks: src has shape [4, 8] and strides [16, 2], so that a block has gaps or overlaps itself; expected every dimension but the first to be dense
 torch_kvswap::swap_blocks: dst has shape [6, 8] and strides [0, 1]: its blocks of 32 bytes lie 0 bytes apart and overlap; expected stride(0) of at least a block
-torch_kvswap::swap_blocks: a block of src and a block of dst keep their elements in different orders of dimensions; expected the same shape and strides within a block, or contiguous blocks on both sides""")
+torch_kvswap::swap_blocks: a block of src and a block of dst keep their elements in different orders of dimensions; expected the same shape and strides within a block, or contiguous blocks on both sides""",
+    )
 
 
 def test_wrong_arguments_of_swap_kv_blocks_are_named():
@@ -198,7 +201,9 @@ def test_wrong_arguments_of_swap_kv_blocks_are_named():
         lambda: ops.swap_kv_blocks(src, views, ids, ids),
         lambda: ops.swap_kv_blocks(src, [dst[0], torch.zeros(6, 9)], ids, ids),
     ]
-    assert_expected_inline("\n".join(message_of(call) for call in calls), """\
+    assert_expected_inline(
+        "\n".join(message_of(call) for call in calls),
+        """\
 torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 5, but dst[1] has 5 blocks; expected 0 to 4
 torch_kvswap::swap_kv_blocks: src has 2 tensors and dst has 1; expected a pair for each layer
 torch_kvswap::swap_kv_blocks: src_block_ids has 2 ids and dst_block_ids has 1; expected as many
@@ -207,7 +212,8 @@ torch_kvswap::swap_kv_blocks: src_block_ids has shape [1, 2]; expected one dimen
 torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 2, as is dst_block_ids[0]; a block can be written once in a call
 torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order
 torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order
-torch_kvswap::swap_kv_blocks: a block of src[1] has 32 bytes and a block of dst[1] 36; expected the same""")
+torch_kvswap::swap_kv_blocks: a block of src[1] has 32 bytes and a block of dst[1] 36; expected the same""",
+    )
 
 
 @GPU

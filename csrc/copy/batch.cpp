@@ -110,30 +110,29 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Str
   cuda::order_after(side, legacy);
 }
 
-void submit(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
-  const std::vector<Fragment>& items = fragments.items();
-  const bool capturing = cuda::is_capturing(stream);
-  KVSWAP_CHECK(
-      !capturing || !options.has_pageable,
-      "the current stream is being captured into a CUDA graph, which cannot hold copies of "
-      "pageable host memory; pin the memory or copy outside the capture");
+void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
+            const BatchOptions& options, bool capturing) {
   const bool one_by_one = capturing || options.has_pageable || options.between_devices ||
-                          items.size() < 2 || !batch_is_on() ||
+                          fragments.size() < 2 || !batch_is_on() ||
                           cuda::driver()->copy_batch_async == nullptr;
   if (one_by_one) {
-    copy_one_by_one(items, stream);
+    copy_one_by_one(fragments, stream);
   } else if (is_legacy(stream)) {
-    copy_beside_legacy_stream(items, stream, options);
+    copy_beside_legacy_stream(fragments, stream, options);
   } else {
-    copy_in_batches(items, stream, options.host_source_any_order);
+    copy_in_batches(fragments, stream, options.host_source_any_order);
   }
 }
 
 }  // namespace
 
 void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
+  const bool capturing = cuda::is_capturing(stream);
+  KVSWAP_CHECK(!capturing || !options.has_pageable,
+               "the current stream is being captured into a CUDA graph, which cannot hold copies of "
+               "pageable host memory; pin the memory or copy outside the capture");
   try {
-    submit(fragments, stream, options);
+    submit(fragments.items(), stream, options, capturing);
   } catch (...) {
     // The caller may free pageable memory as soon as the error reaches it.
     if (options.has_pageable) cuda::driver()->synchronize_stream(stream);
