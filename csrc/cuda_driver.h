@@ -25,6 +25,8 @@ constexpr int kMemoryType = 2;
 constexpr int kDeviceOrdinal = 9;
 constexpr int kRangeStart = 11;
 constexpr int kRangeSize = 12;
+constexpr int kMappingSize = 18;
+constexpr int kMappingBase = 19;
 
 constexpr unsigned kHostMemory = 1;
 constexpr unsigned kDeviceMemory = 2;

@@ -59,6 +59,8 @@ static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(cuda::kRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
 static_assert(cuda::kRangeSize == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+static_assert(cuda::kMappingSize == CU_POINTER_ATTRIBUTE_MAPPING_SIZE);
+static_assert(cuda::kMappingBase == CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR);
 static_assert(cuda::kHostMemory == CU_MEMORYTYPE_HOST);
 static_assert(cuda::kDeviceMemory == CU_MEMORYTYPE_DEVICE);
 static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));

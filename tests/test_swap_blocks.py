@@ -307,6 +307,9 @@ def test_a_captured_copy_between_blocks_of_one_gpu_replays():
 def test_capture_with_a_host_operand_is_refused():
     src, dst = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64).pin_memory()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="capture swap_blocks_batch with pinned memory"):
-        with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
+        src.fill_(1)
+        with pytest.raises(RuntimeError, match="capture swap_blocks_batch with pinned memory"):
             ops.swap_blocks(src, dst, 256, torch.tensor([[1, 2]]))
+    graph.replay()
+    assert bool((src == 1).all())

@@ -151,13 +151,14 @@ def test_the_copies_follow_the_current_stream_of_the_addresses_device():
 
 @GPU
 @pytest.mark.parametrize("n", [1, 64])
-@pytest.mark.parametrize("stream", ["default", "legacy", "per-thread", "side"])
+@pytest.mark.parametrize("stream", ["default", "per-thread", "side"])
 def test_every_kind_of_stream_orders_the_copies_after_its_work(stream, n):
-    handles = {"legacy": 1, "per-thread": 2}
-    if stream in handles:
-        current = torch.cuda.ExternalStream(handles[stream])
-    else:
-        current = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
+    # PyTorch's default stream is the legacy one, under its null handle.
+    current = {
+        "default": torch.cuda.default_stream,
+        "per-thread": lambda: torch.cuda.ExternalStream(2),
+        "side": torch.cuda.Stream,
+    }[stream]()
     size = (1 << 22) // n
     src, dst = buffer(2 << 22, "cuda", True), buffer(1 << 22, "pinned", False)
     torch.cuda.synchronize()
@@ -304,7 +305,7 @@ def test_ranges_outside_of_the_allocations_are_found(monkeypatch):
     with pytest.raises(RuntimeError, match=r"dst_ptrs\[0\] is .*pinned host memory"):
         swap(buffer(1 << 30, "cuda", False), zero, dst, zero, torch.tensor([1 << 30]))
     with pytest.raises(RuntimeError, match=r"src_ptrs\[0\] is .*device 0"):
-        swap(src, zero, buffer(1 << 30, "cpu", False), zero, torch.tensor([1 << 30]))
+        swap(src, zero, dst, zero, torch.tensor([1 << 40]))
 
 
 @GPU

@@ -51,14 +51,16 @@ uint64_t first_unmapped(const std::vector<Mapping>& mappings, uint64_t begin, ui
   return end;
 }
 
-// The same by the driver's allocations, all of which must be of one kind and device.
+// The same by what the driver has backed with memory, all of one kind and device.
 uint64_t first_unallocated(AddressMap& addresses, uint64_t begin, uint64_t end) {
   const Memory first = addresses.find(begin);
   uint64_t address = begin;
   while (address < end) {
     const Memory memory = addresses.find(address);
     if (memory.kind != first.kind || memory.device != first.device) return address;
-    address = memory.end;
+    const uint64_t reached = addresses.mapped_until(address);
+    if (reached <= address) return address;
+    address = reached;
   }
   return end;
 }

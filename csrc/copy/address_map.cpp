@@ -78,6 +78,16 @@ Memory AddressMap::find(uint64_t address) {
   return memory;
 }
 
+uint64_t AddressMap::mapped_until(uint64_t address) const {
+  unsigned long long begin = 0;
+  size_t bytes = 0;
+  int names[] = {cuda::kMappingBase, cuda::kMappingSize};
+  void* values[] = {&begin, &bytes};
+  KVSWAP_DRIVER_CHECK(cuda::driver()->get_pointer_attributes(2, names, values, address),
+                      "cuPointerGetAttributes of address ", hex(address));
+  return bytes == 0 ? address : begin + bytes;
+}
+
 std::string AddressMap::describe(uint64_t address) {
   std::ostringstream text;
   text << hex(address);

@@ -12,8 +12,8 @@ enum class MemoryKind { kPageable, kPinned, kDevice };
 struct Memory {
   MemoryKind kind = MemoryKind::kPageable;
   int device = -1;     // of device memory; -1 for host memory
-  uint64_t begin = 0;  // the driver's allocation, mapping or registration around the address;
-  uint64_t end = 0;    // both 0 where it does not know the address
+  uint64_t begin = 0;  // the allocation, reservation or registration around the address;
+  uint64_t end = 0;    // both 0 where the driver does not know it
 
   bool on_device() const { return kind == MemoryKind::kDevice; }
 };
@@ -28,6 +28,10 @@ class AddressMap {
   // An address that the driver does not know, or any address while CUDA is not initialised in this
   // process, is pageable host memory.
   Memory find(uint64_t address);
+
+  // Where the memory that backs a known address ends. A reservation (expandable segments) is backed
+  // in pieces, and in places not at all: `address` itself is returned there. Asks the driver.
+  uint64_t mapped_until(uint64_t address) const;
 
   // "0x7f00 (device 0, allocation 0x7f00 + 4096 bytes)", for errors.
   std::string describe(uint64_t address);

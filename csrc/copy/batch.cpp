@@ -128,9 +128,10 @@ void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
 
 void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
   const bool capturing = cuda::is_capturing(stream);
-  KVSWAP_CHECK(!capturing || !options.has_pageable,
-               "the current stream is being captured into a CUDA graph, which cannot hold copies of "
-               "pageable host memory; pin the memory or copy outside the capture");
+  KVSWAP_CHECK(
+      !capturing || !options.has_pageable,
+      "the current stream is being captured into a CUDA graph, which cannot hold copies of "
+      "pageable host memory; pin the memory or copy outside the capture");
   try {
     submit(fragments.items(), stream, options, capturing);
   } catch (...) {

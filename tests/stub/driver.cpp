@@ -22,7 +22,6 @@ int copies_until_failure = -1;
 int initialized = 1, capturing = 0;
 uintptr_t last_handle = 100;
 
-
 bool copy_fails() { return copies_until_failure >= 0 && copies_until_failure-- == 0; }
 
 void copy(uint64_t dst, uint64_t src, size_t bytes) {
@@ -42,22 +41,25 @@ int push_context(void* context) {
 }
 int pop_context(void**) { return call_log << "pop context\n", 0; }
 
-int get_pointer_attributes(unsigned, int*, void** values, unsigned long long address) {
+int get_pointer_attributes(unsigned count, int* names, void** values, unsigned long long address) {
   if (!initialized) return kNotInitialized;
   auto next = allocations.upper_bound(address);
   const bool known = next != allocations.begin() && address < std::prev(next)->second.end;
   const Allocation found = known ? std::prev(next)->second : Allocation{0, 0, -1};
   const uint64_t begin = known ? std::prev(next)->first : 0;
-  *static_cast<unsigned*>(values[0]) = found.type;
-  *static_cast<int*>(values[1]) = found.device;
-  *static_cast<unsigned long long*>(values[2]) = begin;
-  *static_cast<size_t*>(values[3]) = found.end - begin;
+  for (unsigned i = 0; i < count; ++i) {
+    if (names[i] == 2) *static_cast<unsigned*>(values[i]) = found.type;
+    if (names[i] == 9) *static_cast<int*>(values[i]) = found.device;
+    if (names[i] == 11 || names[i] == 19) *static_cast<unsigned long long*>(values[i]) = begin;
+    if (names[i] == 12 || names[i] == 18) *static_cast<size_t*>(values[i]) = found.end - begin;
+  }
   return 0;
 }
 
 int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) {
   if (copy_fails()) return kInvalidValue;
-  call_log << "copy " << bytes << " bytes on stream " << reinterpret_cast<uintptr_t>(stream) << "\n";
+  call_log << "copy " << bytes << " bytes on stream " << reinterpret_cast<uintptr_t>(stream)
+           << "\n";
   return copy(dst, src, bytes), 0;
 }
 
