@@ -15,3 +15,14 @@ KVSWAP_API bool kvswap_driver_has_batch();
 
 // Whether this library was built with nvcc and holds CUDA kernels.
 KVSWAP_API bool kvswap_has_kernels();
+
+// A stream on `device` that belongs to the caller alone: PyTorch's own come from a small pool, in
+// which transfers would meet other people's work. Does not synchronise with the legacy default
+// stream. Null on failure: kvswap_last_error says why.
+KVSWAP_API void* kvswap_stream_create(int device);
+
+// Work in the stream still runs to its end. False on failure.
+KVSWAP_API bool kvswap_stream_destroy(int device, void* stream);
+
+// The error of the calling thread's last call that failed. Valid until its next one.
+KVSWAP_API const char* kvswap_last_error();

@@ -51,16 +51,18 @@ void order_after(Stream earlier, Stream later) {
   KVSWAP_DRIVER_CHECK(destroyed, "cuEventDestroy");
 }
 
+Stream create_stream() {
+  Stream stream = nullptr;
+  KVSWAP_DRIVER_CHECK(driver()->create_stream(&stream, kNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
 Stream side_stream(int device) {
   static std::map<int, Stream> streams;
   const std::lock_guard<std::mutex> lock(device_state_mutex);
-  auto [entry, is_new] = streams.try_emplace(device, nullptr);
-  if (is_new) {
-    const Result result = driver()->create_stream(&entry->second, kNonBlocking);
-    if (result != kSuccess) streams.erase(entry);
-    KVSWAP_DRIVER_CHECK(result, "cuStreamCreate on CUDA device ", device);
-  }
-  return entry->second;
+  const auto known = streams.find(device);
+  if (known != streams.end()) return known->second;
+  return streams[device] = create_stream();
 }
 
 bool is_capturing(Stream stream) {

@@ -20,6 +20,9 @@ class ContextGuard {
 // The current context must be that of the device of `earlier`.
 void order_after(Stream earlier, Stream later);
 
+// A stream of the current context that does not synchronise with the legacy default stream.
+Stream create_stream();
+
 // A stream of the library's own on `device`, whose context is current, for the calls that refuse
 // the legacy default stream. It does not synchronise with that stream by itself and lives as long
 // as the process.

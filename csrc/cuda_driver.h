@@ -56,6 +56,7 @@ struct Driver {
   Result (*get_pointer_attributes)(unsigned count, int* attributes, void** values, Address);
   Result (*copy_async)(Address dst, Address src, size_t bytes, Stream);
   Result (*create_stream)(Stream*, unsigned flags);
+  Result (*destroy_stream)(Stream);
   Result (*synchronize_stream)(Stream);
   Result (*is_capturing)(Stream, int* status);
   Result (*create_event)(Event*, unsigned flags);

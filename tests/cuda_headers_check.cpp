@@ -46,6 +46,7 @@ SAME(pop_context, cuCtxPopCurrent);
 SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
 SAME(create_stream, cuStreamCreate);
+SAME(destroy_stream, cuStreamDestroy);
 SAME(synchronize_stream, cuStreamSynchronize);
 SAME(is_capturing, cuStreamIsCapturing);
 SAME(create_event, cuEventCreate);

@@ -325,3 +325,38 @@ def test_a_large_tensor_of_several_mappings_passes_the_address_check(monkeypatch
     swap(src, offsets, dst, offsets, sizes)
     torch.cuda.synchronize()
     assert torch.equal(dst, src.cpu())
+
+
+@GPU
+@pytest.mark.parametrize("leading", [0, 1, 5])
+def test_a_driver_error_names_the_fragment_and_later_calls_work(leading):
+    src, dst = buffer(1 << 20, "cuda", True), buffer(1 << 20, "pinned", False)
+    offsets = torch.arange(leading + 1) * 4096
+    sizes = torch.full((leading + 1,), 64)
+    sizes[leading] = 1 << 40
+    pattern = (
+        rf"failed at index {leading}, from 0x\w+ \(device 0, allocation .*\)"
+        r" to 0x\w+ \(pinned host memory, allocation .*\), 1099511627776 bytes: CUDA_ERROR_"
+    )
+    with pytest.raises(RuntimeError, match=pattern):
+        swap(src, offsets, dst, offsets, sizes)
+    sizes[leading] = 64
+    swap(src, offsets, dst, offsets, sizes)
+    torch.cuda.synchronize()
+    assert torch.equal(dst[offsets[leading] :][:64], src[offsets[leading] :][:64].cpu())
+
+
+@GPU
+def test_a_mixed_batch_goes_to_the_stream():
+    gpu, pinned = buffer(4096, "cuda", True), buffer(4096, "pinned", True)
+    out = buffer(8192, "pinned", False)
+    src = torch.tensor([gpu.data_ptr(), pinned.data_ptr()])
+    dst = torch.tensor([out.data_ptr(), out.data_ptr() + 4096])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    gpu.fill_(1)
+    ops.swap_blocks_batch(src, dst, torch.tensor([4096, 4096]))
+    assert set(out.tolist()) == {SENTINEL}
+    torch.cuda.synchronize()
+    assert bool((out[:4096] == 1).all())
+    assert torch.equal(out[4096:], pinned)

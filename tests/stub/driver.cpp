@@ -89,6 +89,7 @@ int create_stream(void** stream, unsigned) {
   *stream = reinterpret_cast<void*>(++last_handle);
   return call_log << "create stream " << last_handle << "\n", 0;
 }
+int destroy_stream(void*) { return 0; }
 int synchronize_stream(void* stream) {
   return call_log << "synchronize stream " << reinterpret_cast<uintptr_t>(stream) << "\n", 0;
 }
@@ -113,6 +114,7 @@ const std::map<std::string, void*> functions = {
     {"cuMemcpyAsync", reinterpret_cast<void*>(&copy_async)},
     {"cuMemcpyBatchAsync", reinterpret_cast<void*>(&copy_batch_async)},
     {"cuStreamCreate", reinterpret_cast<void*>(&create_stream)},
+    {"cuStreamDestroy", reinterpret_cast<void*>(&destroy_stream)},
     {"cuStreamSynchronize", reinterpret_cast<void*>(&synchronize_stream)},
     {"cuStreamIsCapturing", reinterpret_cast<void*>(&is_capturing)},
     {"cuEventCreate", reinterpret_cast<void*>(&create_event)},
