@@ -1,0 +1,32 @@
+"""`python -m torch_kvswap COMMAND`: a command is a module with `main(arguments) -> exit code`."""
+
+import sys
+from importlib import import_module
+
+# Imported only when asked for: a command must not fail because another one cannot be imported.
+COMMANDS = {
+    "demo": ("torch_kvswap.cli.demo", "serve prompts through a cache that is too small for them"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in COMMANDS:
+        module, _ = COMMANDS[name]
+        code: int = import_module(module).main(arguments[1:])
+        return code
+    usage = "\n".join(
+        [
+            "usage: python -m torch_kvswap COMMAND ...",
+            *(f"  {command}  {purpose}" for command, (_, purpose) in COMMANDS.items()),
+        ]
+    )
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    print(f"torch_kvswap has no command {name!r}\n{usage}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""The control of the demo: a comparison that passes whatever was loaded proves nothing."""
+
+from torch import Tensor
+
+from torch_kvswap.cli.request import Request
+from torch_kvswap.cli.swapper import Swapper
+
+
+class Control:
+    """Zeroes one block of the first load, behind the load and before anything reads the block.
+    `request` is the one it belonged to, None as long as nothing was loaded."""
+
+    def __init__(self, swapper: Swapper, cache: list[Tensor]) -> None:
+        self.request: Request | None = None
+        self._swapper = swapper
+        self._cache = cache
+
+    def zero_once(self, request: Request) -> None:
+        if self.request is not None:
+            return
+        self.request = request
+        self._swapper.order_behind_load(request)
+        for kv_cache in self._cache:
+            kv_cache[:, request.blocks[0]] = 0
