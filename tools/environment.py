@@ -21,25 +21,16 @@ if sys.version_info < (3, 10):  # noqa: UP036  old Pythons can read the file up 
 
 import ast
 import ctypes
-import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
 EXTRAS: dict[str, list[str]] = {"build": [], "demo": [], "lint": ["lint"], "test": ["test"]}
 OLDEST_TORCH = (2, 11)
-OLDEST_PIP = (23, 0)  # it can say what it would install without downloading that
-WANTED_TORCH = ("torch>=2.11", "torch==2.13.0")  # the second for a CPU build that lies at hand
-
-
-class Offer(NamedTuple):  # a torch that pip would install
-    version: str
-    is_cpu_build: bool
 
 
 def say(message: str) -> None:
@@ -114,62 +105,43 @@ def has_nvidia_driver() -> bool:
         return False
 
 
-def is_cpu_build(metadata: dict[str, Any]) -> bool:
-    """Whether a torch is one, by the name of its build or else by what it asks for."""
-    build = str(metadata["version"]).partition("+")[2]
-    if build:
-        return build.startswith("cpu")
-    needs = [str(name) for name in metadata.get("requires_dist", [])]
-    return not any(re.match("nvidia|cuda|triton|pytorch-triton|rocm|intel", name) for name in needs)
-
-
-def ask_pip(pip: list[object], wanted: str) -> Offer | None:
-    """What pip would install for `wanted`. Nothing is downloaded for that."""
-    options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]
-    answer = ask(*pip, "install", *options, wanted)
-    if answer.returncode != 0:
-        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
-        say(f"pip offers no {wanted}: {reason}")
-        return None
-    metadata = json.loads(answer.stdout)["install"][0]["metadata"]
-    return Offer(metadata["version"], is_cpu_build(metadata))
-
-
-def choose_torch(pip: list[object], any_build: bool) -> Offer:
-    """The first CPU build that pip offers, or the first offer if there is none."""
-    first = None
-    for wanted in WANTED_TORCH:
-        offer = ask_pip(pip, wanted)
-        if offer and (any_build or offer.is_cpu_build):
-            return offer
-        first = first or offer
-    advice = "Put the address of a package index that has one into KVSWAP_TORCH_INDEX"
-    if first is None:
-        raise SystemExit(f"torch_kvswap: there is no torch 2.11 or later to be had. {advice}.")
-    say(
-        "there is no NVIDIA driver, but pip offers no CPU build of torch. The CUDA build that it "
-        f"offers takes several GB. {advice} to avoid that."
-    )
-    return first
+def choose_torch(versions: list[str], cpu_build: bool) -> str:
+    """The newest build of the wanted kind, else the newest. `versions` has the newest first."""
+    for version in versions:
+        if ("+cpu" in version) == cpu_build:
+            return version
+    return versions[0]
 
 
 def install_torch(python: Path) -> None:
-    pip: list[object] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    if release(ask(*pip, "--version").stdout) < OLDEST_PIP:
-        run(*pip, "install", "--quiet", "--upgrade", "pip")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     index = os.environ.get("KVSWAP_TORCH_INDEX")
     # Settings, unlike options, replace the further indexes that pip is configured with.
     source = ["env", f"PIP_INDEX_URL={index}", f"PIP_EXTRA_INDEX_URL={index}"] if index else []
-    offer = choose_torch([*source, *pip], any_build=bool(index) or has_nvidia_driver())
-    say(f"installing torch {offer.version}{' (a CPU build)' if offer.is_cpu_build else ''}")
-    run(*source, *pip, "install", "--no-deps", f"torch=={offer.version}")
-    run(*pip, "install", f"torch=={offer.version}")  # what it needs may lie in other indexes
+    advice = "put the address of a package index that has one into KVSWAP_TORCH_INDEX"
+    # This downloads no wheel to find out. `install --dry-run` would, all of them.
+    answer = ask(*source, *pip, "index", "versions", "torch")
+    offered = re.findall(r"\d[\w.+]*", answer.stdout.partition("Available versions:")[2])
+    versions = [version for version in offered if release(version) >= OLDEST_TORCH]
+    if not versions:
+        say(answer.stderr.strip())
+        raise SystemExit(f"torch_kvswap: pip offers no torch 2.11 or later; {advice}.")
+    cpu_build = not has_nvidia_driver()
+    version = choose_torch(versions, cpu_build)
+    say(f"installing torch {version}")
+    if cpu_build and "+cpu" not in version:
+        say(
+            "that is a CUDA build of several GB. There is no NVIDIA driver, but pip offers no CPU "
+            f"build (a version with +cpu). To avoid the CUDA build, {advice}."
+        )
+    run(*source, *pip, "install", "--no-deps", f"torch=={version}")
+    run(*pip, "install", f"torch=={version}")  # what it needs may lie in other indexes
 
 
 def ensure_packages(python: Path, extras: list[str]) -> None:
     """Install what is missing. The stamp spares asking pip, which takes a second."""
     lists = ["requires", "dependencies", *extras]
-    wanted = [requirement for name in lists for requirement in requirements(name)]
+    wanted = list(dict.fromkeys(item for name in lists for item in requirements(name)))
     made = (python.parent.parent / "pyvenv.cfg").stat().st_mtime_ns
     stamp, state = BUILD / f"{'-'.join(['packages', *extras])}.stamp", f"{python} {made} {wanted}"
     if stamp.exists() and stamp.read_text() == state:
