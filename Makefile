@@ -20,7 +20,7 @@ lint:
 	"$$python" -m ruff check . && \
 	"$$python" -m ruff format --check . && \
 	"$$python" -m mypy && \
-	"$$(dirname "$$python")/clang-format" --dry-run -Werror $(native)
+	"$$python" -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $(native)
 
 build:
 	@$(environment) build

@@ -163,11 +163,11 @@ class BuildLibrary(build_ext):
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             objects = pool.map(self.compile, commands.keys(), commands.values())
         # What is undefined is to be found now and not at load; the runtime's symbols stay inside.
-        strict = ["-shared", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
+        strict = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         link += shlex.split(os.environ.get("LDFLAGS", ""))
-        call([*cxx, *strict, *map(str, objects), *link, "-o", str(library)])
+        call([*cxx, "-shared", *strict, *map(str, objects), *link, "-o", str(library)])
 
     def compile(self, source: Path, command: list[str]) -> Path:
         """The object of `source`. Its name says what it was made from, so it is made only once."""

@@ -28,7 +28,8 @@ def load() -> None:
         ops.load_library(PATH)
     except OSError as error:
         raise ImportError(
-            f"torch {torch.__version__} cannot load torch_kvswap's native library {PATH}: {error}. "
+            f"torch {torch.__version__} cannot load torch_kvswap's native library {PATH}: "
+            f"{error.__cause__ or error}. "
             "It needs torch 2.11 or later; with such a torch, build it again on this machine "
             "(`make build` in a checkout, else `pip install --no-build-isolation .`)."
         ) from error
