@@ -184,7 +184,7 @@ def test_where_no_torch_can_be_had_it_stops_with_the_way_out(environment, machin
 def test_pip_is_brought_by_a_python_that_has_it(environment, machine):
     machine.answers = {"ROOT/bin/python3 -m pip --python python install --quiet pip": ""}
     environment.ensure_pip(Path("python"))
-    assert "python -m ensurepip" in machine.asked
+    assert "python -m ensurepip --default-pip" in machine.asked
     machine.answers = {}
     with pytest.raises(SystemExit, match="neither ensurepip nor pip"):
         environment.ensure_pip(Path("python"))

@@ -91,7 +91,7 @@ def ensure_pip(python: Path) -> None:
     if answer.returncode != 0:
         say(f"installing pip for {python}")
         bring = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "pip"]
-        if ask(python, "-m", "ensurepip").returncode and ask(*bring).returncode:
+        if ask(python, "-m", "ensurepip", "--default-pip").returncode and ask(*bring).returncode:
             raise SystemExit(
                 f"torch_kvswap: {sys.executable} has neither ensurepip nor pip. Install one of "
                 "them; on Debian and Ubuntu it is the package python3-venv."
