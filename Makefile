@@ -1,0 +1,30 @@
+# On a bare machine with Python 3.10, g++ and a package index these commands do everything. What they
+# need is found, made or installed by tools/environment.py, which says so and prints the Python to use.
+# ARGS is passed on: make test ARGS="tests/test_plan.py -x", make demo ARGS="--device cuda".
+
+PYTHON ?= python3
+environment = $(PYTHON) tools/environment.py
+native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+.NOTPARALLEL:
+.PHONY: demo test lint build clean
+
+demo:
+	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
+
+test:
+	@python=$$($(environment) test) && "$$python" -m pytest $(ARGS)
+
+lint:
+	@python=$$($(environment) lint) && set -x && \
+	"$$python" -m ruff check . && \
+	"$$python" -m ruff format --check . && \
+	"$$python" -m mypy && \
+	"$$python" -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $(native)
+
+build:
+	@$(environment) build
+
+clean:
+	rm -rf build dist *.egg-info torch_kvswap/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

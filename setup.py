@@ -1,0 +1,200 @@
+"""Builds torch_kvswap/_C.abi3.so: one library for every torch from 2.11 on, with and without CUDA.
+
+It sees torch through the stable ABI only and brings its own static CUDA runtime. So nvcc need not
+match torch's CUDA, and a torch without CUDA will do. torch's own extension builder insists on both;
+that is why the compilers are called from here.
+
+KVSWAP_CUDA           auto, the default: with kernels if nvcc is found; 1: or else stop; 0: without
+KVSWAP_WERROR         1: the compilers' warnings are errors
+TORCH_CUDA_ARCH_LIST  such as "9.0;10.0+PTX", instead of architectures chosen by nvcc's version
+CUDA_HOME, CUDA_PATH, CXX, CXXFLAGS, LDFLAGS, MAX_JOBS have their usual meaning.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+OLDEST_CUDA = (12, 0)
+OLDEST_TORCH = (2, 11)
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for torch's headers
+
+
+class Cuda(NamedTuple):
+    nvcc: Path
+    version: tuple[int, ...]
+    runtime: Path  # libcudart_static.a
+
+
+def say(message: str) -> None:
+    print(f"torch_kvswap: {message}\n", end="", flush=True)  # one write: several threads call this
+
+
+def fail(message: str) -> NoReturn:
+    raise SystemExit(f"torch_kvswap: {message}")
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def find_torch() -> Path:
+    """The folder of the torch to build against. It is not imported: that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        fail(
+            f"{sys.executable} has no torch to build against. Install torch 2.11 or later, and "
+            "build with --no-build-isolation, which lets the build see it."
+        )
+    version = importlib.metadata.version("torch")
+    if release(version) < OLDEST_TORCH:
+        fail(f"torch {version} of {sys.executable} is too old: 2.11 or later is needed.")
+    return Path(spec.submodule_search_locations[0])
+
+
+def find_cxx() -> list[str]:
+    cxx = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(cxx[0]) is None:
+        fail(f"there is no C++ compiler {cxx[0]}. Install g++, or name another compiler in CXX.")
+    return cxx
+
+
+def cuda_homes() -> Iterator[Path]:
+    """Where CUDA may be, best first."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name])
+    yield Path("/usr/local/cuda")
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        # It may be a link or a script that calls the real one; the real one says where it is.
+        command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        top = re.search(r"^#\$ TOP=(.+)$", answer.stderr, re.MULTILINE)
+        yield Path(top[1]) if top else Path(nvcc).resolve().parent.parent
+
+
+def cuda_in(home: Path) -> Cuda | None:
+    """The CUDA in the folder `home`, if all that is needed of it is there."""
+    nvcc, machine = home.resolve() / "bin" / "nvcc", platform.machine()
+    folders = ("lib64", "lib", f"targets/{machine}-linux/lib", f"lib/{machine}-linux-gnu")
+    runtimes = [home / folder / "libcudart_static.a" for folder in folders]
+    runtime = next((file for file in runtimes if file.exists()), None)
+    if runtime is None or not nvcc.exists():
+        return None
+    report = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    version = release(report.stdout.partition("release")[2])
+    return Cuda(nvcc, version, runtime) if version >= OLDEST_CUDA else None
+
+
+def find_cuda() -> Cuda | None:
+    """The CUDA to compile the kernels with, or None if they are left out."""
+    choice = os.environ.get("KVSWAP_CUDA") or "auto"
+    if choice not in ("auto", "1", "0"):
+        fail(f"KVSWAP_CUDA is {choice!r}; it can be auto, 1 or 0.")
+    if choice == "0":
+        say("the kernels are left out: KVSWAP_CUDA is 0")
+        return None
+    homes = list(cuda_homes())
+    cuda = next(filter(None, map(cuda_in, homes)), None)
+    if cuda is None:
+        missing = f"no CUDA 12.0 or later is in {', '.join(map(str, homes))}"
+        if choice == "1":
+            fail(f"KVSWAP_CUDA is 1, but {missing}. Name its folder in CUDA_HOME.")
+        say(f"the kernels are left out: {missing}")
+    return cuda
+
+
+def architectures(version: tuple[int, ...], wanted: str | None = None) -> list[str]:
+    """nvcc's flags for TORCH_CUDA_ARCH_LIST, or for what an nvcc of this version can do."""
+    wanted = wanted or ("8.0 9.0 10.0+PTX" if version >= (12, 8) else "8.0 9.0+PTX")
+    flags = []
+    for item in re.split(r"[;,\s]+", wanted.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", item)
+        if match is None:
+            fail(f"TORCH_CUDA_ARCH_LIST has {item!r}; write such as 9.0, 9.0a or 9.0+PTX.")
+        number = match[1] + match[2]
+        for code in ("sm", "compute") if match[3] else ("sm",):
+            flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
+    return flags
+
+
+def call(command: list[str], advice: str = "") -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sys.stdout.write(done.stdout)
+    if done.returncode != 0:
+        fail(f"status {done.returncode} from: {shlex.join(command)}{advice}")
+
+
+class BuildLibrary(build_ext):
+    """Compiles csrc/**/*.cpp with the C++ compiler and csrc/**/*.cu with nvcc."""
+
+    def build_extension(self, ext: Extension) -> None:
+        torch, cxx = find_torch(), find_cxx()
+        kernels = sorted(Path("csrc").rglob("*.cu"))
+        cuda = find_cuda() if kernels else None
+        common = ["-std=c++17", "-O3", TORCH_TARGET, "-Icsrc", "-isystem", str(torch / "include")]
+        host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+        host += ["-Werror"] if os.environ.get("KVSWAP_WERROR") == "1" else []
+        host += shlex.split(os.environ.get("CXXFLAGS", ""))
+        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
+        commands = {}
+        if cuda:
+            common += ["-DKVSWAP_WITH_KERNELS"]
+            link = [str(cuda.runtime), *link]
+            nvcc = [str(cuda.nvcc), "-ccbin", cxx[-1], *common]
+            nvcc += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
+            nvcc += [f"-Xcompiler={flag}" for flag in host]
+            commands = {kernel: nvcc for kernel in kernels}
+        commands |= {Path(source): [*cxx, *common, *host] for source in ext.sources}
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            objects = pool.map(self.compile, commands.keys(), commands.values())
+        # What is undefined is to be found now and not at load; the runtime's symbols stay inside.
+        strict = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        link += shlex.split(os.environ.get("LDFLAGS", ""))
+        call([*cxx, "-shared", *strict, *map(str, objects), *link, "-o", str(library)])
+
+    def compile(self, source: Path, command: list[str]) -> Path:
+        """The object of `source`. Its name says what it was made from, so it is made only once."""
+        state = hashlib.sha256(shlex.join(command).encode())
+        for file in [source, *sorted(Path("csrc").rglob("*.h"))]:
+            state.update(file.read_bytes())
+        name = "-".join([*source.parts[1:], state.hexdigest()[:16]])
+        product = Path(self.build_temp, f"{name}.o")
+        if not product.exists():
+            say(f"compiling {source}")
+            product.parent.mkdir(parents=True, exist_ok=True)
+            part = product.with_suffix(".part")
+            advice = "\nKVSWAP_CUDA=0 leaves the kernels out." if source.suffix == ".cu" else ""
+            call([*command, "-c", str(source), "-o", str(part)], advice)
+            part.rename(product)
+        return product
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parent)
+    library = Extension(
+        "torch_kvswap._C",
+        sources=[str(source) for source in sorted(Path("csrc").rglob("*.cpp"))],
+        py_limited_api=True,  # for every Python: it has nothing of Python in it
+    )
+    setup(
+        ext_modules=[library],
+        cmdclass={"build_ext": BuildLibrary},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

@@ -1,0 +1,150 @@
+"""The house rules, read from the source: imports go downward, a file stays small, nothing leaks."""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torch_kvswap"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
+# The rooms of the house, lowest floor first. A module may import from its own floor and below.
+FLOORS = (
+    ("_extension", "pool", "metrics"),
+    ("layout", "plan", "paths", "host_memory", "channel", "ops"),
+    ("handler", "block_manager"),
+    ("cli", "integrations", "__init__", "__main__"),
+)
+# What a room must not know although it is on its floor or below.
+STRANGERS = {"channel": ("layout", "plan", "paths", "host_memory", "ops")}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def floor(module: str) -> int:
+    floors = [number for number, rooms in enumerate(FLOORS) if room(module) in rooms]
+    assert floors, f"{module} is in no room; give it one here and in CONTRIBUTING.md"
+    return floors[0]
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Full dotted names of all that a module imports, also inside functions."""
+    package = ["torch_kvswap", *module.split(".")[:-1]]
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """The modules of the package that a module imports; the package itself is `__init__`."""
+    found = set()
+    for name in imported_names(module):
+        if room(name) != "torch_kvswap":
+            continue
+        parts = name.split(".")[1:]
+        names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        names += [f"{name}.__init__" for name in names]
+        found.add(next((name for name in names if name in MODULES), "__init__"))
+    return found
+
+
+def attributes(module: str) -> set[str]:
+    """Every dotted name that the code of a module says or imports, such as torch.cuda.Event."""
+    tree = ast.parse(MODULES[module].read_text())
+    said = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return said | set(imported_names(module))
+
+
+def includes(path: Path) -> Iterator[str]:
+    """What a native file includes, and what its own headers include in turn."""
+    for name in re.findall(r'^\s*#\s*include\s*[<"](.+)[>"]', path.read_text(), re.MULTILINE):
+        yield name
+        own = (folder / name for folder in (path.parent, ROOT / "csrc"))
+        header = next((file for file in own if file.exists()), None)
+        yield from includes(header) if header else ()
+
+
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downward(module):
+    here = floor(module)
+    for other in imported_modules(module) - {module}:
+        assert floor(other) <= here, f"{module} imports {other}, which is above it"
+        assert room(other) not in STRANGERS.get(room(module), ()), f"{module} imports {other}"
+        assert room(other) != "integrations" or room(module) == "integrations"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    order = TopologicalSorter({module: imported_modules(module) - {module} for module in MODULES})
+    order.prepare()
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"ops", "_extension"}))
+def test_only_ops_and_the_loader_say_torch_ops(module):
+    assert not [
+        name for name in attributes(module) if re.match(r"torch\.(ops|_ops|library)\b", name)
+    ]
+
+
+@pytest.mark.parametrize("module", sorted({"layout", "plan"} & {*MODULES}))
+def test_layout_and_plan_know_no_cuda(module):
+    assert not [name for name in attributes(module) if name.startswith("torch.cuda")]
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_native_file_includes_what_its_room_may(path):
+    names = set(includes(path))
+    if path.suffix != ".cu":
+        cuda = [name for name in names if re.match(r"(cuda|cuda_runtime\w*|cuda_fp16)\.h$", name)]
+        assert not cuda, "it must compile without CUDA"
+    if path.parent.name == "copy":
+        assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*MODULES.values(), *NATIVE, ROOT / "setup.py", ROOT / "tools" / "environment.py"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_a_file_has_200_lines_at_most_and_a_python_function_40(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 200
+    for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+            assert node.end_lineno - docstring <= 40, f"{node.name} is too long"
+
+
+def test_no_tracked_file_names_a_folder_of_a_machine_or_a_package_registry():
+    folder = re.compile(r"(?<![\w.$])/(?:home|root|work|Users)/\w")
+    registry = re.compile(
+        r"\b(?:pypi|pythonhosted|anaconda|download\.pytorch|pypi\.nvidia)\.\w{2,3}\b"
+    )
+    found = []
+    for path in tracked_files():
+        text = path.read_bytes().decode(errors="replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            if folder.search(line) or registry.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
