@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -402,11 +403,11 @@ def test_a_job_keeps_its_handler(fake: FakeDevice) -> None:
 
 
 def run_script(script: str) -> str:
-    """Runs it in a process of its own, as if from this file's folder; returns what it printed."""
-    tests = Path(__file__).parent
+    """Runs it in a process of its own that imports what this one does; returns what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.append({str(tests)!r})\n{script}"],
-        cwd=tests.parent,
+        [sys.executable, "-c", f"import sys\n{script}"],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,
