@@ -1,0 +1,216 @@
+"""A layout has the address of every block of every plane, or says which tensor has none."""
+
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+
+from torch_kvswap.layout import PagedLayout
+
+
+def block_bytes_of(layout: PagedLayout, plane: int, block: int) -> int:
+    return int(layout.bases[plane] + block * layout.strides[plane])
+
+
+def test_k_and_v_split_makes_two_planes_of_a_tensor() -> None:
+    cache = torch.zeros(2, 5, 4, 3, dtype=torch.bfloat16)
+    layout = PagedLayout([cache, cache.clone()], block_dim=1)
+    assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (4, 5, 4 * 24)
+    assert layout.sizes.tolist() == [24] * 4
+    for plane in range(2):
+        for block in range(5):
+            assert block_bytes_of(layout, plane, block) == cache[plane, block].data_ptr()
+
+
+def test_blocks_first_makes_one_plane_of_a_tensor_whatever_follows() -> None:
+    cache = torch.zeros(5, 2, 4, 3, dtype=torch.float32)
+    layout = PagedLayout([cache])
+    assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (1, 5, 96)
+    assert block_bytes_of(layout, 0, 3) == cache[3].data_ptr()
+
+
+def test_several_dimensions_before_the_blocks_are_all_planes() -> None:
+    cache = torch.zeros(3, 2, 7, 4, dtype=torch.int16)
+    layout = PagedLayout([cache], block_dim=2)
+    assert layout.bases.tolist() == [cache[i, j].data_ptr() for i in range(3) for j in range(2)]
+
+
+def test_tensors_of_different_widths_and_dtypes_share_a_layout() -> None:
+    tensors = [
+        torch.zeros(6, 656, dtype=torch.uint8),
+        torch.zeros(6, 16, 64, dtype=torch.float8_e4m3fn),
+        torch.zeros(6, 3, dtype=torch.float32),
+        torch.zeros(6, dtype=torch.int8),
+    ]
+    layout = PagedLayout(tensors)
+    assert layout.sizes.tolist() == [656, 1024, 12, 1]
+    assert layout.block_bytes == 1693
+    assert layout.tensors == tuple(tensors)
+    assert layout.device == torch.device("cpu")
+
+
+def test_blocks_may_lie_apart_and_start_anywhere_in_a_storage() -> None:
+    storage = torch.zeros(1000, dtype=torch.int16)
+    cache = storage[7:].as_strided((9, 4, 8), (100, 8, 1), storage_offset=7)
+    layout = PagedLayout([cache])
+    assert (layout.strides.tolist(), layout.sizes.tolist()) == ([200], [64])
+    assert layout.bases.tolist() == [storage.data_ptr() + 14]
+
+
+def test_a_block_may_be_dense_in_another_order_of_dimensions() -> None:
+    cache = torch.zeros(5, 2, 16, 4).permute(0, 2, 1, 3)  # heads before tokens in memory
+    layout = PagedLayout([cache])
+    assert layout.sizes.tolist() == [2 * 16 * 4 * 4]
+    assert layout.strides.tolist() == layout.sizes.tolist()
+
+
+def test_planes_may_be_interleaved_with_blocks() -> None:
+    cache = torch.zeros(5, 2, 16).transpose(0, 1)  # K and V of a block side by side
+    layout = PagedLayout([cache], block_dim=1)
+    assert (layout.sizes.tolist(), layout.strides.tolist()) == ([64, 64], [128, 128])
+    assert layout.bases[1] - layout.bases[0] == 64
+
+
+def test_a_single_block_has_any_stride() -> None:
+    cache = torch.zeros(100).as_strided((1, 10), (1, 1))
+    assert PagedLayout([cache]).num_blocks == 1
+
+
+def test_planes_tile_exactly_the_bytes_of_the_tensors() -> None:
+    cache = torch.zeros(3, 4, 5, 6, dtype=torch.int16)
+    layout = PagedLayout([cache], block_dim=1)
+    starts = sorted(block_bytes_of(layout, p, b) for p in range(3) for b in range(4))
+    assert starts == list(range(cache.data_ptr(), cache.data_ptr() + cache.nbytes, 60))
+    assert math.prod(cache.shape) * 2 == layout.block_bytes * layout.num_blocks
+
+
+@pytest.mark.parametrize("tensors", [torch.zeros(4, 4), [torch.zeros(4), [1, 2]], [None]])
+def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
+    with pytest.raises(TypeError, match=r"pass \[tensor\] for a single one"):
+        PagedLayout(tensors)  # type: ignore[arg-type]
+
+
+def test_a_layout_without_tensors_is_refused() -> None:
+    tensors = []
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """ValueError: a layout needs at least one tensor; the list is empty""",
+    )
+
+
+def test_a_block_dim_beyond_the_dimensions_is_refused() -> None:
+    tensors = [torch.zeros(3, 4)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=2),
+        """\
+ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
+dimension block_dim=2; name the dimension that counts blocks, 0 to 1""",
+    )
+
+
+def test_a_negative_block_dim_is_refused() -> None:
+    tensors = [torch.zeros(3, 4)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=-1),
+        """\
+ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
+dimension block_dim=-1; name the dimension that counts blocks, 0 to 1""",
+    )
+
+
+def test_tensors_on_different_devices_are_refused() -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(3, 4, device="meta")]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, meta) is on another
+device than tensors[0] (cpu); make a layout for each device""",
+    )
+
+
+def test_different_numbers_of_blocks_are_refused() -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(2, 4)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[1] (shape [2, 4], strides [4, 1], torch.float32, cpu) has 2 blocks
+in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each size""",
+    )
+
+
+def test_blocks_without_bytes_are_refused() -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(3, 0)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[1] (shape [3, 0], strides [1, 1], torch.float32, cpu) holds no
+bytes; leave it out""",
+    )
+
+
+def test_gaps_within_a_block_are_refused() -> None:
+    tensors = [torch.zeros(3, 4, 8)[:, :, :5]]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[0] (shape [3, 4, 5], strides [32, 8, 1], torch.float32, cpu) is not
+dense within a block (dimensions 1 to 2); make it so, or put the dimension with the gaps
+before block_dim""",
+    )
+
+
+def test_k_and_v_far_apart_are_no_block() -> None:
+    tensors = [torch.zeros(2, 9, 4).transpose(0, 1)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[0] (shape [9, 2, 4], strides [4, 36, 1], torch.float32, cpu) is not
+dense within a block (dimensions 1 to 2); make it so, or put the dimension with the gaps
+before block_dim""",
+    )
+
+
+def test_one_row_expanded_to_many_blocks_is_refused() -> None:
+    tensors = [torch.zeros(1, 4).expand(3, 4)]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[0] (shape [3, 4], strides [0, 1], torch.float32, cpu) has blocks
+that overlap: they are 0 elements apart, but 4 long; copy it to memory of its own (an
+expanded tensor needs .contiguous())""",
+    )
+
+
+def test_blocks_that_overlap_are_refused() -> None:
+    tensors = [torch.zeros(100).as_strided((5, 8), (4, 1))]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=0),
+        """\
+ValueError: tensors[0] (shape [5, 8], strides [4, 1], torch.float32, cpu) has blocks
+that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own (an
+expanded tensor needs .contiguous())""",
+    )
+
+
+def test_interleaved_planes_that_reach_into_the_next_block_are_refused() -> None:
+    tensors = [torch.zeros(100).as_strided((3, 4, 8), (8, 16, 1))]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=1),
+        """\
+ValueError: tensors[0] (shape [3, 4, 8], strides [8, 16, 1], torch.float32, cpu) has
+blocks that overlap: they are 16 elements apart, but 24 long; copy it to memory of its
+own (an expanded tensor needs .contiguous())""",
+    )
+
+
+def test_planes_that_overlap_are_refused() -> None:
+    tensors = [torch.zeros(100).as_strided((2, 5, 8), (4, 8, 1))]
+    assert_expected_inline(
+        refusal(PagedLayout, tensors, block_dim=1),
+        """\
+ValueError: tensors[0] (shape [2, 5, 8], strides [4, 8, 1], torch.float32, cpu) has
+blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own
+(an expanded tensor needs .contiguous())""",
+    )

@@ -1,0 +1,200 @@
+"""One direction of transfers: when each may start, when it has ended, what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from torch_kvswap.device import Device, Event, Stream
+from torch_kvswap.pool import Pool
+from torch_kvswap.transfer import Direction, Result, Transfer
+
+Copy = Callable[[], None]
+
+
+class Channel:
+    """Runs copies one after another in the order of submission, each on a stream of its own.
+
+    A copy is a callable that enqueues on the current stream; addresses are not known here.
+    Transfers get their numbers from `ids`. Every method may be called from any thread; each raises
+    RuntimeError in a forked child and while the caller's current stream is being captured.
+    """
+
+    def __init__(self, direction: Direction, device: Device, ids: Iterator[int]) -> None:
+        self.direction: Direction = direction
+        self.streams = Pool(device.new_stream)
+        self.events = Pool(device.new_event)
+        self._device = device
+        self._ids = ids
+        self._lock = threading.Lock()
+        self._running: deque[Transfer] = deque()
+        self._unreported: deque[Transfer] = deque()
+        self._closed = False
+        self._pid = os.getpid()
+
+    def submit(self, copy: Copy, nbytes: int, after: object, began: float) -> Transfer:
+        """Enqueues the copy behind `after` and behind the transfer before it.
+
+        began: time.perf_counter() when the caller's call began. A failure in here ends the
+        transfer as failed, with nothing of it left on the device. A wrong `after`, a closed
+        channel and a lost device raise, and there is no transfer.
+        """
+        self._check_usable()
+        waits = self._device.resolve_after(after)
+        with self._lock:
+            self._advance()
+            self._check_open()
+            transfer = Transfer(next(self._ids), self.direction, nbytes, self._device.path)
+            self._unreported.append(transfer)
+            try:
+                self._enqueue(transfer, copy, *waits)
+                transfer.submit_seconds = time.perf_counter() - began
+                self._running.append(transfer)
+            except BaseException as error:
+                transfer.submit_seconds = time.perf_counter() - began
+                self._abandon(transfer, error)
+                if not isinstance(error, Exception):
+                    raise
+        return transfer
+
+    def poll(self) -> None:
+        """Sees which transfers have ended."""
+        self._check_usable()
+        with self._lock:
+            self._advance()
+
+    def take_results(self) -> list[Result]:
+        """The results that are new since the last call, in the order of submission. Asks the
+        device nothing, so that nothing can fail between taking a result and returning it."""
+        results = []
+        with self._lock:
+            while self._unreported and (result := self._unreported[0].result) is not None:
+                self._unreported.popleft()
+                results.append(result)
+        return results
+
+    def unreported(self) -> list[Transfer]:
+        """The transfers whose results have not been taken yet, in the order of submission."""
+        self._check_usable()
+        with self._lock:
+            return list(self._unreported)
+
+    def wait(self, transfer: Transfer, deadline: float | None) -> bool:
+        """Blocks the host until the transfer has ended, or time.monotonic() has passed `deadline`
+        (None: for ever). Says whether it has ended. The channel is free for others meanwhile."""
+        self._check_usable()
+        with self._lock:
+            self._advance()
+            if transfer.result is not None:
+                return True
+            transfer.waiters += 1  # `end` is not recorded again for another transfer meanwhile
+        try:
+            transfer.block(deadline)
+        except Exception as error:
+            if not self._device.is_lost_by(error):
+                raise
+            self._device.lost = error
+        finally:
+            with self._lock:
+                transfer.waiters -= 1
+                self._release_if_unused(transfer)
+                self._advance()
+        return transfer.result is not None
+
+    def wait_on(self, transfer: Transfer, stream: object) -> None:
+        """Makes the stream wait for the transfer, unless that has ended already."""
+        self._check_usable()
+        waiting = self._device.resolve_stream(stream)
+        with self._lock:
+            self._advance()
+            if transfer.result is None:  # else its event may stand for another transfer by now
+                transfer.end.wait(waiting)
+
+    def drain(self) -> None:
+        """Blocks the host until every transfer submitted so far has ended, ok or failed."""
+        for transfer in self.unreported():
+            self.wait(transfer, None)
+
+    def close(self) -> None:
+        """Takes no more transfers, drains, lets the streams and events go. Idempotent."""
+        self._check_usable()
+        with self._lock:
+            self._closed = True
+        self.drain()
+        with self._lock:
+            self.streams.clear()
+            self.events.clear()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this handler is of process {self._pid} and cannot be used in process "
+                f"{os.getpid()}, forked from it; make a handler in each process"
+            )
+        if self._device.lost is None:
+            self._device.check_not_capturing()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the handler is closed; make a new one")
+        if self._device.lost is not None:
+            raise RuntimeError(
+                f"the device is lost: {self._device.lost}; only a new process can use it again"
+            ) from self._device.lost
+
+    def _enqueue(
+        self, transfer: Transfer, copy: Copy, after: Stream | None, after_event: Event | None
+    ) -> None:
+        transfer.stream = self.streams.take()
+        transfer.start = self.events.take()
+        transfer.end = self.events.take()
+        if after is not None:
+            transfer.ready = self.events.take()
+            transfer.ready.record(after)
+            transfer.ready.wait(transfer.stream)
+        if after_event is not None:
+            after_event.wait(transfer.stream)
+        if self._running:  # one that has ended, or failed, is not in here
+            self._running[-1].end.wait(transfer.stream)
+        transfer.start.record(transfer.stream)
+        with self._device.current(transfer.stream):
+            copy()
+        transfer.end.record(transfer.stream)
+
+    def _abandon(self, transfer: Transfer, error: BaseException) -> None:
+        """Ends a transfer that could not be submitted, once what was enqueued of it has run."""
+        if transfer.stream is not None:
+            try:
+                transfer.stream.synchronize()
+            except Exception as lost:  # nobody can say what is still running
+                self._device.lost = lost
+        self._end(transfer, 0.0, error)
+
+    def _advance(self) -> None:
+        """Ends the transfers whose end has happened; all of them when the device is lost."""
+        while self._running and self._device.lost is None:
+            transfer = self._running[0]
+            try:
+                if not transfer.end.query():
+                    return
+                seconds = transfer.start.elapsed_time(transfer.end) / 1e3
+            except Exception as error:
+                if not self._device.is_lost_by(error):
+                    raise
+                self._device.lost = error
+            else:
+                self._end(self._running.popleft(), seconds, None)
+        while self._running:
+            self._end(self._running.popleft(), 0.0, self._device.lost)
+
+    def _end(self, transfer: Transfer, seconds: float, error: BaseException | None) -> None:
+        transfer.finish(seconds, error)
+        self._release_if_unused(transfer)
+
+    def _release_if_unused(self, transfer: Transfer) -> None:
+        """The last thread that waits gives the stream and the events back."""
+        if transfer.result is not None and not transfer.waiters:
+            transfer.release(self.streams, self.events)

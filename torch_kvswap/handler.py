@@ -1,0 +1,199 @@
+"""What a server holds: stores and loads between a paged cache and host pages, as jobs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from torch_kvswap.channel import Channel
+from torch_kvswap.device import open_device
+from torch_kvswap.host_memory import HostPool
+from torch_kvswap.layout import PagedLayout, Planes
+from torch_kvswap.ops import swap_blocks_batch
+from torch_kvswap.plan import CopyPlan, Ids, plan_load, plan_store
+from torch_kvswap.transfer import Direction, Result, Transfer, TransferError
+
+__all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
+
+After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
+
+
+class Job:
+    """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
+
+    id: its number within the handler. direction: "store" or "load". nbytes: what it copies.
+    """
+
+    def __init__(self, handler: OffloadHandler, channel: Channel, transfer: Transfer) -> None:
+        self.id = transfer.id
+        self.direction: Direction = channel.direction
+        self.nbytes = transfer.nbytes
+        self.handler = handler
+        self._channel = channel
+        self._transfer = transfer
+
+    @property
+    def result(self) -> Result | None:
+        """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
+        return self._transfer.result
+
+    def done(self) -> bool:
+        """Whether it has ended, ok or failed. Waits for nothing."""
+        self._channel.poll()
+        return self.result is not None
+
+    def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes work given to the stream from now on wait for the job; the host goes on.
+
+        A stream of any device; None is the current stream of the cache's device. Raises
+        TransferError for a job that has failed; what fails later, finished() and wait() tell.
+        """
+        self._channel.wait_on(self._transfer, stream)
+        if self.result is not None and not self.result.ok:
+            raise TransferError([self.result]) from self.result.error
+
+
+class OffloadHandler:
+    """Stores blocks of a paged cache into host pages and loads them back, without blocking.
+
+    gpu: the cache. host: pages for the same planes. The handler holds both while it lives. Stores
+    run in the order of submission, loads too; a store and a load are not ordered with each other:
+    wait for the one, or chain it by `wait_on`, before the other may touch its blocks or pages.
+
+    Any thread may call any method. A context manager, which closes it. One that is dropped or left
+    open at exit is closed. In a forked child, and while the caller's current stream is captured
+    in a CUDA graph, every call raises RuntimeError. With a cache on the CPU the same calls copy
+    before they return. docs/ordering.md has the rules. Raises ValueError when gpu and host differ.
+    """
+
+    def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
+        _check_match(gpu, host.layout)
+        self.gpu = gpu
+        self.host = host
+        device = open_device(gpu.device)
+        ids = itertools.count()
+        self._stores = Channel("store", device, ids)
+        self._loads = Channel("load", device, ids)
+        self._channels = (self._stores, self._loads)
+        host.attach(self)
+        # Holds the cache and the pool too: neither may go before the channels have drained.
+        self._finalizer = weakref.finalize(self, _close, self._channels, (gpu, host), os.getpid())
+
+    def store(
+        self, gpu_block_ids: Ids, page_ids: Ids, *, first_block: int = 0, after: After = None
+    ) -> Job:
+        """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
+        (first_block + j) % k, where k is host.blocks_per_page; the last page may be part used.
+
+        Ids: 1-D lists, numpy arrays or CPU tensors of integers, copied before this returns.
+        after: the copy starts behind all that was given so far to this stream, or behind this
+        event; None is the calling thread's current stream on the cache's device (the kernels that
+        wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
+        touch the pages, but for work on a stream that waits for it (`Job.wait_on`).
+
+        Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler and a
+        lost device (RuntimeError): then there is no job. Any other failure ends the job that is
+        returned as failed.
+        """
+        began = time.perf_counter()
+        plan = plan_store(self.gpu, self.host, gpu_block_ids, page_ids, first_block)
+        return self._submit(self._stores, plan, after, began)
+
+    def load(
+        self, page_ids: Ids, gpu_block_ids: Ids, *, first_block: int = 0, after: After = None
+    ) -> Job:
+        """store() the other way round, from page_ids to gpu_block_ids. What `after` says is what
+        read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job."""
+        began = time.perf_counter()
+        plan = plan_load(self.gpu, self.host, gpu_block_ids, page_ids, first_block)
+        return self._submit(self._loads, plan, after, began)
+
+    def finished(self) -> list[Result]:
+        """The jobs that have ended since the last call, each job in one call only, in the order of
+        submission within a direction. Waits for nothing. Call it now and then: until then the
+        handler remembers every job."""
+        for channel in self._channels:
+            channel.poll()
+        return [result for channel in self._channels for result in channel.take_results()]
+
+    def wait(self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None) -> None:
+        """Blocks the host until the jobs have ended; finished() still reports them.
+
+        jobs: None is every job that finished() has not reported. timeout: seconds, None is for
+        ever. Raises TransferError with every one of them that failed, TimeoutError when some still
+        run after the timeout, ValueError for a job of another handler.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if jobs is None:
+            jobs = self._unreported()
+        jobs = [jobs] if isinstance(jobs, Job) else list(jobs)
+        for job in jobs:
+            if job.handler is not self:
+                raise ValueError(f"{job.direction} {job.id} is of another handler")
+        running = [job for job in jobs if not job._channel.wait(job._transfer, deadline)]
+        if running:
+            names = ", ".join(f"{job.direction} {job.id}" for job in running)
+            raise TimeoutError(f"after {timeout} s these jobs still run: {names}")
+        failed = [job.result for job in jobs if job.result is not None and not job.result.ok]
+        if failed:
+            raise TransferError(failed) from failed[0].error
+
+    def drain(self) -> None:
+        """Blocks the host until every job submitted so far has ended, ok or failed."""
+        for channel in self._channels:
+            channel.drain()
+
+    def close(self) -> None:
+        """Takes no more jobs, drains, lets streams and events go. finished() still reports what
+        it has not reported yet. Idempotent; returns at once when the device is lost."""
+        for channel in self._channels:
+            channel.close()
+        self._finalizer.detach()
+
+    def __enter__(self) -> OffloadHandler:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(self, channel: Channel, plan: CopyPlan, after: After, began: float) -> Job:
+        copy = partial(swap_blocks_batch, plan.src_ptrs, plan.dst_ptrs, plan.sizes)
+        return Job(self, channel, channel.submit(copy, plan.nbytes, after, began))
+
+    def _unreported(self) -> list[Job]:
+        return [Job(self, channel, t) for channel in self._channels for t in channel.unreported()]
+
+
+def _check_match(gpu: Planes, host: Planes) -> None:
+    if len(gpu.sizes) != len(host.sizes):
+        raise ValueError(
+            f"the cache has {len(gpu.sizes)} planes, the host pool {len(host.sizes)}; make the "
+            "pool from this layout"
+        )
+    different = np.flatnonzero(gpu.sizes != host.sizes)
+    if different.size:
+        plane = int(different[0])
+        raise ValueError(
+            f"a block has {gpu.sizes[plane]} bytes in plane {plane} of the cache and "
+            f"{host.sizes[plane]} in the host pool; make the pool from this layout"
+        )
+
+
+def _close(channels: Sequence[Channel], held: object, pid: int) -> None:
+    """The handler was dropped, or the process exits. (A fork has no copies of its own.)"""
+    if os.getpid() == pid:
+        for channel in channels:
+            channel.close()

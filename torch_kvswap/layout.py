@@ -1,0 +1,135 @@
+"""What a paged cache is: planes of blocks, with base addresses, strides and sizes in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Planes:
+    """Blocks spread over planes: block b has sizes[p] bytes at bases[p] + b * strides[p].
+
+    bases, strides, sizes: int64 [planes], in bytes. num_blocks: what every plane has. block_bytes:
+    one block in all planes. Has the addresses only, and keeps no memory alive.
+    """
+
+    def __init__(
+        self, bases: Int64Array, strides: Int64Array, sizes: Int64Array, num_blocks: int
+    ) -> None:
+        self.bases = bases
+        self.strides = strides
+        self.sizes = sizes
+        self.num_blocks = num_blocks
+        self.block_bytes = int(sizes.sum())
+
+
+class PagedLayout(Planes):
+    """The planes of a paged cache that lives in tensors.
+
+    tensors: any dtypes, one device, the same number of blocks in dimension `block_dim` of each.
+    The dimensions before `block_dim` make planes, one for each of their indices (K and V split:
+    shape [2, num_blocks, ...], block_dim=1, two planes a tensor). The dimensions after it are one
+    block: they must be dense in some order of dimensions; blocks may lie apart (padded strides).
+
+    The layout holds the tensors; nothing else may free or move their memory while it is in use.
+    Immutable, so any thread may read it. Raises TypeError for what is no list of tensors and
+    ValueError, naming the tensor, for what cannot be described.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
+        self.tensors = () if isinstance(tensors, Tensor) else tuple(tensors)
+        if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in self.tensors):
+            raise TypeError("tensors must be a list of tensors; pass [tensor] for a single one")
+        if not self.tensors:
+            raise ValueError("a layout needs at least one tensor; the list is empty")
+        for index, tensor in enumerate(self.tensors):
+            problem = _problem(tensor, self.tensors[0], block_dim)
+            if problem:
+                raise ValueError(
+                    f"tensors[{index}] (shape {list(tensor.shape)}, strides "
+                    f"{list(tensor.stride())}, {tensor.dtype}, {tensor.device}) {problem}"
+                )
+        self.block_dim = block_dim
+        self.device: torch.device = self.tensors[0].device
+        bases = [_plane_bases(tensor, block_dim) for tensor in self.tensors]
+        strides = [tensor.stride(block_dim) * tensor.element_size() for tensor in self.tensors]
+        sizes = [_block_numel(tensor, block_dim) * tensor.element_size() for tensor in self.tensors]
+        planes = [len(of_tensor) for of_tensor in bases]
+        super().__init__(
+            bases=np.concatenate(bases),
+            strides=np.repeat(np.array(strides, np.int64), planes),
+            sizes=np.repeat(np.array(sizes, np.int64), planes),
+            num_blocks=self.tensors[0].shape[block_dim],
+        )
+
+
+def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
+    """What keeps the tensor out of a layout, and what to do about it; None when nothing does."""
+    if not 0 <= block_dim < tensor.dim():
+        return (
+            f"has no dimension block_dim={block_dim}; name the dimension that counts blocks, "
+            f"0 to {tensor.dim() - 1}"
+        )
+    if tensor.device != first.device:
+        return (
+            f"is on another device than tensors[0] ({first.device}); make a layout for each device"
+        )
+    num_blocks = tensor.shape[block_dim]
+    if num_blocks != first.shape[block_dim]:
+        return (
+            f"has {num_blocks} blocks in dimension {block_dim}, tensors[0] has "
+            f"{first.shape[block_dim]}; check block_dim, or make a layout for each size"
+        )
+    if tensor.numel() == 0:
+        return "holds no bytes; leave it out"
+    if not _is_dense(tensor, block_dim):
+        return (
+            f"is not dense within a block (dimensions {block_dim + 1} to {tensor.dim() - 1}); "
+            "make it so, or put the dimension with the gaps before block_dim"
+        )
+    return _overlap(tensor, block_dim)
+
+
+def _block_numel(tensor: Tensor, block_dim: int) -> int:
+    return math.prod(tensor.shape[block_dim + 1 :])
+
+
+def _is_dense(tensor: Tensor, block_dim: int) -> bool:
+    expected = 1
+    for stride, size in _strides_and_sizes(tensor, range(block_dim + 1, tensor.dim())):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlap(tensor: Tensor, block_dim: int) -> str | None:
+    extent = _block_numel(tensor, block_dim)
+    for stride, size in _strides_and_sizes(tensor, range(block_dim + 1)):
+        if stride < extent:
+            return (
+                f"has blocks that overlap: they are {stride} elements apart, but {extent} long; "
+                "copy it to memory of its own (an expanded tensor needs .contiguous())"
+            )
+        extent += stride * (size - 1)
+    return None
+
+
+def _strides_and_sizes(tensor: Tensor, dims: range) -> list[tuple[int, int]]:
+    """The dimensions from the innermost in memory outwards, without those of one index."""
+    return sorted((tensor.stride(d), tensor.shape[d]) for d in dims if tensor.shape[d] > 1)
+
+
+def _plane_bases(tensor: Tensor, block_dim: int) -> Int64Array:
+    offsets = np.zeros(1, np.int64)
+    for dim in range(block_dim):
+        steps = np.arange(tensor.shape[dim], dtype=np.int64) * tensor.stride(dim)
+        offsets = np.add.outer(offsets, steps).reshape(-1)
+    return tensor.data_ptr() + offsets * tensor.element_size()
