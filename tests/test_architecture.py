@@ -20,6 +20,7 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
     ("_extension", "pool", "metrics"),
+    ("cuda_device", "cpu_device", "device", "transfer"),
     ("layout", "plan", "paths", "host_memory", "channel", "ops"),
     ("handler", "block_manager"),
     ("cli", "integrations", "__init__", "__main__"),

@@ -1,7 +1,5 @@
 """The C interface: what it says of the driver, and the streams that it makes."""
 
-import ctypes
-
 import pytest
 import stub
 import torch
@@ -14,17 +12,9 @@ without_cuda = pytest.mark.skipif(
 )
 
 
-def stream_functions():
-    library = _extension.library()
-    library.kvswap_stream_create.restype = ctypes.c_void_p
-    library.kvswap_stream_destroy.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    library.kvswap_last_error.restype = ctypes.c_char_p
-    return library
-
-
 @pytest.mark.gpu
 def test_a_stream_is_of_its_own_and_does_not_wait_for_the_default_stream():
-    library = stream_functions()
+    library = _extension.library()
     handles = [library.kvswap_stream_create(0) for _ in range(40)]
     assert len(set(handles)) == 40
     stream = torch.cuda.ExternalStream(handles[0])
@@ -40,7 +30,7 @@ def test_a_stream_is_of_its_own_and_does_not_wait_for_the_default_stream():
 
 @pytest.mark.gpu
 def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
-    library = stream_functions()
+    library = _extension.library()
     assert library.kvswap_stream_create(97) is None
     assert "CUDA device 97: CUDA_ERROR_INVALID_DEVICE" in library.kvswap_last_error().decode()
 

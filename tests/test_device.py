@@ -7,7 +7,9 @@ import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
 
-from torch_kvswap.device import CpuDevice, CudaDevice, open_device
+from torch_kvswap.cpu_device import CpuDevice
+from torch_kvswap.cuda_device import CudaDevice
+from torch_kvswap.device import open_device
 
 CUDA = torch.device("cuda:0")
 

@@ -1,5 +1,24 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
-from torch_kvswap import _extension
+from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
+from torch_kvswap.host_memory import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.ops import (
+    expand_block_ids,
+    swap_blocks,
+    swap_blocks_batch,
+    swap_kv_blocks,
+)
 
-_extension.load()
+__all__ = [
+    "HostPool",
+    "Job",
+    "OffloadHandler",
+    "PagedLayout",
+    "Result",
+    "TransferError",
+    "expand_block_ids",
+    "swap_blocks",
+    "swap_blocks_batch",
+    "swap_kv_blocks",
+]

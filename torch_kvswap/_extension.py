@@ -7,6 +7,16 @@ from typing import Any
 
 import torch
 
+# The functions of csrc/capi.h: what they return, then what they take.
+PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "kvswap_driver_version": (ctypes.c_int,),
+    "kvswap_driver_error": (ctypes.c_char_p,),
+    "kvswap_driver_has_batch": (ctypes.c_bool,),
+    "kvswap_has_kernels": (ctypes.c_bool,),
+    "kvswap_stream_create": (ctypes.c_void_p, ctypes.c_int),
+    "kvswap_stream_destroy": (ctypes.c_bool, ctypes.c_int, ctypes.c_void_p),
+    "kvswap_last_error": (ctypes.c_char_p,),
+}
 PATH = Path(__file__).with_name("_C.abi3.so")
 ops: Any = torch.ops  # torch has no type for load_library
 
@@ -39,4 +49,8 @@ def load() -> None:
 def library() -> ctypes.CDLL:
     """The native library's C interface. Calls through it release the GIL."""
     load()
-    return ctypes.CDLL(str(PATH))
+    handle = ctypes.CDLL(str(PATH))
+    for name, (result, *arguments) in PROTOTYPES.items():
+        function = getattr(handle, name)
+        function.restype, function.argtypes = result, arguments
+    return handle

@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout, Planes
 
-if TYPE_CHECKING:
-    from torch_kvswap.handler import OffloadHandler
-
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class User(Protocol):
+    """An OffloadHandler: what has to be closed before the memory may go."""
+
+    def close(self) -> None: ...
 
 
 class HostPool:
@@ -59,7 +62,7 @@ class HostPool:
         memory = _map(self.nbytes)
         self.layout = _planes(memory, layout, num_pages * blocks_per_page)
         self._pages: Tensor | None = memory.view(num_pages, blocks_per_page, layout.block_bytes)
-        self._handlers: weakref.WeakSet[OffloadHandler] = weakref.WeakSet()
+        self._handlers: weakref.WeakSet[User] = weakref.WeakSet()
         self._pid = os.getpid()
         self._unpin = None
         if on_cuda and pinned is not False:
@@ -80,7 +83,7 @@ class HostPool:
         """Whether the driver says that the memory is pinned."""
         return self._pages is not None and self._pages.is_pinned()
 
-    def attach(self, handler: OffloadHandler) -> None:
+    def attach(self, handler: User) -> None:
         """Lets close() close the handler first; keeps only a weak reference to it."""
         if self._pages is None:
             raise RuntimeError("the host pool is closed; make a new one")

@@ -1,13 +1,13 @@
 """The ops of torch_kvswap: schemas, what they mean to a compiler, and typed wrappers.
 
-=====================  ==================================  ==========================================
-op                     takes                               in a compiled graph
-=====================  ==================================  ==========================================
-``swap_blocks``        tensors and a mapping of blocks     yes
-``swap_kv_blocks``     the tensors of all layers and ids   yes
-``expand_block_ids``   ids                                 yes
-``swap_blocks_batch``  addresses                           never: it breaks the graph
-=====================  ==================================  ==========================================
+=====================  =================================  ============================
+op                     takes                              in a compiled graph
+=====================  =================================  ============================
+``swap_blocks``        tensors and a mapping of blocks    yes
+``swap_kv_blocks``     the tensors of all layers and ids  yes
+``expand_block_ids``   ids                                yes
+``swap_blocks_batch``  addresses                          never: it breaks the graph
+=====================  =================================  ============================
 
 The ops on tensors declare what they write, and with a host tensor among their operands they return
 only after the host bytes were read or written: compilers hand such ops clones of host tensors,
@@ -21,13 +21,15 @@ stops in front of it and goes on behind it, and ``fullgraph=True`` and ``torch.e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_kvswap import _extension
 
-_library = torch.library.Library("torch_kvswap", "DEF")
+_torch_library: Any = torch.library  # has few types
+_library = _torch_library.Library("torch_kvswap", "DEF")
 
 # Exact strides, because the distance between blocks is part of what these ops mean. Not inside CUDA
 # graphs, because ids and host operands are read at the call, not at the replay.
@@ -65,41 +67,32 @@ _library.define(
 _extension.load()
 
 
-@torch.library.register_fake("torch_kvswap::swap_blocks", lib=_library)
-def _(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
-    return None
+def _fake_write(*_: object, **__: object) -> None:
+    """Of an op that only writes into what it was given."""
 
 
-@torch.library.register_fake("torch_kvswap::swap_kv_blocks", lib=_library)
-def _(src: list[Tensor], dst: list[Tensor], src_block_ids: Tensor, dst_block_ids: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("torch_kvswap::expand_block_ids", lib=_library)
-def _(
+def _fake_expand(
     block_ids: Tensor, block_size_factor: int, skip_count: int = 0, count: int | None = None
 ) -> Tensor:
-    outputs = block_ids.size(0) * block_size_factor - skip_count
-    return block_ids.new_empty(outputs if count is None else torch.sym_min(outputs, count))
+    outputs: Any = block_ids.size(0) * block_size_factor - skip_count
+    return block_ids.new_empty(outputs if count is None else _sym_min(outputs, count))
 
 
-@torch.library.register_fake("torch_kvswap::expand_block_ids.out", lib=_library)
-def _(
-    block_ids: Tensor,
-    block_size_factor: int,
-    skip_count: int = 0,
-    count: int | None = None,
-    *,
-    out: Tensor,
-) -> None:
-    return None
+_sym_min: Any = torch.sym_min
+for _name, _fake in {
+    "swap_blocks": _fake_write,
+    "swap_kv_blocks": _fake_write,
+    "expand_block_ids": _fake_expand,
+    "expand_block_ids.out": _fake_write,
+}.items():
+    _torch_library.register_fake(f"torch_kvswap::{_name}", _fake, lib=_library)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
     """Copies blocks of one tensor into blocks of another, byte by byte.
 
-    ``src`` and ``dst`` hold blocks along dimension 0, on the CPU or a CUDA device each. The blocks of
-    a tensor may lie apart (padding, or K and V in turn), but each is dense and has
+    ``src`` and ``dst`` hold blocks along dimension 0, on the CPU or a CUDA device each. The blocks
+    of a tensor may lie apart (padding, or K and V in turn), but each is dense and has
     ``block_size_in_bytes`` bytes on both sides. ``block_mapping`` is an int64 CPU tensor of shape
     ``[n, 2]``: block ``block_mapping[i, 0]`` of ``src`` becomes block ``block_mapping[i, 1]`` of
     ``dst``. The copies run in any order: no block may be written twice, or read and written.
@@ -107,7 +100,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     Runs on the current stream of the device of ``dst``, or of ``src`` where ``dst`` is on the CPU;
     between two GPUs both current streams are ordered around the copy as in ``Tensor.copy_``. With a
     CPU tensor on either side the call returns when the bytes have been read or written; for
-    asynchronous copies use :class:`OffloadHandler` or :func:`swap_blocks_batch`. Any thread may call.
+    asynchronous copies use :class:`OffloadHandler` or :func:`swap_blocks_batch`. Any thread may
+    call.
 
     Raises RuntimeError, before anything is copied, for ids out of range, blocks that overlap, sizes
     that differ and tensors that are not as described; and for errors of the driver.

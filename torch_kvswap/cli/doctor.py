@@ -18,12 +18,10 @@ def _driver(library: ctypes.CDLL) -> str:
     version = library.kvswap_driver_version()
     if version:
         return f"CUDA {version // 1000}.{version % 1000 // 10}"
-    library.kvswap_driver_error.restype = ctypes.c_char_p
     return f"none: {library.kvswap_driver_error().decode()}"
 
 
 def _batch_call(library: ctypes.CDLL) -> str:
-    library.kvswap_driver_has_batch.restype = ctypes.c_bool
     if not library.kvswap_driver_version():
         return "no driver: host memory only"
     if not library.kvswap_driver_has_batch():
@@ -35,7 +33,6 @@ def _batch_call(library: ctypes.CDLL) -> str:
 
 
 def _kernels(library: ctypes.CDLL) -> str:
-    library.kvswap_has_kernels.restype = ctypes.c_bool
     if library.kvswap_has_kernels():
         return "built in"
     return "none: built without nvcc, so expand_block_ids takes CPU ids only"
