@@ -79,6 +79,9 @@ class FakeDevice:
         self._streams += 1
         return FakeStream(self, name)
 
+    def free_stream(self, stream: FakeStream) -> None:
+        self.step(f"free {stream.name}")
+
     def new_event(self) -> FakeEvent:
         name = f"event{len(self.events)}"
         self.step(f"new {name}")

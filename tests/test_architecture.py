@@ -19,10 +19,10 @@ MODULES = {
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "pool", "metrics"),
+    ("_extension", "pool", "process", "metrics"),
     ("cuda_device", "cpu_device", "device", "transfer"),
     ("layout", "plan", "paths", "host_memory", "channel", "ops"),
-    ("handler", "block_manager"),
+    ("job", "handler", "block_manager"),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # What a room must not know although it is on its floor or below.

@@ -22,7 +22,9 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def channel(device: FakeDevice) -> Channel:
-    return Channel("store", device, itertools.count())
+    channel = Channel("store", device, itertools.count())
+    device.take_log()
+    return channel
 
 
 def submit(
@@ -37,7 +39,7 @@ def poll(channel: Channel) -> list[Result]:
 
 
 def assert_nothing_leaked(channel: Channel) -> None:
-    assert (channel.streams.in_use, channel.events.in_use) == (0, 0)
+    assert channel.events.in_use == 0
 
 
 # What is waited for
@@ -50,7 +52,6 @@ def test_a_transfer_waits_for_the_current_stream_and_runs_on_its_own(
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 new event2
@@ -71,7 +72,6 @@ def test_a_transfer_waits_for_the_transfer_before_it(device: FakeDevice, channel
     assert_expected_inline(
         device.take_log(),
         """\
-new stream1
 new event3
 new event4
 new event5
@@ -92,7 +92,6 @@ def test_a_transfer_waits_for_the_event_that_it_is_given(
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 stream0 waits for yours
@@ -111,14 +110,12 @@ def test_a_transfer_may_wait_for_nothing_but_the_one_before_it(
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 record event0 on stream0
 make stream0 current
 make the caller's stream current
 record event1 on stream0
-new stream1
 new event2
 new event3
 stream1 waits for event1
@@ -134,12 +131,12 @@ def test_streams_and_events_come_back_when_the_end_has_happened_and_not_before(
 ) -> None:
     transfer = submit(channel)
     assert poll(channel) == []
-    assert (channel.streams.in_use, channel.events.in_use) == (1, 3)
+    assert channel.events.in_use == 3
     device.run()
     assert len(poll(channel)) == 1
     assert (transfer.stream, transfer.ready, transfer.start, transfer.end) == (None,) * 4
     assert_nothing_leaked(channel)
-    assert (channel.streams.idle, channel.events.idle) == (1, 3)
+    assert channel.events.idle == 3
 
 
 def test_an_ended_transfer_is_not_waited_for_by_the_next(
@@ -153,11 +150,11 @@ def test_an_ended_transfer_is_not_waited_for_by_the_next(
         device.take_log(),
         """\
 record event2 on current
-stream0 waits for event2
-record event1 on stream0
-make stream0 current
+stream1 waits for event2
+record event1 on stream1
+make stream1 current
 make the caller's stream current
-record event0 on stream0""",
+record event0 on stream1""",
     )
 
 
@@ -173,12 +170,12 @@ def test_a_failed_transfer_is_not_waited_for_by_the_next(
         device.take_log(),
         """\
 record event5 on current
-stream1 waits for event5
-stream1 waits for event1
-record event4 on stream1
-make stream1 current
+stream2 waits for event5
+stream2 waits for event1
+record event4 on stream2
+make stream2 current
 make the caller's stream current
-record event3 on stream1""",
+record event3 on stream2""",
     )
 
 
@@ -313,7 +310,6 @@ def test_many_threads_submit_wait_and_poll_and_every_transfer_ends_once(
 # Failures while submitting
 
 STEPS = [
-    "new stream0",
     "new event0",
     "new event1",
     "new event2",
@@ -356,6 +352,23 @@ def test_a_failure_at_any_step_ends_the_transfer_and_leaves_nothing(
     assert_nothing_leaked(channel)
 
 
+def test_a_channel_that_gets_too_few_streams_is_not_made_and_frees_those_it_got(
+    device: FakeDevice,
+) -> None:
+    device.fail = {"new stream2": MemoryError("no streams")}
+    with pytest.raises(MemoryError, match="no streams"):
+        Channel("store", device, itertools.count())
+    assert_expected_inline(
+        device.take_log(),
+        """\
+new stream0
+new stream1
+new stream2
+free stream1
+free stream0""",
+    )
+
+
 def test_what_was_enqueued_is_waited_for_when_the_copy_fails(
     device: FakeDevice, channel: Channel
 ) -> None:
@@ -363,7 +376,6 @@ def test_what_was_enqueued_is_waited_for_when_the_copy_fails(
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 new event2
@@ -384,7 +396,6 @@ def test_what_was_copied_is_waited_for_when_its_end_cannot_be_recorded(
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 new event2
@@ -404,7 +415,6 @@ def test_nothing_is_enqueued_without_all_events(device: FakeDevice, channel: Cha
     assert_expected_inline(
         device.take_log(),
         """\
-new stream0
 new event0
 new event1
 synchronize stream0""",
@@ -540,12 +550,21 @@ def test_closing_waits_for_what_runs_and_lets_streams_and_events_go(
 ) -> None:
     submit(channel)
     submit(channel)
+    device.take_log()
     channel.close()
-    assert (channel.streams.created, channel.events.created) == (0, 0)
+    assert_expected_inline(
+        device.take_log(),
+        """\
+host waits for event1
+free stream3
+free stream2
+free stream1
+free stream0""",
+    )
+    assert channel.events.created == 0
     assert [r.ok for r in poll(channel)] == [True, True]
     with pytest.raises(RuntimeError, match="the handler is closed; make a new one"):
         submit(channel)
-    device.take_log()
     channel.close()
     assert device.take_log() == ""
 

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from torch_kvswap.device import Device, Event, Stream
-from torch_kvswap.pool import Pool
+from torch_kvswap.pool import Pool, Ring
+from torch_kvswap.process import Process
 from torch_kvswap.transfer import Direction, Result, Transfer
 
-Copy = Callable[[], None]
+# A driver's queue takes about 1,000 operations, the next one blocks until the GPU moves. Streams
+# land in different queues up to this number (measured on an H200).
+STREAMS = 4
 
 
 class Channel:
-    """Runs copies one after another in the order of submission, each on a stream of its own.
+    """Runs copies one after another in the order of submission, on streams of its own.
 
-    A copy is a callable that enqueues on the current stream; addresses are not known here.
-    Transfers get their numbers from `ids`. Every method may be called from any thread; each raises
-    RuntimeError in a forked child and while the caller's current stream is being captured.
+    A copy is a callable that enqueues on the current stream. Transfers get their numbers from
+    `ids`. Any thread may call any method; each raises RuntimeError in a forked child and while the
+    caller's current stream is being captured.
     """
 
     def __init__(self, direction: Direction, device: Device, ids: Iterator[int]) -> None:
         self.direction: Direction = direction
-        self.streams = Pool(device.new_stream)
         self.events = Pool(device.new_event)
+        # Made now: later the driver may let the creation of a stream wait until the GPU is idle.
+        self._streams = Ring(device.new_stream, device.free_stream, STREAMS)
         self._device = device
         self._ids = ids
         self._lock = threading.Lock()
         self._running: deque[Transfer] = deque()
         self._unreported: deque[Transfer] = deque()
         self._closed = False
-        self._pid = os.getpid()
+        self._process = Process()
 
-    def submit(self, copy: Copy, nbytes: int, after: object, began: float) -> Transfer:
+    def submit(
+        self, copy: Callable[[], None], nbytes: int, after: object, began: float
+    ) -> Transfer:
         """Enqueues the copy behind `after` and behind the transfer before it.
 
         began: time.perf_counter() when the caller's call began. A failure in here ends the
@@ -125,15 +130,11 @@ class Channel:
             self._closed = True
         self.drain()
         with self._lock:
-            self.streams.clear()
             self.events.clear()
+            self._streams.clear()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this handler is of process {self._pid} and cannot be used in process "
-                f"{os.getpid()}, forked from it; make a handler in each process"
-            )
+        self._process.check("handler")
         if self._device.lost is None:
             self._device.check_not_capturing()
 
@@ -146,9 +147,13 @@ class Channel:
             ) from self._device.lost
 
     def _enqueue(
-        self, transfer: Transfer, copy: Copy, after: Stream | None, after_event: Event | None
+        self,
+        transfer: Transfer,
+        copy: Callable[[], None],
+        after: Stream | None,
+        after_event: Event | None,
     ) -> None:
-        transfer.stream = self.streams.take()
+        transfer.stream = self._streams.next()
         transfer.start = self.events.take()
         transfer.end = self.events.take()
         if after is not None:
@@ -195,6 +200,6 @@ class Channel:
         self._release_if_unused(transfer)
 
     def _release_if_unused(self, transfer: Transfer) -> None:
-        """The last thread that waits gives the stream and the events back."""
+        """The last thread that waits gives the events back."""
         if transfer.result is not None and not transfer.waiters:
-            transfer.release(self.streams, self.events)
+            transfer.release(self.events)

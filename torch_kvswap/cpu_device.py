@@ -43,6 +43,9 @@ class CpuDevice:
     def new_stream(self) -> CpuStream:
         return CpuStream()
 
+    def free_stream(self, stream: object) -> None:
+        pass
+
     def new_event(self) -> CpuEvent:
         return CpuEvent()
 

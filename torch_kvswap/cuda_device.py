@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,10 +32,14 @@ class CudaDevice:
         handle = library.kvswap_stream_create(self._device.index)
         if not handle:
             raise RuntimeError(library.kvswap_last_error().decode())
-        stream = torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
-        destroy = library.kvswap_stream_destroy
-        weakref.finalize(stream, destroy, self._device.index, handle).atexit = False
-        return stream
+        return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
+
+    def free_stream(self, stream: torch.cuda.Stream) -> None:
+        # Not by a weakref.finalize: torch's streams do not clear their weak references.
+        library = _extension.library()
+        freed = library.kvswap_stream_destroy(self._device.index, stream.cuda_stream)
+        if not freed and self.lost is None:
+            raise RuntimeError(library.kvswap_last_error().decode())
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
@@ -16,49 +16,16 @@ import torch
 from torch_kvswap.channel import Channel
 from torch_kvswap.device import open_device
 from torch_kvswap.host_memory import HostPool
+from torch_kvswap.job import Job
 from torch_kvswap.layout import PagedLayout, Planes
 from torch_kvswap.ops import swap_blocks_batch
 from torch_kvswap.plan import CopyPlan, Ids, plan_load, plan_store
-from torch_kvswap.transfer import Direction, Result, Transfer, TransferError
+from torch_kvswap.process import Process
+from torch_kvswap.transfer import Result, TransferError
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 
 After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
-
-
-class Job:
-    """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
-
-    id: its number within the handler. direction: "store" or "load". nbytes: what it copies.
-    """
-
-    def __init__(self, handler: OffloadHandler, channel: Channel, transfer: Transfer) -> None:
-        self.id = transfer.id
-        self.direction: Direction = channel.direction
-        self.nbytes = transfer.nbytes
-        self.handler = handler
-        self._channel = channel
-        self._transfer = transfer
-
-    @property
-    def result(self) -> Result | None:
-        """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
-        return self._transfer.result
-
-    def done(self) -> bool:
-        """Whether it has ended, ok or failed. Waits for nothing."""
-        self._channel.poll()
-        return self.result is not None
-
-    def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes work given to the stream from now on wait for the job; the host goes on.
-
-        A stream of any device; None is the current stream of the cache's device. Raises
-        TransferError for a job that has failed; what fails later, finished() and wait() tell.
-        """
-        self._channel.wait_on(self._transfer, stream)
-        if self.result is not None and not self.result.ok:
-            raise TransferError([self.result]) from self.result.error
 
 
 class OffloadHandler:
@@ -78,14 +45,17 @@ class OffloadHandler:
         _check_match(gpu, host.layout)
         self.gpu = gpu
         self.host = host
+        host.attach(self)
         device = open_device(gpu.device)
         ids = itertools.count()
-        self._stores = Channel("store", device, ids)
-        self._loads = Channel("load", device, ids)
+        with ExitStack() as undo:
+            self._stores = Channel("store", device, ids)
+            undo.callback(self._stores.close)
+            self._loads = Channel("load", device, ids)
+            undo.pop_all()
         self._channels = (self._stores, self._loads)
-        host.attach(self)
         # Holds the cache and the pool too: neither may go before the channels have drained.
-        self._finalizer = weakref.finalize(self, _close, self._channels, (gpu, host), os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._channels, (gpu, host), Process())
 
     def store(
         self, gpu_block_ids: Ids, page_ids: Ids, *, first_block: int = 0, after: After = None
@@ -192,8 +162,8 @@ def _check_match(gpu: Planes, host: Planes) -> None:
         )
 
 
-def _close(channels: Sequence[Channel], held: object, pid: int) -> None:
+def _close(channels: Sequence[Channel], held: object, process: Process) -> None:
     """The handler was dropped, or the process exits. (A fork has no copies of its own.)"""
-    if os.getpid() == pid:
+    if process.is_current:
         for channel in channels:
             channel.close()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout, Planes
+from torch_kvswap.process import Process
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -63,12 +64,12 @@ class HostPool:
         self.layout = _planes(memory, layout, num_pages * blocks_per_page)
         self._pages: Tensor | None = memory.view(num_pages, blocks_per_page, layout.block_bytes)
         self._handlers: weakref.WeakSet[User] = weakref.WeakSet()
-        self._pid = os.getpid()
+        self._process = Process()
         self._unpin = None
         if on_cuda and pinned is not False:
             _register(memory, layout.device)
             # Holds the memory, which must not be unmapped while it is registered.
-            self._unpin = weakref.finalize(self, _unregister, memory, layout.device, self._pid)
+            self._unpin = weakref.finalize(self, _unregister, memory, layout.device, self._process)
 
     @property
     def pages(self) -> Tensor:
@@ -92,11 +93,7 @@ class HostPool:
     def close(self) -> None:
         """Closes the handlers that use the pool, which waits for their jobs, then unpins and lets
         the memory go: it is freed when the last view of it is. Idempotent."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this host pool is of process {self._pid} and cannot be closed in process "
-                f"{os.getpid()}, forked from it"
-            )
+        self._process.check("host pool")
         for handler in list(self._handlers):
             handler.close()
         if self._unpin is not None:
@@ -150,8 +147,8 @@ def _register(memory: Tensor, device: torch.device) -> None:
         )
 
 
-def _unregister(memory: Tensor, device: torch.device, pid: int) -> None:
-    if os.getpid() != pid:  # a fork has the mapping, but not the registration
+def _unregister(memory: Tensor, device: torch.device, process: Process) -> None:
+    if not process.is_current:  # a fork has the mapping, but not the registration
         return
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""A free list: what is taken comes back to it and is taken again."""
+"""What is made once and used again: a free list, and a ring."""
 
 from __future__ import annotations
 
@@ -43,3 +43,31 @@ class Pool(Generic[T]):
         """Lets the idle items go."""
         self.created -= len(self._idle)
         self._idle.clear()
+
+
+class Ring(Generic[T]):
+    """A fixed number of items, all made at once, used in turn and by many at a time.
+
+    Not thread safe: the owner of the ring has a lock. Raises what creating one raises; then none
+    of them is left.
+    """
+
+    def __init__(self, create: Callable[[], T], free: Callable[[T], None], count: int) -> None:
+        self._free = free
+        self._items: list[T] = []
+        self._turn = 0
+        try:
+            for _ in range(count):
+                self._items.append(create())
+        except BaseException:
+            self.clear()
+            raise
+
+    def next(self) -> T:
+        self._turn = (self._turn + 1) % len(self._items)
+        return self._items[self._turn - 1]
+
+    def clear(self) -> None:
+        """Frees the items. A second time there are none."""
+        while self._items:
+            self._free(self._items.pop())

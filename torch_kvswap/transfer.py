@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_kvswap.device import Event, Stream
+from torch_kvswap.device import Event
 from torch_kvswap.pool import Pool
 
 Direction = Literal["store", "load"]
@@ -82,10 +82,8 @@ class Transfer:
             time.sleep(min(pause, left))
             pause = min(2 * pause, 1e-3)
 
-    def release(self, streams: Pool[Stream], events: Pool[Event]) -> None:
+    def release(self, events: Pool[Event]) -> None:
         """Gives back what it holds, and forgets it: the events will stand for another one."""
-        if self.stream is not None:
-            streams.give(self.stream)
         for event in (self.ready, self.start, self.end):
             if event is not None:
                 events.give(event)
