@@ -112,12 +112,13 @@ void copy_on_device(const FragmentList& fragments, int src_device, int dst_devic
                     bool has_pageable) {
   BatchOptions options;
   options.device = dst_device >= 0 ? dst_device : src_device;
-  options.between_devices = src_device >= 0 && dst_device >= 0 && src_device != dst_device;
   options.has_pageable = has_pageable;
   const cuda::Stream stream = cuda::current_stream(options.device);
-  const cuda::Stream src_stream =
-      options.between_devices ? cuda::current_stream(src_device) : nullptr;
-  if (options.between_devices) {
+  const bool between_devices = src_device >= 0 && dst_device >= 0 && src_device != dst_device;
+  cuda::Stream src_stream = nullptr;
+  if (between_devices) {
+    options.src_device = src_device;
+    src_stream = cuda::current_stream(src_device);
     const cuda::ContextGuard context(src_device);
     cuda::order_after(src_stream, stream);
   }
@@ -128,7 +129,7 @@ void copy_on_device(const FragmentList& fragments, int src_device, int dst_devic
                "when host memory was read or written; capture swap_blocks_batch with pinned memory "
                "instead");
   copy_batch(fragments, stream, options);
-  if (options.between_devices) cuda::order_after(stream, src_stream);
+  if (between_devices) cuda::order_after(stream, src_stream);
   if (has_host) {
     KVSWAP_DRIVER_CHECK(cuda::driver()->synchronize_stream(stream), "cuStreamSynchronize");
   }

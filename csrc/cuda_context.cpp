@@ -13,6 +13,8 @@ constexpr unsigned kDisableTiming = 2;
 
 std::mutex device_state_mutex;
 
+}  // namespace
+
 // Retained once and never released: the process uses the primary context until it ends.
 Context primary_context(int device) {
   static std::map<int, Context> contexts;
@@ -25,8 +27,6 @@ Context primary_context(int device) {
   }
   return entry->second;
 }
-
-}  // namespace
 
 ContextGuard::ContextGuard(int device) {
   KVSWAP_DRIVER_CHECK(driver()->push_context(primary_context(device)),

@@ -5,6 +5,9 @@
 // Owners of driver state, alive for one call.
 namespace kvswap::cuda {
 
+// The context that PyTorch and the CUDA runtime use on `device`.
+Context primary_context(int device);
+
 // Makes the primary context of `device` current and restores the caller's at the end. Neither
 // PyTorch's current device nor that of the CUDA runtime is changed for the caller, and a thread
 // that never used CUDA gets a context.

@@ -55,6 +55,8 @@ struct Driver {
   Result (*pop_context)(Context*);
   Result (*get_pointer_attributes)(unsigned count, int* attributes, void** values, Address);
   Result (*copy_async)(Address dst, Address src, size_t bytes, Stream);
+  Result (*copy_peer_async)(Address dst, Context dst_context, Address src, Context src_context,
+                            size_t bytes, Stream);
   Result (*create_stream)(Stream*, unsigned flags);
   Result (*destroy_stream)(Stream);
   Result (*synchronize_stream)(Stream);

@@ -45,6 +45,7 @@ SAME(push_context, cuCtxPushCurrent);
 SAME(pop_context, cuCtxPopCurrent);
 SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
+SAME(copy_peer_async, cuMemcpyPeerAsync);
 SAME(create_stream, cuStreamCreate);
 SAME(destroy_stream, cuStreamDestroy);
 SAME(synchronize_stream, cuStreamSynchronize);

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch_kvswap.device import Device, Event, Stream
 from torch_kvswap.pool import Pool, Ring
 from torch_kvswap.process import Process
-from torch_kvswap.transfer import Direction, Result, Transfer
+from torch_kvswap.transfer import Copy, Direction, Result, Transfer
 
 # A driver's queue takes about 1,000 operations, the next one blocks until the GPU moves. Streams
 # land in different queues up to this number (measured on an H200).
@@ -20,9 +20,8 @@ STREAMS = 4
 class Channel:
     """Runs copies one after another in the order of submission, on streams of its own.
 
-    A copy is a callable that enqueues on the current stream. Transfers get their numbers from
-    `ids`. Any thread may call any method; each raises RuntimeError in a forked child and while the
-    caller's current stream is being captured.
+    Transfers get their numbers from `ids`. Any thread may call any method; each raises RuntimeError
+    in a forked child and while the caller's current stream is being captured.
     """
 
     def __init__(self, direction: Direction, device: Device, ids: Iterator[int]) -> None:
@@ -38,9 +37,7 @@ class Channel:
         self._closed = False
         self._process = Process()
 
-    def submit(
-        self, copy: Callable[[], None], nbytes: int, after: object, began: float
-    ) -> Transfer:
+    def submit(self, copy: Copy, nbytes: int, after: object, began: float) -> Transfer:
         """Enqueues the copy behind `after` and behind the transfer before it.
 
         began: time.perf_counter() when the caller's call began. A failure in here ends the
@@ -147,11 +144,7 @@ class Channel:
             ) from self._device.lost
 
     def _enqueue(
-        self,
-        transfer: Transfer,
-        copy: Callable[[], None],
-        after: Stream | None,
-        after_event: Event | None,
+        self, transfer: Transfer, copy: Copy, after: Stream | None, after_event: Event | None
     ) -> None:
         transfer.stream = self._streams.next()
         transfer.start = self.events.take()

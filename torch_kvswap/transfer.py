@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch_kvswap.device import Event
 from torch_kvswap.pool import Pool
 
 Direction = Literal["store", "load"]
+Copy = Callable[[], None]  # enqueues a copy on the current stream
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,19 @@ void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream
   }
 }
 
+// The other calls refuse memory of two GPUs that was mapped by its owner's device only, as
+// expandable segments are.
+void copy_between_devices(const std::vector<Fragment>& fragments, cuda::Stream stream,
+                          const BatchOptions& options) {
+  const cuda::Context src = cuda::primary_context(options.src_device);
+  const cuda::Context dst = cuda::primary_context(options.device);
+  for (const Fragment& fragment : fragments) {
+    const cuda::Result result = cuda::driver()->copy_peer_async(fragment.dst, dst, fragment.src,
+                                                                src, fragment.bytes, stream);
+    if (result != cuda::kSuccess) fail_at("cuMemcpyPeerAsync", result, fragment);
+  }
+}
+
 // The arguments of one batch call, kept between the calls.
 struct BatchArguments {
   std::vector<cuda::Address> dsts, srcs;
@@ -112,10 +125,11 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Str
 
 void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
             const BatchOptions& options, bool capturing) {
-  const bool one_by_one = capturing || options.has_pageable || options.between_devices ||
-                          fragments.size() < 2 || !batch_is_on() ||
-                          cuda::driver()->copy_batch_async == nullptr;
-  if (one_by_one) {
+  const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
+                          !batch_is_on() || cuda::driver()->copy_batch_async == nullptr;
+  if (options.src_device >= 0) {
+    copy_between_devices(fragments, stream, options);
+  } else if (one_by_one) {
     copy_one_by_one(fragments, stream);
   } else if (is_legacy(stream)) {
     copy_beside_legacy_stream(fragments, stream, options);

@@ -8,7 +8,7 @@ namespace kvswap {
 struct BatchOptions {
   int device = 0;                      // whose context and stream are used
   bool has_pageable = false;           // some address is pageable host memory
-  bool between_devices = false;        // the two sides lie on different GPUs
+  int src_device = -1;                 // of the sources, where they lie on another GPU
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 

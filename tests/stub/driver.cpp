@@ -63,6 +63,10 @@ int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, voi
   return copy(dst, src, bytes), 0;
 }
 
+int copy_peer_async(unsigned long long, void*, unsigned long long, void*, size_t, void*) {
+  return kInvalidValue;  // no test copies between two GPUs of the stub
+}
+
 struct Attributes {
   int order, hints[4];
   unsigned flags;
@@ -112,6 +116,7 @@ const std::map<std::string, void*> functions = {
     {"cuCtxPopCurrent", reinterpret_cast<void*>(&pop_context)},
     {"cuPointerGetAttributes", reinterpret_cast<void*>(&get_pointer_attributes)},
     {"cuMemcpyAsync", reinterpret_cast<void*>(&copy_async)},
+    {"cuMemcpyPeerAsync", reinterpret_cast<void*>(&copy_peer_async)},
     {"cuMemcpyBatchAsync", reinterpret_cast<void*>(&copy_batch_async)},
     {"cuStreamCreate", reinterpret_cast<void*>(&create_stream)},
     {"cuStreamDestroy", reinterpret_cast<void*>(&destroy_stream)},
