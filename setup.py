@@ -25,10 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from setuptools import Extension, setup
+from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_CUDA = (12, 0)
+OLDEST_SETUPTOOLS = (70, 1)  # makes wheels by itself
 OLDEST_TORCH = (2, 11)
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for torch's headers
 
@@ -153,9 +154,9 @@ class BuildLibrary(build_ext):
         link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
         commands = {}
         if cuda:
-            common += ["-DKVSWAP_WITH_KERNELS"]
+            common += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
             link = [str(cuda.runtime), *link]
-            nvcc = [str(cuda.nvcc), "-ccbin", cxx[-1], *common]
+            nvcc = [str(cuda.nvcc), "-ccbin", [w for w in cxx if w[0] != "-"][-1], *common]
             nvcc += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
             nvcc += [f"-Xcompiler={flag}" for flag in host]
             commands = {kernel: nvcc for kernel in kernels}
@@ -171,7 +172,8 @@ class BuildLibrary(build_ext):
 
     def compile(self, source: Path, command: list[str]) -> Path:
         """The object of `source`. Its name says what it was made from, so it is made only once."""
-        state = hashlib.sha256(shlex.join(command).encode())
+        torch = importlib.metadata.version("torch")  # its headers may change in place
+        state = hashlib.sha256(shlex.join([*command, torch]).encode())
         for file in [source, *sorted(Path("csrc").rglob("*.h"))]:
             state.update(file.read_bytes())
         name = "-".join([*source.parts[1:], state.hexdigest()[:16]])
@@ -188,13 +190,11 @@ class BuildLibrary(build_ext):
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
-    library = Extension(
-        "torch_kvswap._C",
-        sources=[str(source) for source in sorted(Path("csrc").rglob("*.cpp"))],
-        py_limited_api=True,  # for every Python: it has nothing of Python in it
-    )
+    if release(__version__) < OLDEST_SETUPTOOLS:
+        fail(f"setuptools {__version__} is too old: pip install 'setuptools>=70.1'.")
+    sources = sorted(map(str, Path("csrc").rglob("*.cpp")))
     setup(
-        ext_modules=[library],
+        ext_modules=[Extension("torch_kvswap._C", sources, py_limited_api=True)],
         cmdclass={"build_ext": BuildLibrary},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

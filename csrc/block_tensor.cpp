@@ -46,6 +46,7 @@ BlockTensor::BlockTensor(std::string tensor_name, const Tensor& tensor)
       device(tensor.is_cpu() ? -1 : tensor.get_device_index()),
       element_bytes(tensor.element_size()),
       order(order_within_block(tensor)) {
+  check_storage(name, tensor);
   KVSWAP_CHECK(tensor.dim() >= 1, name, " has no dimension; expected blocks along dimension 0");
   count = tensor.size(0);
   pitch = static_cast<uint64_t>(tensor.stride(0)) * element_bytes;

@@ -2,9 +2,9 @@
 
 #include <string>
 
-#include "check.h"
 #include "cuda_context.h"
 #include "cuda_driver.h"
+#include "environment.h"
 
 namespace {
 
@@ -26,7 +26,7 @@ bool succeeds(const Body& body) {
 
 int kvswap_driver_version() {
   int version = 0;
-  const kvswap::cuda::Driver* driver = kvswap::cuda::driver();
+  const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
   if (driver == nullptr || driver->get_version(&version) != kvswap::cuda::kSuccess) return 0;
   return version;
 }
@@ -34,22 +34,27 @@ int kvswap_driver_version() {
 const char* kvswap_driver_error() { return kvswap::cuda::driver_error().c_str(); }
 
 bool kvswap_driver_has_batch() {
-  const kvswap::cuda::Driver* driver = kvswap::cuda::driver();
+  const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
   return driver != nullptr && driver->copy_batch_async != nullptr;
 }
 
-bool kvswap_has_kernels() {
+int kvswap_batch_limit() {
+  int limit = -1;
+  succeeds([&] { limit = kvswap::batch_is_on() ? static_cast<int>(kvswap::batch_limit()) : 0; });
+  return limit;
+}
+
+int kvswap_kernel_version() {
 #ifdef KVSWAP_WITH_KERNELS
-  return true;
+  return KVSWAP_WITH_KERNELS;
 #else
-  return false;
+  return 0;
 #endif
 }
 
 void* kvswap_stream_create(int device) {
   void* stream = nullptr;
   const bool created = succeeds([&] {
-    KVSWAP_CHECK(kvswap::cuda::driver() != nullptr, kvswap::cuda::driver_error());
     const kvswap::cuda::ContextGuard context(device);
     stream = kvswap::cuda::create_stream();
   });
@@ -59,7 +64,7 @@ void* kvswap_stream_create(int device) {
 bool kvswap_stream_destroy(int device, void* stream) {
   return succeeds([&] {
     const kvswap::cuda::ContextGuard context(device);
-    KVSWAP_DRIVER_CHECK(kvswap::cuda::driver()->destroy_stream(stream), "cuStreamDestroy");
+    KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().destroy_stream(stream), "cuStreamDestroy");
   });
 }
 

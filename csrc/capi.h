@@ -13,8 +13,13 @@ KVSWAP_API const char* kvswap_driver_error();
 // Whether the driver has the batch call (CUDA 12.8 or newer).
 KVSWAP_API bool kvswap_driver_has_batch();
 
-// Whether this library was built with nvcc and holds CUDA kernels.
-KVSWAP_API bool kvswap_has_kernels();
+// Fragments in one batch call; 0 where KVSWAP_BATCH switches it off; -1 where the environment is
+// wrong: kvswap_last_error says how.
+KVSWAP_API int kvswap_batch_limit();
+
+// The version of the CUDA runtime in the kernels, 13000 for 13.0; 0 where there are none. They need
+// a driver of the same major version or newer.
+KVSWAP_API int kvswap_kernel_version();
 
 // A stream on `device` that belongs to the caller alone: PyTorch's own come from a small pool, in
 // which transfers would meet other people's work. Does not synchronise with the legacy default

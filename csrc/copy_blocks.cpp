@@ -1,7 +1,8 @@
+#include "copy_blocks.h"
+
 #include <algorithm>
 #include <optional>
 
-#include "block_tensor.h"
 #include "check.h"
 #include "copy/address_map.h"
 #include "copy/batch.h"
@@ -12,6 +13,16 @@
 
 namespace kvswap {
 namespace {
+
+std::string device_text(int device) {
+  return device < 0 ? "cpu" : "cuda:" + std::to_string(device);
+}
+
+void check_same_device(const BlockTensor& tensor, const BlockTensor& first) {
+  KVSWAP_CHECK(tensor.device == first.device, tensor.name, " is on ", device_text(tensor.device),
+               ", but ", first.name, " is on ", device_text(first.device),
+               "; expected all on one device");
+}
 
 void check_range(const IdList& list, const BlockTensor& tensor) {
   for (size_t i = 0; i < list.ids.size(); ++i) {
@@ -33,44 +44,52 @@ void check_distinct(const IdList& list, int64_t count) {
   }
 }
 
-// Whether a block of one tensor can share a byte with a block of the other, judged without ids.
+// Whether a block of `a` can share a byte with a block of `b`, judged without ids; `a` begins
+// first.
 bool may_overlap(const BlockTensor& a, const BlockTensor& b) {
-  if (a.end() <= b.base || b.end() <= a.base) return false;
   if (a.pitch != b.pitch || a.pitch == 0) return true;
   // Interleaved blocks, such as K and V in one storage: compare their places within the pitch.
-  const uint64_t distance =
-      b.base >= a.base ? (b.base - a.base) % a.pitch : (a.pitch - (a.base - b.base) % a.pitch);
+  const uint64_t distance = (b.base - a.base) % a.pitch;
   return distance < a.bytes || distance + b.bytes > a.pitch;
 }
+
+struct Side {
+  const BlockTensor* tensor;
+  const IdList* list;
+  bool written;
+  int64_t index;       // in the caller's list of tensors
+  bool doubt = false;  // a block of it might share memory with one of another tensor
+};
 
 // The tensors among which a block might be written twice or both read and written. The blocks of
 // one tensor never overlap each other and were found distinct.
 std::vector<Span> spans_in_doubt(const std::vector<BlockTensor>& src,
                                  const std::vector<BlockTensor>& dst, const BlockIds& ids) {
-  std::vector<bool> src_doubt(src.size()), dst_doubt(dst.size());
-  for (size_t d = 0; d < dst.size(); ++d) {
-    for (size_t s = 0; s < src.size(); ++s) {
-      if (src[s].device == dst[d].device && may_overlap(src[s], dst[d])) {
-        src_doubt[s] = dst_doubt[d] = true;
+  std::vector<Side> sides;
+  for (size_t t = 0; t < src.size(); ++t) {
+    const auto index = static_cast<int64_t>(t);
+    if (src[t].device == dst[t].device) sides.push_back({&src[t], &ids.src, false, index});
+    sides.push_back({&dst[t], &ids.dst, true, index});
+  }
+  std::sort(sides.begin(), sides.end(),
+            [](const Side& a, const Side& b) { return a.tensor->base < b.tensor->base; });
+  for (size_t i = 0; i < sides.size(); ++i) {
+    const uint64_t end = sides[i].tensor->end();
+    for (size_t j = i + 1; j < sides.size() && sides[j].tensor->base < end; ++j) {
+      const bool some_write = sides[i].written || sides[j].written;
+      if (some_write && may_overlap(*sides[i].tensor, *sides[j].tensor)) {
+        sides[i].doubt = sides[j].doubt = true;
       }
-    }
-    for (size_t other = 0; other < d; ++other) {
-      if (may_overlap(dst[other], dst[d])) dst_doubt[other] = dst_doubt[d] = true;
     }
   }
   std::vector<Span> spans;
-  const auto append = [&](const std::vector<BlockTensor>& tensors, const std::vector<bool>& doubt,
-                          const std::vector<int64_t>& blocks, bool written) {
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      for (size_t i = 0; doubt[t] && i < blocks.size(); ++i) {
-        const uint64_t begin = tensors[t].address(blocks[i]);
-        spans.push_back({begin, begin + tensors[t].bytes, written, static_cast<int64_t>(i),
-                         static_cast<int64_t>(t)});
-      }
+  for (const Side& side : sides) {
+    for (size_t i = 0; side.doubt && i < side.list->ids.size(); ++i) {
+      const uint64_t begin = side.tensor->address(side.list->ids[i]);
+      spans.push_back(
+          {begin, begin + side.tensor->bytes, side.written, static_cast<int64_t>(i), side.index});
     }
-  };
-  append(src, src_doubt, ids.src.ids, false);
-  append(dst, dst_doubt, ids.dst.ids, true);
+  }
   return spans;
 }
 
@@ -86,7 +105,7 @@ void check_disjoint(const std::vector<BlockTensor>& src, const std::vector<Block
            (span.written ? "written" : "read") + " at " + list.name(span.index);
   };
   fail(words(overlap->first), ", and ", words(overlap->second),
-       ", share memory; the copies of one call run in any order");
+       ", share memory; the copies of one call run in any order: use two calls");
 }
 
 FragmentList make_fragments(const std::vector<BlockTensor>& src,
@@ -108,31 +127,39 @@ bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
   return tensor.device < 0 && addresses.find(tensor.base).kind == MemoryKind::kPageable;
 }
 
+// Both streams wait for each other around `copy`, as in Tensor.copy_.
+template <typename Copy>
+void copy_ordered_after(int src_device, cuda::Stream stream, const Copy& copy) {
+  const cuda::Stream src_stream = cuda::current_stream(src_device);
+  {
+    const cuda::ContextGuard context(src_device);
+    cuda::order_after(src_stream, stream);
+  }
+  try {
+    copy();
+  } catch (...) {
+    // What was submitted before the error still reads the source.
+    cuda::order_after(stream, src_stream);
+    throw;
+  }
+  cuda::order_after(stream, src_stream);
+}
+
 void copy_on_device(const FragmentList& fragments, int src_device, int dst_device,
                     bool has_pageable) {
   BatchOptions options;
   options.device = dst_device >= 0 ? dst_device : src_device;
   options.has_pageable = has_pageable;
+  options.wait = src_device < 0 || dst_device < 0;
   const cuda::Stream stream = cuda::current_stream(options.device);
-  const bool between_devices = src_device >= 0 && dst_device >= 0 && src_device != dst_device;
-  cuda::Stream src_stream = nullptr;
-  if (between_devices) {
-    options.src_device = src_device;
-    src_stream = cuda::current_stream(src_device);
-    const cuda::ContextGuard context(src_device);
-    cuda::order_after(src_stream, stream);
-  }
   const cuda::ContextGuard context(options.device);
-  const bool has_host = src_device < 0 || dst_device < 0;
-  KVSWAP_CHECK(!has_host || !cuda::is_capturing(stream),
+  KVSWAP_CHECK(!options.wait || !cuda::is_capturing(stream),
                "the current stream is being captured into a CUDA graph, and this op returns only "
                "when host memory was read or written; capture swap_blocks_batch with pinned memory "
                "instead");
-  copy_batch(fragments, stream, options);
-  if (between_devices) cuda::order_after(stream, src_stream);
-  if (has_host) {
-    KVSWAP_DRIVER_CHECK(cuda::driver()->synchronize_stream(stream), "cuStreamSynchronize");
-  }
+  if (options.wait || src_device == dst_device) return copy_batch(fragments, stream, options);
+  options.src_device = src_device;
+  copy_ordered_after(src_device, stream, [&] { copy_batch(fragments, stream, options); });
 }
 
 }  // namespace
@@ -141,18 +168,15 @@ void copy_blocks(const std::vector<BlockTensor>& src, const std::vector<BlockTen
                  const BlockIds& ids) {
   for (size_t t = 0; t < src.size(); ++t) {
     check_same_block(src[t], dst[t]);
-    KVSWAP_CHECK(src[t].device == src[0].device, src[t].name, " is on another device than ",
-                 src[0].name, "; expected all on one device");
-    KVSWAP_CHECK(dst[t].device == dst[0].device, dst[t].name, " is on another device than ",
-                 dst[0].name, "; expected all on one device");
+    check_same_device(src[t], src[0]);
+    check_same_device(dst[t], dst[0]);
     check_range(ids.src, src[t]);
     check_range(ids.dst, dst[t]);
   }
-  if (src.empty() || ids.src.ids.empty()) return;
-  check_distinct(ids.dst, dst[0].count);
-  check_disjoint(src, dst, ids);
   const FragmentList fragments = make_fragments(src, dst, ids);
   if (fragments.empty()) return;
+  check_distinct(ids.dst, dst[0].count);
+  check_disjoint(src, dst, ids);
   if (src[0].device < 0 && dst[0].device < 0) return copy_on_host(fragments);
   AddressMap addresses;
   bool has_pageable = false;

@@ -6,22 +6,15 @@
 #include "check.h"
 
 namespace kvswap::cuda {
-namespace {
-
-constexpr unsigned kNonBlocking = 1;
-constexpr unsigned kDisableTiming = 2;
-
-std::mutex device_state_mutex;
-
-}  // namespace
-
 // Retained once and never released: the process uses the primary context until it ends.
 Context primary_context(int device) {
-  static std::map<int, Context> contexts;
-  const std::lock_guard<std::mutex> lock(device_state_mutex);
+  static std::mutex mutex;
+  // Never destroyed: threads may still copy while the process exits.
+  static auto& contexts = *new std::map<int, Context>;
+  const std::lock_guard<std::mutex> lock(mutex);
   auto [entry, is_new] = contexts.try_emplace(device, nullptr);
   if (is_new) {
-    const Result result = driver()->retain_primary_context(&entry->second, device);
+    const Result result = driver().retain_primary_context(&entry->second, device);
     if (result != kSuccess) contexts.erase(entry);
     KVSWAP_DRIVER_CHECK(result, "cuDevicePrimaryCtxRetain for CUDA device ", device);
   }
@@ -29,7 +22,7 @@ Context primary_context(int device) {
 }
 
 ContextGuard::ContextGuard(int device) {
-  KVSWAP_DRIVER_CHECK(driver()->push_context(primary_context(device)),
+  KVSWAP_DRIVER_CHECK(driver().push_context(primary_context(device)),
                       "cuCtxPushCurrent for CUDA device ", device);
 }
 
@@ -37,29 +30,30 @@ ContextGuard::~ContextGuard() {
   // A destructor must not throw; the pop fails only when the driver is gone, and with it the
   // context that it would restore.
   Context context;
-  driver()->pop_context(&context);
+  driver().pop_context(&context);
 }
 
 void order_after(Stream earlier, Stream later) {
   Event event = nullptr;
-  KVSWAP_DRIVER_CHECK(driver()->create_event(&event, kDisableTiming), "cuEventCreate");
-  Result result = driver()->record_event(event, earlier);
-  if (result == kSuccess) result = driver()->wait_event(later, event, 0);
+  KVSWAP_DRIVER_CHECK(driver().create_event(&event, kEventDisableTiming), "cuEventCreate");
+  Result result = driver().record_event(event, earlier);
+  if (result == kSuccess) result = driver().wait_event(later, event, 0);
   // The driver keeps a destroyed event until the work that uses it has ended.
-  const Result destroyed = driver()->destroy_event(event);
+  const Result destroyed = driver().destroy_event(event);
   KVSWAP_DRIVER_CHECK(result, "ordering one stream after another");
   KVSWAP_DRIVER_CHECK(destroyed, "cuEventDestroy");
 }
 
 Stream create_stream() {
   Stream stream = nullptr;
-  KVSWAP_DRIVER_CHECK(driver()->create_stream(&stream, kNonBlocking), "cuStreamCreate");
+  KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking), "cuStreamCreate");
   return stream;
 }
 
 Stream side_stream(int device) {
-  static std::map<int, Stream> streams;
-  const std::lock_guard<std::mutex> lock(device_state_mutex);
+  static std::mutex mutex;
+  static auto& streams = *new std::map<int, Stream>;
+  const std::lock_guard<std::mutex> lock(mutex);
   const auto known = streams.find(device);
   if (known != streams.end()) return known->second;
   return streams[device] = create_stream();
@@ -67,7 +61,7 @@ Stream side_stream(int device) {
 
 bool is_capturing(Stream stream) {
   int status = 0;
-  KVSWAP_DRIVER_CHECK(driver()->is_capturing(stream, &status), "cuStreamIsCapturing");
+  KVSWAP_DRIVER_CHECK(driver().is_capturing(stream, &status), "cuStreamIsCapturing");
   return status != 0;
 }
 

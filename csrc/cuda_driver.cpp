@@ -1,15 +1,13 @@
 #include "cuda_driver.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
 
 namespace kvswap::cuda {
 namespace {
-
-using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags,
-                                  int* status);
-
-// Stream 0 means the legacy default stream, as it does in the library's callers.
-constexpr uint64_t kLegacyStreamFlag = 1;
 
 struct Lookup {
   Driver table{};
@@ -71,16 +69,51 @@ const Lookup& lookup() {
   return instance;
 }
 
+bool asks_the_driver() {
+  if (find_driver() == nullptr) return false;
+  int name = kMemoryType;
+  unsigned type = 0;
+  void* value = &type;
+  return driver().get_pointer_attributes(1, &name, &value, 1) != kNotInitialized;
+}
+
+std::atomic<pid_t> process_that_used_cuda{0};
+
+// In the parent, right before a fork: nobody else would tell the child.
+void note_use_of_cuda() {
+  if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD) == nullptr) return;
+  if (asks_the_driver()) process_that_used_cuda.store(getpid());
+}
+
+__attribute__((constructor)) void watch_forks() {
+  pthread_atfork(note_use_of_cuda, nullptr, nullptr);
+}
+
 }  // namespace
 
-const Driver* driver() { return lookup().error.empty() ? &lookup().table : nullptr; }
+const Driver* find_driver() { return lookup().error.empty() ? &lookup().table : nullptr; }
+
+const Driver& driver() {
+  const Driver* found = find_driver();
+  KVSWAP_CHECK(found != nullptr, driver_error());
+  return *found;
+}
 
 const std::string& driver_error() { return lookup().error; }
+
+bool is_initialised() {
+  const bool initialised = asks_the_driver();
+  const pid_t parent = process_that_used_cuda.load();
+  KVSWAP_CHECK(initialised || parent == 0 || parent == getpid(), "process ", getpid(),
+               " was forked from process ", parent,
+               ", which used CUDA, and cannot use CUDA itself; start it with the spawn method");
+  return initialised;
+}
 
 std::string describe(Result result) {
   const char* name = nullptr;
   const char* text = nullptr;
-  if (const Driver* table = driver()) {
+  if (const Driver* table = find_driver()) {
     if (table->get_error_name(result, &name) != kSuccess) name = nullptr;
     if (table->get_error_string(result, &text) != kSuccess) text = nullptr;
   }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "check.h"
+
 // The CUDA driver, looked up at run time with prototypes of our own. No CUDA header is needed to
 // build this file and no CUDA library to load it, so one binary runs with any driver and without
 // one. tests/cuda_headers_check.cpp compares every declaration with the headers of several CUDA
@@ -19,7 +21,16 @@ using Address = unsigned long long;
 constexpr Result kSuccess = 0;
 constexpr Result kNotInitialized = 3;
 
+// The other handle of the legacy default stream; the first is null.
 inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);
+
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+
+// cuGetProcAddress_v2. With the flag, stream 0 means the legacy default stream in what it finds.
+using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags,
+                                  int* status);
+constexpr uint64_t kLegacyStreamFlag = 1;
 
 constexpr int kMemoryType = 2;
 constexpr int kDeviceOrdinal = 9;
@@ -74,10 +85,18 @@ struct Driver {
 
 // The driver, or null on a machine without one. Looks it up on the first call; never initialises
 // CUDA.
-const Driver* driver();
+const Driver* find_driver();
 
-// Why driver() is null, or "".
+// The same for calls that cannot do without: throws why there is none.
+const Driver& driver();
+
+// Why find_driver() is null, or "".
 const std::string& driver_error();
+
+// Whether this process has initialised CUDA. Throws in a child that was forked from a process that
+// had: the driver answers there as if CUDA had never been used, and device addresses would pass for
+// host memory.
+bool is_initialised();
 
 // "CUDA_ERROR_INVALID_VALUE (1): invalid argument".
 std::string describe(Result result);

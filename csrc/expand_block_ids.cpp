@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "check.h"
 #include "cuda_context.h"
@@ -22,8 +24,11 @@ int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count
                "; expected Long (torch.int64)");
   KVSWAP_CHECK(block_ids.dim() == 1, "block_ids has shape ", shape_text(block_ids),
                "; expected one dimension");
+  check_storage("block_ids", block_ids);
   KVSWAP_CHECK(factor >= 1, "block_size_factor is ", factor, "; expected 1 or more");
-  const int64_t total = block_ids.size(0) * factor;
+  int64_t total = 0;
+  KVSWAP_CHECK(!__builtin_mul_overflow(block_ids.size(0), factor, &total), "block_size_factor is ",
+               factor, ": ", block_ids.size(0), " ids expand to more than int64 can count");
   KVSWAP_CHECK(skip_count >= 0 && skip_count <= total, "skip_count is ", skip_count,
                ", but the ids expand to ", total, "; expected 0 to ", total);
   KVSWAP_CHECK(!count || *count >= 0, "count is ", count.value_or(0), "; expected 0 or more");
@@ -33,9 +38,11 @@ int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count
 void expand_on_host(const Expansion& e) {
   const int64_t first = e.skip / e.factor;
   const int64_t last = (e.skip + e.count - 1) / e.factor;
+  const int64_t largest = (std::numeric_limits<int64_t>::max() - e.factor + 1) / e.factor;
   for (int64_t block = first; block <= last; ++block) {
     const int64_t id = e.ids[block * e.id_stride];
-    KVSWAP_CHECK(id >= 0, "block_ids[", block, "] is ", id, "; expected 0 or more");
+    KVSWAP_CHECK(id >= 0 && id <= largest, "block_ids[", block, "] is ", id, "; expected 0 to ",
+                 largest);
   }
   // One id at a time rather than a division per output.
   int64_t i = 0;
@@ -58,6 +65,29 @@ void expand_on_cuda(const Expansion& expansion, int device) {
       ", but this library was built without nvcc and has no CUDA kernels; install the CUDA toolkit "
       "and build again, or expand the ids on the CPU");
 #endif
+}
+
+// The bytes from the first element to the last.
+std::pair<uint64_t, uint64_t> extent(const Tensor& ids) {
+  const auto begin = reinterpret_cast<uint64_t>(ids.const_data_ptr());
+  const int64_t elements = ids.size(0) == 0 ? 0 : (ids.size(0) - 1) * ids.stride(0) + 1;
+  return {begin, begin + static_cast<uint64_t>(elements) * sizeof(int64_t)};
+}
+
+void check_out(const Tensor& out, const Tensor& block_ids, int64_t outputs) {
+  KVSWAP_CHECK(out.scalar_type() == torch::headeronly::ScalarType::Long, "out has dtype ",
+               torch::headeronly::toString(out.scalar_type()), "; expected Long (torch.int64)");
+  KVSWAP_CHECK(device_text(out) == device_text(block_ids), "out is on ", device_text(out),
+               ", but block_ids is on ", device_text(block_ids), "; expected the same device");
+  KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
+               "; expected [", outputs, "]");
+  check_storage("out", out);
+  KVSWAP_CHECK(outputs < 2 || out.stride(0) > 0,
+               "out has stride 0, so that its elements share memory; expected memory of its own");
+  const auto [ids_begin, ids_end] = extent(block_ids);
+  const auto [out_begin, out_end] = extent(out);
+  KVSWAP_CHECK(out_end <= ids_begin || ids_end <= out_begin,
+               "out and block_ids share memory; expected memory of its own");
 }
 
 void expand_into(const Tensor& block_ids, int64_t factor, int64_t skip_count, int64_t count,
@@ -91,12 +121,7 @@ void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, in
                           std::optional<int64_t> count, const Tensor& out) {
   with_op_name(kOp, [&] {
     const int64_t outputs = output_count(block_ids, block_size_factor, skip_count, count);
-    KVSWAP_CHECK(out.scalar_type() == torch::headeronly::ScalarType::Long, "out has dtype ",
-                 torch::headeronly::toString(out.scalar_type()), "; expected Long (torch.int64)");
-    KVSWAP_CHECK(device_text(out) == device_text(block_ids), "out is on ", device_text(out),
-                 ", but block_ids is on ", device_text(block_ids));
-    KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
-                 "; expected [", outputs, "]");
+    check_out(out, block_ids, outputs);
     expand_into(block_ids, block_size_factor, skip_count, outputs, out);
   });
 }

@@ -21,7 +21,6 @@ __global__ void expand(Expansion e) {
 }  // namespace
 
 void expand_block_ids_on_cuda(const Expansion& expansion, void* stream) {
-  if (expansion.count == 0) return;
   constexpr int64_t kThreads = 256;
   constexpr int64_t kMaxBlocks = 4096;
   const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMaxBlocks);
@@ -32,6 +31,9 @@ void expand_block_ids_on_cuda(const Expansion& expansion, void* stream) {
                "the NVIDIA driver is too old for the CUDA runtime ", CUDART_VERSION / 1000, ".",
                CUDART_VERSION % 1000 / 10,
                " that this library was built with; update the driver or build with an older nvcc");
+  KVSWAP_CHECK(result != cudaErrorNoKernelImageForDevice,
+               "this library was built without machine code for this GPU; build it again with the "
+               "GPU's architecture in TORCH_CUDA_ARCH_LIST");
   KVSWAP_CHECK(result == cudaSuccess, "launching the kernel failed: ", cudaGetErrorName(result),
                ": ", cudaGetErrorString(result));
 }

@@ -17,6 +17,7 @@ struct Expansion {
 };
 
 // Launches on `stream` of the device whose context is current; does not wait for it.
+// There is at least one output.
 void expand_block_ids_on_cuda(const Expansion& expansion, void* stream);
 
 }  // namespace kvswap

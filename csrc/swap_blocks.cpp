@@ -1,5 +1,5 @@
-#include "block_tensor.h"
 #include "check.h"
+#include "copy_blocks.h"
 #include "ops.h"
 #include "tensor_check.h"
 
@@ -42,14 +42,13 @@ void swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_byt
     check_int64_on_cpu("block_mapping", block_mapping);
     KVSWAP_CHECK(block_mapping.dim() == 2 && block_mapping.size(1) == 2, "block_mapping has shape ",
                  shape_text(block_mapping), "; expected [n, 2]: pairs of source and destination");
-    const std::vector<BlockTensor> src_blocks = {BlockTensor("src", src)};
-    const std::vector<BlockTensor> dst_blocks = {BlockTensor("dst", dst)};
-    for (const auto& side : {src_blocks[0], dst_blocks[0]}) {
-      KVSWAP_CHECK(side.count == 0 || block_size_in_bytes == static_cast<int64_t>(side.bytes),
-                   "block_size_in_bytes is ", block_size_in_bytes, ", but a block of ", side.name,
-                   " has ", side.bytes, " bytes; expected the same");
+    const BlockTensor src_blocks("src", src), dst_blocks("dst", dst);
+    for (const BlockTensor* side : {&src_blocks, &dst_blocks}) {
+      KVSWAP_CHECK(side->count == 0 || block_size_in_bytes == static_cast<int64_t>(side->bytes),
+                   "block_size_in_bytes is ", block_size_in_bytes, ", but a block of ", side->name,
+                   " has ", side->bytes, " bytes; expected the same");
     }
-    copy_blocks(src_blocks, dst_blocks,
+    copy_blocks({src_blocks}, {dst_blocks},
                 {{"block_mapping[", ", 0]", read_column(block_mapping, 0)},
                  {"block_mapping[", ", 1]", read_column(block_mapping, 1)}});
   });

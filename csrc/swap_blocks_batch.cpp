@@ -5,6 +5,7 @@
 #include "copy/host.h"
 #include "cuda_context.h"
 #include "cuda_stream.h"
+#include "environment.h"
 #include "ops.h"
 #include "tensor_check.h"
 
@@ -21,8 +22,10 @@ class Batch {
     if (size == 0) return;
     const auto src_address = static_cast<uint64_t>(src_ptr);
     const auto dst_address = static_cast<uint64_t>(dst_ptr);
-    KVSWAP_CHECK(src_address != 0, "src_ptrs[", index, "] is null, with a size of ", size);
-    KVSWAP_CHECK(dst_address != 0, "dst_ptrs[", index, "] is null, with a size of ", size);
+    KVSWAP_CHECK(src_address != 0, "src_ptrs[", index, "] is null, with a size of ", size,
+                 "; expected an address");
+    KVSWAP_CHECK(dst_address != 0, "dst_ptrs[", index, "] is null, with a size of ", size,
+                 "; expected an address");
     const Memory src = addresses_.find(src_address);
     const Memory dst = addresses_.find(dst_address);
     see_device("src_ptrs", index, src_address, src);
@@ -45,6 +48,7 @@ class Batch {
     BatchOptions options;
     options.device = device_;
     options.has_pageable = has_pageable_;
+    options.wait = has_pageable_;
     options.host_source_any_order = host_source_any_order;
     copy_batch(fragments_, stream, options);
   }
@@ -74,7 +78,7 @@ void check_list(const char* name, const Tensor& tensor, int64_t count) {
   KVSWAP_CHECK(tensor.is_contiguous(), name, " has stride ", tensor.stride(0),
                "; expected a contiguous tensor, call .contiguous()");
   KVSWAP_CHECK(tensor.size(0) == count, name, " has ", tensor.size(0),
-               " entries, but src_ptrs has ", count);
+               " entries, but src_ptrs has ", count, "; expected as many");
 }
 
 }  // namespace

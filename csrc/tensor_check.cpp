@@ -30,6 +30,18 @@ void check_int64_on_cpu(const char* name, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   KVSWAP_CHECK(dtype == torch::headeronly::ScalarType::Long, name, " has dtype ",
                torch::headeronly::toString(dtype), "; expected Long (torch.int64)");
+  check_storage(name, tensor);
+}
+
+void check_storage(const std::string& name, const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const int64_t needed = (last + 1) * static_cast<int64_t>(tensor.element_size());
+  int64_t storage = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage));
+  KVSWAP_CHECK(storage >= needed, name, " reaches to byte ", needed, " of its storage, which has ",
+               storage, "; it was freed or resized: bring its memory back first");
 }
 
 }  // namespace kvswap

@@ -21,12 +21,15 @@ std::string device_text(const Tensor& tensor);
 
 void check_int64_on_cpu(const char* name, const Tensor& tensor);
 
+// Throws where the storage is smaller than the tensor, as after untyped_storage().resize_(0).
+void check_storage(const std::string& name, const Tensor& tensor);
+
 // Runs the body of an op and puts the op's name before the message of what it throws.
 template <typename Body>
 auto with_op_name(const char* op, const Body& body) {
   try {
     return body();
-  } catch (const std::runtime_error& error) {
+  } catch (const std::exception& error) {
     throw std::runtime_error(std::string("torch_kvswap::") + op + ": " + error.what());
   }
 }

@@ -55,6 +55,10 @@ SAME(destroy_event, cuEventDestroy);
 SAME(record_event, cuEventRecord);
 SAME(wait_event, cuStreamWaitEvent);
 
+static_assert(SameAbi<cuda::GetProcAddress, decltype(&cuGetProcAddress_v2)>::value);
+static_assert(cuda::kLegacyStreamFlag == CU_GET_PROC_ADDRESS_LEGACY_STREAM);
+static_assert(cuda::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
+static_assert(cuda::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);

@@ -321,14 +321,16 @@ True ''
     )
 
 
-def test_a_forked_child_of_a_process_that_used_cuda_is_refused():
+@pytest.mark.parametrize("who", ["the library", "somebody else"])
+def test_a_forked_child_of_a_process_that_used_cuda_is_refused(who):
     def body(driver):
         import os
 
         gpu = driver.memory(64, DEVICE)
         src, dst, size = (torch.tensor([v]) for v in (gpu.data_ptr(), gpu.data_ptr() + 32, 16))
         driver.set_stream(0, 70)
-        ops.swap_blocks_batch(src, dst, size)
+        if os.environ["WHO"] == "the library":
+            ops.swap_blocks_batch(src, dst, size)
         child = os.fork()
         if child == 0:
             driver.set_initialized(False)  # as the driver answers in a forked child
@@ -337,8 +339,80 @@ def test_a_forked_child_of_a_process_that_used_cuda_is_refused():
         os.waitpid(child, 0)
 
     assert_expected_inline(
-        stub.run(body),
+        stub.run(body, WHO=who),
         """\
 torch_kvswap::swap_blocks_batch: process N was forked from process N, which used CUDA, and cannot use CUDA itself; start it with the spawn method
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    "variable", ["KVSWAP_BATCH", "KVSWAP_BATCH_LIMIT", "KVSWAP_CHECK_ADDRESSES"]
+)
+def test_an_environment_variable_that_says_nothing_known_is_refused(variable):
+    def body(driver):
+        gpu = driver.memory(64, DEVICE)
+        driver.set_stream(0, 70)
+        src, dst = torch.tensor([gpu.data_ptr()] * 2), torch.tensor([gpu.data_ptr() + 32] * 2)
+        print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([8, 8]))))
+
+    output = stub.run(body, **{variable: "off"})
+    assert output.startswith(f"torch_kvswap::swap_blocks_batch: {variable} is 'off'; expected ")
+
+
+def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
+    def body(driver):
+        gpu, host = driver.memory(256, DEVICE), driver.memory(256, HOST)
+        driver.set_stream(0, 0)
+        driver.fail_copy(1)
+        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
+        print(
+            error_of(
+                lambda: ops.swap_blocks_batch(
+                    gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes
+                )
+            )[:70]
+        )
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        stub.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed at index 1,
+push context of device 0
+create stream 101
+record on stream 0
+wait on stream 101
+batch of 2 on stream 101, source order 1 from 0
+record on stream 101
+wait on stream 0
+pop context
+""",
+    )
+
+
+def test_after_an_error_pageable_memory_is_waited_for():
+    def body(driver):
+        gpu, host = driver.memory(256, DEVICE), torch.zeros(256, dtype=torch.uint8)
+        driver.set_stream(0, 70)
+        driver.fail_copy(1)
+        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
+        print(
+            error_of(
+                lambda: ops.swap_blocks_batch(
+                    gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes
+                )
+            )[:70]
+        )
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        stub.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuMemcpyAsync failed at index 1, from
+push context of device 0
+copy 32 bytes on stream 70
+synchronize stream 70
+pop context
 """,
     )

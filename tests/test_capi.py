@@ -74,3 +74,20 @@ def test_doctor_says_how_scattered_copies_run(environment, expected):
         print(doctor.report()["scattered copies"])
 
     assert stub.run(body, **environment) == f"{expected}\n"
+
+
+@without_cuda
+def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
+    def body(driver):
+        from torch_kvswap import _extension
+        from torch_kvswap.cli import doctor
+
+        print(_extension.library().kvswap_kernel_version(), doctor.report()["CUDA kernels"])
+
+    version, _, text = stub.run(body).partition(" ")  # the stub's driver is of CUDA 12.8
+    if int(version) >= 13000:
+        assert "too new for the driver: expand_block_ids takes CPU ids only" in text
+    elif int(version):
+        assert text == f"built with CUDA 12.{int(version) % 1000 // 10}\n"
+    else:
+        assert text.startswith("none: built without nvcc")

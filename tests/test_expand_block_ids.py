@@ -63,8 +63,18 @@ def test_cuda_writes_on_the_current_stream():
     assert torch.equal(got.cpu(), torch.tensor([10, 11]).repeat(1000))
 
 
+@pytest.mark.gpu
+def test_another_current_device_does_not_matter():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    got = ops.expand_block_ids(torch.tensor([3, 4], device="cuda:1"), 2)
+    assert torch.cuda.current_device() == 0
+    assert got.device == torch.device("cuda:1")
+    assert got.tolist() == [6, 7, 8, 9]
+
+
 def test_wrong_arguments_are_named():
-    ids = torch.tensor([3, -1])
+    ids, large = torch.tensor([3, -1]), torch.arange(8)
     calls = [
         lambda: ops.expand_block_ids(ids, 2),
         lambda: ops.expand_block_ids(ids, 0),
@@ -75,11 +85,15 @@ def test_wrong_arguments_are_named():
         lambda: ops.expand_block_ids(ids[None], 2),
         lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(3, dtype=torch.int64)),
         lambda: ops.expand_block_ids(ids, 2, out=torch.zeros(4)),
+        lambda: ops.expand_block_ids(ids.repeat(2), 1 << 62),
+        lambda: ops.expand_block_ids(torch.tensor([1 << 62]), 2),
+        lambda: ops.expand_block_ids(large[1:4], 2, out=large[:6]),
+        lambda: ops.expand_block_ids(ids, 2, out=large[:1].expand(4)),
     ]
     assert_expected_inline(
         "\n".join(message_of(call) for call in calls),
         """\
-torch_kvswap::expand_block_ids: block_ids[1] is -1; expected 0 or more
+torch_kvswap::expand_block_ids: block_ids[1] is -1; expected 0 to 4611686018427387903
 torch_kvswap::expand_block_ids: block_size_factor is 0; expected 1 or more
 torch_kvswap::expand_block_ids: skip_count is 5, but the ids expand to 4; expected 0 to 4
 torch_kvswap::expand_block_ids: skip_count is -1, but the ids expand to 4; expected 0 to 4
@@ -87,5 +101,9 @@ torch_kvswap::expand_block_ids: count is -3; expected 0 or more
 torch_kvswap::expand_block_ids: block_ids has dtype Int; expected Long (torch.int64)
 torch_kvswap::expand_block_ids: block_ids has shape [1, 2]; expected one dimension
 torch_kvswap::expand_block_ids: out has shape [3]; expected [4]
-torch_kvswap::expand_block_ids: out has dtype Float; expected Long (torch.int64)""",
+torch_kvswap::expand_block_ids: out has dtype Float; expected Long (torch.int64)
+torch_kvswap::expand_block_ids: block_size_factor is 4611686018427387904: 4 ids expand to more than int64 can count
+torch_kvswap::expand_block_ids: block_ids[0] is 4611686018427387904; expected 0 to 4611686018427387903
+torch_kvswap::expand_block_ids: out and block_ids share memory; expected memory of its own
+torch_kvswap::expand_block_ids: out has stride 0, so that its elements share memory; expected memory of its own""",
     )

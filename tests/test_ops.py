@@ -1,5 +1,6 @@
 """The contract of the ops with PyTorch: schemas, fakes and what a compiler may assume."""
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch.library import opcheck
@@ -43,10 +44,55 @@ def test_the_tensor_ops_pass_opcheck():
 
 
 def test_the_op_on_addresses_has_no_fake_that_would_let_it_into_a_graph():
-    with torch._subclasses.FakeTensorMode(), torch.library._scoped_library("unused", "DEF"):
+    with torch._subclasses.FakeTensorMode():
         fake = torch.zeros(1, dtype=torch.int64)
-        try:
+        with pytest.raises(torch._subclasses.fake_tensor.UnsupportedOperatorException):
             ops.swap_blocks_batch(fake, fake, fake)
-        except torch._subclasses.fake_tensor.UnsupportedOperatorException:
-            return
-    raise AssertionError("swap_blocks_batch ran on fake tensors")
+
+
+def writes():
+    """A call of each op that writes a tensor, and that tensor."""
+    src, dst, mapping = torch.ones(4, 2), torch.zeros(4, 2), torch.tensor([[0, 1]])
+    ids, out = torch.tensor([3]), torch.zeros(2, dtype=torch.int64)
+    return [
+        (lambda: ops.swap_blocks(src, dst, 8, mapping), dst),
+        (lambda: ops.swap_kv_blocks([src], [dst], mapping[:, 0], mapping[:, 1]), dst),
+        (lambda: ops.expand_block_ids(ids, 2, out=out), out),
+    ]
+
+
+@pytest.mark.parametrize("op", range(3))
+def test_autograd_sees_an_in_place_write(op):
+    write, written = writes()[op]
+    before = written._version
+    write()
+    assert written._version == before + 1
+
+
+def test_backward_refuses_a_value_that_was_overwritten():
+    src, dst, weight = torch.ones(4, 2), torch.zeros(4, 2), torch.ones(4, 2, requires_grad=True)
+    product = (weight * dst).sum()
+    ops.swap_blocks(src, dst, 8, torch.tensor([[0, 1]]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("op", range(3))
+def test_inference_mode_is_no_obstacle(op):
+    with torch.inference_mode():
+        write, written = writes()[op]
+        write()
+        assert bool(written.any())
+
+
+def test_a_meta_tensor_among_real_ones_is_refused():
+    src, dst, mapping = torch.ones(4, 2), torch.zeros(4, 2), torch.tensor([[0, 1]])
+    for call in (
+        lambda: ops.swap_blocks(src, dst, 8, mapping.to("meta")),
+        lambda: ops.swap_blocks(src.to("meta"), dst, 8, mapping),
+        lambda: ops.swap_kv_blocks([src], [dst.to("meta")], mapping[:, 0], mapping[:, 1]),
+    ):
+        with pytest.raises(RuntimeError, match="some operands are meta tensors and some are not"):
+            call()
+    ops.swap_blocks(src.to("meta"), dst.to("meta"), 8, mapping.to("meta"))
+    assert not dst.any()

@@ -172,7 +172,7 @@ def test_wrong_arguments_of_swap_blocks_are_named():
 torch_kvswap::swap_blocks: block_mapping[1, 0] is 4, but src has 4 blocks; expected 0 to 3
 torch_kvswap::swap_blocks: block_mapping[0, 1] is -2, but dst has 6 blocks; expected 0 to 5
 torch_kvswap::swap_blocks: block_mapping[2, 1] is 1, as is block_mapping[0, 1]; a block can be written once in a call
-torch_kvswap::swap_blocks: block 0 of src, read at block_mapping[0, 0], and block 0 of dst, written at block_mapping[1, 1], share memory; the copies of one call run in any order
+torch_kvswap::swap_blocks: block 0 of src, read at block_mapping[0, 0], and block 0 of dst, written at block_mapping[1, 1], share memory; the copies of one call run in any order: use two calls
 torch_kvswap::swap_blocks: block_size_in_bytes is 16, but a block of src has 32 bytes; expected the same
 torch_kvswap::swap_blocks: block_size_in_bytes is 32, but a block of dst has 36 bytes; expected the same
 torch_kvswap::swap_blocks: block_mapping has dtype Int; expected Long (torch.int64)
@@ -210,10 +210,26 @@ torch_kvswap::swap_kv_blocks: src_block_ids has 2 ids and dst_block_ids has 1; e
 torch_kvswap::swap_kv_blocks: src_block_ids has dtype Int; expected Long (torch.int64)
 torch_kvswap::swap_kv_blocks: src_block_ids has shape [1, 2]; expected one dimension
 torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 2, as is dst_block_ids[0]; a block can be written once in a call
-torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order
-torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order
+torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
+torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
 torch_kvswap::swap_kv_blocks: a block of src[1] has 32 bytes and a block of dst[1] 36; expected the same""",
     )
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused():
+    src, dst, mapping = torch.zeros(4, 8), torch.zeros(6, 8), torch.tensor([[0, 1]])
+    for freed, name in ((src, "src"), (dst, "dst"), (mapping, "block_mapping")):
+        size = freed.untyped_storage().size()
+        freed.untyped_storage().resize_(0)
+        assert message_of(lambda: ops.swap_blocks(src, dst, 32, mapping)) == (
+            f"torch_kvswap::swap_blocks: {name} reaches to byte {size} of its storage, which has 0;"
+            " it was freed or resized: bring its memory back first"
+        )
+        freed.untyped_storage().resize_(size)
+
+
+def test_blocks_without_bytes_are_nothing_to_copy():
+    ops.swap_blocks(torch.empty(2**45, 0), torch.empty(2**45, 0), 0, torch.tensor([[5, 6]]))
 
 
 @GPU
@@ -228,7 +244,7 @@ def test_ids_on_the_gpu_are_refused():
 @GPU
 def test_blocks_that_lie_on_two_devices_are_refused_by_name():
     on_gpu, on_cpu, ids = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8), torch.tensor([0])
-    assert "src[1] is on another device than src[0]" in message_of(
+    assert "src[1] is on cpu, but src[0] is on cuda:0; expected all on one device" in message_of(
         lambda: ops.swap_kv_blocks([on_gpu, on_cpu], [on_cpu, on_cpu.clone()], ids, ids)
     )
 

@@ -99,11 +99,11 @@ def test_wrong_arguments_are_named():
         "\n".join(message_of(call) for call in calls),
         """\
 torch_kvswap::swap_blocks_batch: sizes[1] is -5; expected 0 or more bytes
-torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8
-torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8
+torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8; expected an address
+torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8; expected an address
 torch_kvswap::swap_blocks_batch: src_ptrs has dtype Int; expected Long (torch.int64)
 torch_kvswap::swap_blocks_batch: dst_ptrs has dtype Double; expected Long (torch.int64)
-torch_kvswap::swap_blocks_batch: dst_ptrs has 1 entries, but src_ptrs has 2
+torch_kvswap::swap_blocks_batch: dst_ptrs has 1 entries, but src_ptrs has 2; expected as many
 torch_kvswap::swap_blocks_batch: sizes has shape [2, 1]; expected one dimension
 torch_kvswap::swap_blocks_batch: sizes has stride 2; expected a contiguous tensor, call .contiguous()""",
     )
@@ -360,3 +360,11 @@ def test_a_mixed_batch_goes_to_the_stream():
     torch.cuda.synchronize()
     assert bool((out[:4096] == 1).all())
     assert torch.equal(out[4096:], pinned)
+
+
+@GPU
+def test_address_tensors_on_the_gpu_are_refused():
+    ptrs = torch.zeros(1, dtype=torch.int64, device="cuda")
+    assert "src_ptrs is on cuda:0; expected a CPU tensor, call .cpu()" in message_of(
+        lambda: ops.swap_blocks_batch(ptrs, ptrs, ptrs)
+    )

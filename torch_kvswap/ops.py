@@ -25,11 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_kvswap import _extension
 
-_torch_library: Any = torch.library  # has few types
-_library = _torch_library.Library("torch_kvswap", "DEF")
+# First, so that a library that cannot be loaded leaves nothing behind for the next try.
+_extension.load()
+
+_torch: Any = torch  # these parts of it have no types
+_library = _torch.library.Library("torch_kvswap", "DEF")
 
 # Exact strides, because the distance between blocks is part of what these ops mean. Not inside CUDA
 # graphs, because ids and host operands are read at the call, not at the replay.
@@ -64,28 +68,40 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-_extension.load()
 
-
-def _fake_write(*_: object, **__: object) -> None:
-    """Of an op that only writes into what it was given."""
+def _fake_write(*operands: Any, out: Any = None) -> None:
+    tensors = [t for t in pytree.tree_leaves((operands, out)) if isinstance(t, Tensor)]
+    if len({tensor.is_meta for tensor in tensors}) > 1:  # else a real tensor would stay unwritten
+        raise RuntimeError("some operands are meta tensors and some are not; expected all or none")
 
 
 def _fake_expand(
     block_ids: Tensor, block_size_factor: int, skip_count: int = 0, count: int | None = None
 ) -> Tensor:
     outputs: Any = block_ids.size(0) * block_size_factor - skip_count
-    return block_ids.new_empty(outputs if count is None else _sym_min(outputs, count))
+    return block_ids.new_empty(outputs if count is None else _torch.sym_min(outputs, count))
 
 
-_sym_min: Any = torch.sym_min
-for _name, _fake in {
-    "swap_blocks": _fake_write,
-    "swap_kv_blocks": _fake_write,
-    "expand_block_ids": _fake_expand,
-    "expand_block_ids.out": _fake_write,
-}.items():
-    _torch_library.register_fake(f"torch_kvswap::{_name}", _fake, lib=_library)
+def _register_write(name: str, written: int | str) -> None:
+    """An op that writes its operand `written`: autograd is told, as of every in-place op."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(_torch.ops.torch_kvswap, packet), overload or "default")
+
+    def count_version(keys: Any, *operands: Any, **named: Any) -> None:
+        torch.autograd.graph.increment_version(
+            operands[written] if isinstance(written, int) else named[written]
+        )
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
+
+    _library.impl(name, count_version, "ADInplaceOrView", with_keyset=True)
+    _torch.library.register_fake(f"torch_kvswap::{name}", _fake_write, lib=_library)
+
+
+_register_write("swap_blocks", written=1)
+_register_write("swap_kv_blocks", written=1)
+_register_write("expand_block_ids.out", written="out")
+_torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib=_library)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
@@ -104,7 +120,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     call.
 
     Raises RuntimeError, before anything is copied, for ids out of range, blocks that overlap, sizes
-    that differ and tensors that are not as described; and for errors of the driver.
+    that differ and tensors that are not as described; and for errors of the driver. Nothing is
+    differentiable: autograd sees an in-place write.
     """
     torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 

@@ -1,7 +1,6 @@
 #include "address_check.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -92,11 +91,6 @@ void check_overlap(const FragmentList& fragments) {
 }
 
 }  // namespace
-
-bool address_check_is_on() {
-  const char* text = std::getenv("KVSWAP_CHECK_ADDRESSES");
-  return text != nullptr && *text != '\0' && std::string(text) != "0";
-}
 
 void check_addresses(const FragmentList& fragments, AddressMap& addresses) {
   const std::vector<Mapping> mappings = process_mappings();

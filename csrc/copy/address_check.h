@@ -5,9 +5,6 @@
 
 namespace kvswap {
 
-// KVSWAP_CHECK_ADDRESSES=1: whether raw addresses are checked before they are used.
-bool address_check_is_on();
-
 // Throws unless every byte of every fragment lies in memory that exists, on both sides: device and
 // pinned memory by the driver's allocations, of which several in a row count as one range
 // (expandable segments), pageable memory by the process's mappings. Throws also where a fragment

@@ -1,9 +1,6 @@
 #include "address_map.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <sstream>
 
 #include "../check.h"
@@ -25,34 +22,12 @@ cuda::Result get_attributes(uint64_t address, Attributes* out) {
   int names[kAttributeCount] = {cuda::kMemoryType, cuda::kDeviceOrdinal, cuda::kRangeStart,
                                 cuda::kRangeSize};
   void* values[kAttributeCount] = {&out->type, &out->device, &out->begin, &out->bytes};
-  return cuda::driver()->get_pointer_attributes(kAttributeCount, names, values, address);
-}
-
-// A child forked from a process that used CUDA cannot use it, and the driver then answers as if it
-// had never been initialised: device addresses would pass for host memory.
-void check_not_forked(bool initialised) {
-  static std::atomic<pid_t> user{0};
-  if (initialised) {
-    user.store(getpid(), std::memory_order_relaxed);
-    return;
-  }
-  const pid_t parent = user.load(std::memory_order_relaxed);
-  KVSWAP_CHECK(parent == 0 || parent == getpid(), "process ", getpid(), " was forked from process ",
-               parent,
-               ", which used CUDA, and cannot use CUDA itself; start it with the spawn method");
-}
-
-bool driver_is_initialised() {
-  if (cuda::driver() == nullptr) return false;
-  Attributes ignored;
-  const bool initialised = get_attributes(1, &ignored) != cuda::kNotInitialized;
-  check_not_forked(initialised);
-  return initialised;
+  return cuda::driver().get_pointer_attributes(kAttributeCount, names, values, address);
 }
 
 }  // namespace
 
-AddressMap::AddressMap() : cuda_in_use_(driver_is_initialised()) {}
+AddressMap::AddressMap() : cuda_in_use_(cuda::is_initialised()) {}
 
 Memory AddressMap::query(uint64_t address) const {
   Attributes found;
@@ -83,7 +58,7 @@ uint64_t AddressMap::mapped_until(uint64_t address) const {
   size_t bytes = 0;
   int names[] = {cuda::kMappingBase, cuda::kMappingSize};
   void* values[] = {&begin, &bytes};
-  KVSWAP_DRIVER_CHECK(cuda::driver()->get_pointer_attributes(2, names, values, address),
+  KVSWAP_DRIVER_CHECK(cuda::driver().get_pointer_attributes(2, names, values, address),
                       "cuPointerGetAttributes of address ", hex(address));
   return bytes == 0 ? address : begin + bytes;
 }

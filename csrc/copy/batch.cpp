@@ -1,34 +1,15 @@
 #include "batch.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "../check.h"
 #include "../cuda_context.h"
+#include "../environment.h"
 #include "address_map.h"
 
 namespace kvswap {
 namespace {
-
-// One call with 51,828 fragments was reported to crash a driver, and the call's cost per fragment
-// is flat from some hundreds on.
-constexpr size_t kDefaultLimit = 8192;
-
-size_t batch_limit() {
-  const char* text = std::getenv("KVSWAP_BATCH_LIMIT");
-  if (text == nullptr || *text == '\0') return kDefaultLimit;
-  char* end = nullptr;
-  const long long limit = std::strtoll(text, &end, 10);
-  KVSWAP_CHECK(*end == '\0' && limit > 0, "KVSWAP_BATCH_LIMIT is '", text,
-               "'; expected a positive number of fragments per driver call");
-  return static_cast<size_t>(limit);
-}
-
-bool batch_is_on() {
-  const char* text = std::getenv("KVSWAP_BATCH");
-  return text == nullptr || std::string(text) != "0";
-}
 
 [[noreturn]] void fail_at(const char* call, cuda::Result result, const Fragment& fragment) {
   std::string src = hex(fragment.src), dst = hex(fragment.dst);
@@ -46,7 +27,7 @@ bool batch_is_on() {
 void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream) {
   for (const Fragment& fragment : fragments) {
     const cuda::Result result =
-        cuda::driver()->copy_async(fragment.dst, fragment.src, fragment.bytes, stream);
+        cuda::driver().copy_async(fragment.dst, fragment.src, fragment.bytes, stream);
     if (result != cuda::kSuccess) fail_at("cuMemcpyAsync", result, fragment);
   }
 }
@@ -58,20 +39,20 @@ void copy_between_devices(const std::vector<Fragment>& fragments, cuda::Stream s
   const cuda::Context src = cuda::primary_context(options.src_device);
   const cuda::Context dst = cuda::primary_context(options.device);
   for (const Fragment& fragment : fragments) {
-    const cuda::Result result = cuda::driver()->copy_peer_async(fragment.dst, dst, fragment.src,
-                                                                src, fragment.bytes, stream);
+    const cuda::Result result = cuda::driver().copy_peer_async(fragment.dst, dst, fragment.src, src,
+                                                               fragment.bytes, stream);
     if (result != cuda::kSuccess) fail_at("cuMemcpyPeerAsync", result, fragment);
   }
 }
 
-// The arguments of one batch call, kept between the calls.
+// The arguments of one batch call.
 struct BatchArguments {
   std::vector<cuda::Address> dsts, srcs;
   std::vector<size_t> sizes, attribute_starts;
   std::vector<cuda::CopyAttributes> attributes;
 
   void fill(const Fragment* first, size_t count, bool host_source_any_order) {
-    dsts.clear(), srcs.clear(), sizes.clear(), attribute_starts.clear(), attributes.clear();
+    *this = {};
     for (size_t i = 0; i < count; ++i) {
       dsts.push_back(first[i].dst);
       srcs.push_back(first[i].src);
@@ -87,15 +68,14 @@ struct BatchArguments {
   }
 };
 
-void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
+void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream, size_t limit,
                      bool host_source_any_order) {
-  const size_t limit = batch_limit();
   BatchArguments arguments;
   for (size_t first = 0; first < fragments.size(); first += limit) {
     const size_t count = std::min(limit, fragments.size() - first);
     arguments.fill(&fragments[first], count, host_source_any_order);
     size_t failed = 0;
-    const cuda::Result result = cuda::driver()->copy_batch_async(
+    const cuda::Result result = cuda::driver().copy_batch_async(
         arguments.dsts.data(), arguments.srcs.data(), arguments.sizes.data(), count,
         arguments.attributes.data(), arguments.attribute_starts.data(), arguments.attributes.size(),
         &failed, stream);
@@ -111,11 +91,11 @@ bool is_legacy(cuda::Stream stream) { return stream == nullptr || stream == cuda
 // The batch call refuses the legacy default stream: a stream of our own takes its place in the
 // order.
 void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Stream legacy,
-                               const BatchOptions& options) {
+                               size_t limit, const BatchOptions& options) {
   const cuda::Stream side = cuda::side_stream(options.device);
   cuda::order_after(legacy, side);
   try {
-    copy_in_batches(fragments, side, options.host_source_any_order);
+    copy_in_batches(fragments, side, limit, options.host_source_any_order);
   } catch (...) {
     cuda::order_after(side, legacy);
     throw;
@@ -125,16 +105,17 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Str
 
 void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
             const BatchOptions& options, bool capturing) {
+  const size_t limit = batch_limit();
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
-                          !batch_is_on() || cuda::driver()->copy_batch_async == nullptr;
+                          !batch_is_on() || cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
     copy_between_devices(fragments, stream, options);
   } else if (one_by_one) {
     copy_one_by_one(fragments, stream);
   } else if (is_legacy(stream)) {
-    copy_beside_legacy_stream(fragments, stream, options);
+    copy_beside_legacy_stream(fragments, stream, limit, options);
   } else {
-    copy_in_batches(fragments, stream, options.host_source_any_order);
+    copy_in_batches(fragments, stream, limit, options.host_source_any_order);
   }
 }
 
@@ -149,12 +130,12 @@ void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchO
   try {
     submit(fragments.items(), stream, options, capturing);
   } catch (...) {
-    // The caller may free pageable memory as soon as the error reaches it.
-    if (options.has_pageable) cuda::driver()->synchronize_stream(stream);
+    // The caller may free its memory as soon as the error reaches it.
+    if (options.wait) cuda::driver().synchronize_stream(stream);
     throw;
   }
-  if (options.has_pageable) {
-    KVSWAP_DRIVER_CHECK(cuda::driver()->synchronize_stream(stream), "cuStreamSynchronize");
+  if (options.wait) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().synchronize_stream(stream), "cuStreamSynchronize");
   }
 }
 

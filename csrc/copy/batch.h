@@ -7,19 +7,19 @@ namespace kvswap {
 
 struct BatchOptions {
   int device = 0;                      // whose context and stream are used
-  bool has_pageable = false;           // some address is pageable host memory
   int src_device = -1;                 // of the sources, where they lie on another GPU
+  bool has_pageable = false;           // some address is pageable host memory
+  bool wait = false;                   // return when the bytes have been read and written
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 
-// Copies on `stream`, whose device's context is current: one driver call per KVSWAP_BATCH_LIMIT
-// fragments (8,192 unless set) where the driver has the batch call and KVSWAP_BATCH is not 0, else
-// a call per fragment. Returns before the bytes have landed, except with pageable memory, where it
-// waits for the stream. While the stream is being captured, pinned and device memory are recorded
-// as one graph node per fragment, and pageable memory is refused.
+// Copies on `stream`, whose device's context is current: one driver call per batch_limit()
+// fragments where the driver has the batch call and it is on, else a call per fragment. While the
+// stream is being captured, pinned and device memory are recorded as one graph node per fragment,
+// and pageable memory is refused.
 //
 // A driver error names the call, the fragment's index, both addresses and the size; what was
-// submitted before it may still be copied.
+// submitted before it may still be copied, with `wait` before the error is thrown.
 void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options);
 
 }  // namespace kvswap

@@ -6,49 +6,59 @@ Does not initialise CUDA, so it may run beside anything.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 
 import torch
 
 from torch_kvswap import _extension
 
 
-def _driver(library: ctypes.CDLL) -> str:
+def _release(version: int) -> str:
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _driver() -> str:
+    library = _extension.library()
     version = library.kvswap_driver_version()
-    if version:
-        return f"CUDA {version // 1000}.{version % 1000 // 10}"
-    return f"none: {library.kvswap_driver_error().decode()}"
+    return _release(version) if version else f"none: {library.kvswap_driver_error().decode()}"
 
 
-def _batch_call(library: ctypes.CDLL) -> str:
+def _kernels() -> str:
+    library = _extension.library()
+    runtime, driver = library.kvswap_kernel_version(), library.kvswap_driver_version()
+    if not runtime:
+        return "none: built without nvcc, so expand_block_ids takes CPU ids only"
+    if driver and driver // 1000 < runtime // 1000:
+        return (
+            f"built with {_release(runtime)}, too new for the driver: expand_block_ids takes CPU "
+            "ids only; update the driver or build with an older nvcc"
+        )
+    return f"built with {_release(runtime)}"
+
+
+def _scattered_copies() -> str:
+    library = _extension.library()
     if not library.kvswap_driver_version():
         return "no driver: host memory only"
     if not library.kvswap_driver_has_batch():
         return "one call per fragment: the driver is older than CUDA 12.8"
-    if os.environ.get("KVSWAP_BATCH") == "0":
+    limit = library.kvswap_batch_limit()
+    if limit == 0:
         return "one call per fragment: KVSWAP_BATCH=0"
-    limit = os.environ.get("KVSWAP_BATCH_LIMIT") or "8192"
+    if limit < 0:
+        return f"none: {library.kvswap_last_error().decode()}"
     return f"cuMemcpyBatchAsync, {limit} fragments a call"
-
-
-def _kernels(library: ctypes.CDLL) -> str:
-    if library.kvswap_has_kernels():
-        return "built in"
-    return "none: built without nvcc, so expand_block_ids takes CPU ids only"
 
 
 def report() -> dict[str, str]:
     """What the installation has, by topic."""
-    library = _extension.library()
     cuda = torch.version.cuda
     return {
-        "library": str(library._name),
+        "library": str(_extension.PATH),
         "PyTorch": f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})",
-        "CUDA driver": _driver(library),
+        "CUDA driver": _driver(),
         "GPUs": str(torch.cuda.device_count()),
-        "CUDA kernels": _kernels(library),
-        "scattered copies": _batch_call(library),
+        "CUDA kernels": _kernels(),
+        "scattered copies": _scattered_copies(),
     }
 
 
