@@ -7,13 +7,18 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test lint build clean
+.PHONY: demo test test-gpu lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
 
 test:
 	@python=$$($(environment) test) && "$$python" -m pytest $(ARGS)
+
+test-gpu:
+	@python=$$($(environment) test) && export KVSWAP_REQUIRE_GPU=1 && \
+	"$$python" -m pytest -m gpu $(ARGS) && \
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$$python" -m pytest -m gpu $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

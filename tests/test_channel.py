@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -325,6 +326,37 @@ STEPS = [
 def fail_at(step: str, device: FakeDevice, channel: Channel) -> Transfer:
     device.fail = {step: RuntimeError(f"no {step}")}
     return submit(channel, copy=lambda: device.step("copy"))
+
+
+def test_an_interrupt_right_after_the_submission_leaves_nothing(
+    device: FakeDevice, channel: Channel
+) -> None:
+    class Interrupted(deque[Transfer]):
+        def append(self, transfer: Transfer) -> None:
+            super().append(transfer)
+            raise KeyboardInterrupt
+
+    channel._running = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        submit(channel)
+    assert not channel._running
+    assert_nothing_leaked(channel)
+    assert [result.ok for result in poll(channel)] == [False]
+
+
+def test_a_failed_submission_is_waited_for_until_a_capture_elsewhere_is_over(
+    device: FakeDevice, channel: Channel
+) -> None:
+    earlier = submit(channel)
+    capturing = RuntimeError("operation not permitted when stream is capturing")
+    capturing.error_code = 900  # type: ignore[attr-defined]
+    device.fail = {"copy": RuntimeError("no copy"), "synchronize stream1": capturing}
+    failed = submit(channel, copy=lambda: device.step("copy"))
+    assert device.take_log().count("synchronize stream1") == 2
+    assert device.lost is None
+    assert earlier.result is None
+    assert failed.result is not None
+    assert str(failed.result.error) == "no copy"
 
 
 def test_the_steps_of_the_failure_tests_are_all_there_are(

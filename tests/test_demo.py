@@ -71,6 +71,11 @@ def test_a_control_without_a_load_says_what_to_change(small, capsys):
     assert "nothing was loaded; give fewer --gpu-blocks" in capsys.readouterr().err
 
 
+def test_a_run_without_a_swap_says_so(small, capsys):
+    assert demo.main([*small, "--gpu-blocks", "200"]) == 0
+    assert "nothing was swapped: give fewer --gpu-blocks" in capsys.readouterr().err
+
+
 def test_wrong_tokens_are_printed_and_fail(small, monkeypatch, capsys):
     monkeypatch.setattr(demo, "OffloadHandler", ReversedLoads)
     assert demo.main(small) == 1

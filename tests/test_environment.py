@@ -154,7 +154,7 @@ def test_where_only_a_cuda_build_can_be_had_it_says_so_and_goes_on(environment, 
         capsys.readouterr().err,
         """\
 torch_kvswap: installing torch 2.15.0
-torch_kvswap: that is a CUDA build of several GB. There is no NVIDIA driver, but pip offers no CPU build (a version with +cpu). To avoid the CUDA build, put the address of a package index that has one into KVSWAP_TORCH_INDEX.
+torch_kvswap: that is probably a CUDA build of several GB. There is no NVIDIA driver, but pip offers no CPU build (a version with +cpu). To avoid the CUDA build, put the address of a package index that has one into KVSWAP_TORCH_INDEX.
 """,
     )
 

@@ -76,9 +76,8 @@ def test_random_jobs_do_what_plain_indexing_does(seed: int, device: str) -> None
         first = rng.randrange(host.blocks_per_page)
         most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
         blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
-        needed = -(-(first + len(blocks)) // host.blocks_per_page)
-        page_ids = rng.sample(range(host.num_pages), needed)
         slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
+        page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
         if rng.random() < 0.5:
             job = handler.store(
                 torch.tensor(blocks, dtype=torch.int32), page_ids, first_block=first
@@ -292,7 +291,7 @@ def test_a_pool_of_another_number_of_planes_is_refused() -> None:
     rows = torch.zeros(4, 6)
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
-        refusal(OffloadHandler, PagedLayout([rows, rows]), host),
+        refusal(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
         """ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
     )
 
@@ -306,6 +305,35 @@ def test_a_pool_of_other_blocks_is_refused() -> None:
 ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
 the pool from this layout""",
     )
+
+
+def test_what_is_no_layout_and_no_pool_is_refused() -> None:
+    layout = PagedLayout([torch.zeros(4, 6)])
+    host = HostPool(layout, num_pages=1)
+    assert_expected_inline(
+        refusal(OffloadHandler, host, layout),
+        """\
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, not HostPool and
+PagedLayout""",
+    )
+    assert_expected_inline(
+        refusal(OffloadHandler(layout, host).wait, [0]),
+        """TypeError: store() and load() return Jobs to wait for, not 0""",
+    )
+    assert_expected_inline(
+        refusal(HostPool, [torch.zeros(4, 6)], 1),
+        """TypeError: a host pool is made from a PagedLayout, not list""",
+    )
+
+
+def test_a_cache_that_moved_is_refused() -> None:
+    rows = torch.zeros(4, 6)
+    layout = PagedLayout([rows])
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
+    rows.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] has moved from 0x\w+ to 0x0 since"):
+        handler.store([0], [0])
+    assert handler.finished() == []
 
 
 # What only shows while jobs run: a device that ends nothing until it is told to
@@ -465,3 +493,37 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
 def test_importing_the_handler_leaves_cuda_alone() -> None:
     script = "import torch, torch_kvswap.handler; print(torch.cuda.is_initialized())"
     assert run_script(script).split() == ["False"]
+
+
+def test_a_handler_that_gets_no_streams_for_loads_frees_those_for_stores_and_the_pool_closes(
+    fake: FakeDevice,
+) -> None:
+    layout = PagedLayout([torch.zeros(4, 6)])
+    fake.fail = {"new stream5": MemoryError("no streams")}
+    with (
+        pytest.raises(MemoryError, match="no streams"),
+        HostPool(layout, num_pages=1) as host,
+        OffloadHandler(layout, host),
+    ):
+        raise AssertionError("it was made")
+    assert sum(line.startswith("free") for line in fake.log) == 5
+
+
+def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = PagedLayout([torch.zeros(4, 6)])
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
+    handler.store([0], [0])
+    kept = weakref.ref(handler.host)
+    monkeypatch.setattr(handler_module, "_kept", [])
+
+    def capturing() -> None:
+        raise RuntimeError("a graph is captured")
+
+    fake.check_not_capturing = capturing  # type: ignore[method-assign]
+    handler_of_nobody = weakref.ref(handler)
+    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: a graph is captured"):
+        del handler
+    assert handler_of_nobody() is None
+    assert kept() is not None

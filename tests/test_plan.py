@@ -55,10 +55,9 @@ def test_block_j_lies_in_its_slot_of_its_page(data: st.DataObject) -> None:
     gpu, host = make_pair(blocks_per_page=per_page, num_pages=7)
     blocks = data.draw(st.lists(st.integers(0, 5), unique=True, max_size=6))
     first = data.draw(st.integers(0, per_page - 1))
-    needed = -(-(first + len(blocks)) // per_page)
-    pages = data.draw(st.permutations(range(7)))[:needed]
-    plan = plan_store(gpu, host, blocks, pages, first)
     slots = [divmod(first + j, per_page) for j in range(len(blocks))]
+    pages = data.draw(st.permutations(range(7)))[: slots[-1][0] + 1 if slots else 0]
+    plan = plan_store(gpu, host, blocks, pages, first)
     destinations = [host.pages[pages[page], slot].data_ptr() for page, slot in slots]
     assert plan.dst_ptrs[::2].tolist() == destinations
     assert plan.dst_ptrs[1::2].tolist() == [address + 10 for address in destinations]
@@ -228,7 +227,7 @@ def test_a_single_number_is_refused() -> None:
     gpu, host = make_pair()
     assert_expected_inline(
         refusal(plan_load, gpu, host, [0], 0),
-        """ValueError: page_ids has shape []; it must have one dimension""",
+        """TypeError: page_ids is a int; pass a list, numpy array or CPU tensor""",
     )
 
 
@@ -237,4 +236,24 @@ def test_an_empty_array_of_floats_is_refused() -> None:
     assert_expected_inline(
         refusal(plan_load, gpu, host, np.zeros(0), []),
         """TypeError: gpu_block_ids is of float64; ids must be integers""",
+    )
+
+
+def test_ids_that_are_no_list_of_integers_are_refused() -> None:
+    gpu, host = make_pair()
+    calls = [
+        lambda: plan_store(gpu, host, {0, 1}, [0]),  # type: ignore[arg-type]
+        lambda: plan_store(gpu, host, [[0], [0, 1]], [0]),  # type: ignore[list-item]
+        lambda: plan_store(gpu, host, torch.zeros(1, dtype=torch.bfloat16), [0]),
+        lambda: plan_store(gpu, host, [0], [0], first_block=0.0),  # type: ignore[arg-type]
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+TypeError: gpu_block_ids is a set; pass a list, numpy array or CPU tensor
+ValueError: gpu_block_ids must have one dimension: setting an array element with a
+sequence. The requested array has an inhomogeneous shape after 1 dimensions. The
+detected shape was (2,) + inhomogeneous part.
+TypeError: gpu_block_ids is of torch.bfloat16; ids must be integers
+TypeError: 'float' object cannot be interpreted as an integer""",
     )

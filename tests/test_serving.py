@@ -145,7 +145,7 @@ def alone(model, requests):
     return [model.generate(request.prompt, request.new_tokens) for request in requests]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=8),
     st.integers(1, 16),

@@ -131,8 +131,8 @@ def install_torch(python: Path) -> None:
     say(f"installing torch {version}")
     if cpu_build and "+cpu" not in version:
         say(
-            "that is a CUDA build of several GB. There is no NVIDIA driver, but pip offers no CPU "
-            f"build (a version with +cpu). To avoid the CUDA build, {advice}."
+            "that is probably a CUDA build of several GB. There is no NVIDIA driver, but pip "
+            f"offers no CPU build (a version with +cpu). To avoid the CUDA build, {advice}."
         )
     run(*source, *pip, "install", "--no-deps", f"torch=={version}")
     run(*pip, "install", f"torch=={version}")  # what it needs may lie in other indexes

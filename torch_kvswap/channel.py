@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from torch_kvswap.device import Device, Event, Stream
+from torch_kvswap.device import Device, Waits
 from torch_kvswap.pool import Pool, Ring
 from torch_kvswap.process import Process
 from torch_kvswap.transfer import Copy, Direction, Result, Transfer
 
-# A driver's queue takes about 1,000 operations, the next one blocks until the GPU moves. Streams
-# land in different queues up to this number (measured on an H200).
+# More would share the driver's queues, which take about 1,000 operations each (H200). All are made
+# with the channel, because a busy GPU can hold up the creation of a stream.
 STREAMS = 4
 
 
@@ -27,7 +27,6 @@ class Channel:
     def __init__(self, direction: Direction, device: Device, ids: Iterator[int]) -> None:
         self.direction: Direction = direction
         self.events = Pool(device.new_event)
-        # Made now: later the driver may let the creation of a stream wait until the GPU is idle.
         self._streams = Ring(device.new_stream, device.free_stream, STREAMS)
         self._device = device
         self._ids = ids
@@ -50,9 +49,9 @@ class Channel:
             self._advance()
             self._check_open()
             transfer = Transfer(next(self._ids), self.direction, nbytes, self._device.path)
-            self._unreported.append(transfer)
             try:
-                self._enqueue(transfer, copy, *waits)
+                self._unreported.append(transfer)
+                self._enqueue(transfer, copy, waits)
                 transfer.submit_seconds = time.perf_counter() - began
                 self._running.append(transfer)
             except BaseException as error:
@@ -143,9 +142,8 @@ class Channel:
                 f"the device is lost: {self._device.lost}; only a new process can use it again"
             ) from self._device.lost
 
-    def _enqueue(
-        self, transfer: Transfer, copy: Copy, after: Stream | None, after_event: Event | None
-    ) -> None:
+    def _enqueue(self, transfer: Transfer, copy: Copy, waits: Waits) -> None:
+        after, after_event = waits
         transfer.stream = self._streams.next()
         transfer.start = self.events.take()
         transfer.end = self.events.take()
@@ -164,12 +162,18 @@ class Channel:
 
     def _abandon(self, transfer: Transfer, error: BaseException) -> None:
         """Ends a transfer that could not be submitted, once what was enqueued of it has run."""
-        if transfer.stream is not None:
+        if transfer in self._running:  # it was interrupted right after its submission
+            self._running.remove(transfer)
+        while transfer.stream is not None and self._device.lost is None:
             try:
                 transfer.stream.synchronize()
-            except Exception as lost:  # nobody can say what is still running
-                self._device.lost = lost
-        self._end(transfer, 0.0, error)
+                break
+            except Exception as problem:
+                if self._device.is_lost_by(problem):
+                    self._device.lost = problem
+                time.sleep(1e-3)  # else some thread captures a graph, and nobody may ask until then
+        transfer.finish(0.0, error)
+        self._release_if_unused(transfer)
 
     def _advance(self) -> None:
         """Ends the transfers whose end has happened; all of them when the device is lost."""
@@ -184,13 +188,11 @@ class Channel:
                     raise
                 self._device.lost = error
             else:
-                self._end(self._running.popleft(), seconds, None)
+                transfer.finish(seconds, None)
+                self._release_if_unused(self._running.popleft())
         while self._running:
-            self._end(self._running.popleft(), 0.0, self._device.lost)
-
-    def _end(self, transfer: Transfer, seconds: float, error: BaseException | None) -> None:
-        transfer.finish(seconds, error)
-        self._release_if_unused(transfer)
+            self._running[0].finish(0.0, self._device.lost)
+            self._release_if_unused(self._running.popleft())
 
     def _release_if_unused(self, transfer: Transfer) -> None:
         """The last thread that waits gives the events back."""

@@ -6,6 +6,8 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 
 class CpuStream:
     def synchronize(self) -> None:
@@ -61,7 +63,9 @@ class CpuDevice:
         )
 
     def resolve_stream(self, stream: object) -> CpuStream:
-        return CpuStream()
+        if stream is None or isinstance(stream, torch.cuda.Stream):
+            return CpuStream()  # the transfer has ended: there is nothing to wait for
+        raise TypeError(f"a torch.cuda.Stream (or None) can wait, {type(stream).__name__} cannot")
 
     def current(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext()

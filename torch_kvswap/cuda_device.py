@@ -104,9 +104,11 @@ class CudaDevice:
             yield
 
     def is_lost_by(self, error: BaseException) -> bool:
-        # 900 to 908 only say that some thread captures a graph; all other errors of a query or
-        # of a synchronization stay until the process ends.
-        return getattr(error, "error_code", None) not in range(900, 909)
+        # Only torch's own error has a code; any other was not said by CUDA. 900 to 908 mean that
+        # some thread captures a graph; all the rest, of a query or of a synchronization, stay until
+        # the process ends.
+        code = getattr(error, "error_code", None)
+        return code is not None and code not in range(900, 909)
 
     def _refuse_capture(self, stream: torch.cuda.Stream) -> None:
         with self.current(stream):

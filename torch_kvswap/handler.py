@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from torch_kvswap.channel import Channel
 from torch_kvswap.device import open_device
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.job import Job
-from torch_kvswap.layout import PagedLayout, Planes
+from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import swap_blocks_batch
 from torch_kvswap.plan import CopyPlan, Ids, plan_load, plan_store
 from torch_kvswap.process import Process
@@ -35,25 +36,28 @@ class OffloadHandler:
     run in the order of submission, loads too; a store and a load are not ordered with each other:
     wait for the one, or chain it by `wait_on`, before the other may touch its blocks or pages.
 
-    Any thread may call any method. A context manager, which closes it. One that is dropped or left
-    open at exit is closed. In a forked child, and while the caller's current stream is captured
-    in a CUDA graph, every call raises RuntimeError. With a cache on the CPU the same calls copy
-    before they return. docs/ordering.md has the rules. Raises ValueError when gpu and host differ.
+    Any thread may call any method, but no __del__ and no signal handler: they can run inside of
+    another call, whose lock they would wait for. A context manager, which closes it. One that is
+    dropped or left open at exit is closed. In a forked child, and while the caller's current stream
+    is captured in a CUDA graph, every call raises RuntimeError. With a cache on the CPU the same
+    calls copy before they return. docs/ordering.md has the rules. Raises ValueError when gpu and
+    host differ.
     """
 
     def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
-        _check_match(gpu, host.layout)
+        _check_match(gpu, host)
         self.gpu = gpu
         self.host = host
-        host.attach(self)
         device = open_device(gpu.device)
         ids = itertools.count()
         with ExitStack() as undo:
             self._stores = Channel("store", device, ids)
             undo.callback(self._stores.close)
             self._loads = Channel("load", device, ids)
+            undo.callback(self._loads.close)
+            self._channels = (self._stores, self._loads)
+            host.attach(self)
             undo.pop_all()
-        self._channels = (self._stores, self._loads)
         # Holds the cache and the pool too: neither may go before the channels have drained.
         self._finalizer = weakref.finalize(self, _close, self._channels, (gpu, host), Process())
 
@@ -104,8 +108,10 @@ class OffloadHandler:
         deadline = None if timeout is None else time.monotonic() + timeout
         if jobs is None:
             jobs = self._unreported()
-        jobs = [jobs] if isinstance(jobs, Job) else list(jobs)
+        jobs = [jobs] if isinstance(jobs, Job) or not isinstance(jobs, Iterable) else list(jobs)
         for job in jobs:
+            if not isinstance(job, Job):
+                raise TypeError(f"store() and load() return Jobs to wait for, not {job!r}")
             if job.handler is not self:
                 raise ValueError(f"{job.direction} {job.id} is of another handler")
         running = [job for job in jobs if not job._channel.wait(job._transfer, deadline)]
@@ -124,8 +130,9 @@ class OffloadHandler:
     def close(self) -> None:
         """Takes no more jobs, drains, lets streams and events go. finished() still reports what
         it has not reported yet. Idempotent; returns at once when the device is lost."""
-        for channel in self._channels:
-            channel.close()
+        with ExitStack() as both:
+            for channel in self._channels:
+                both.callback(channel.close)
         self._finalizer.detach()
 
     def __enter__(self) -> OffloadHandler:
@@ -140,6 +147,7 @@ class OffloadHandler:
         self.close()
 
     def _submit(self, channel: Channel, plan: CopyPlan, after: After, began: float) -> Job:
+        self.gpu.check_unmoved()
         copy = partial(swap_blocks_batch, plan.src_ptrs, plan.dst_ptrs, plan.sizes)
         return Job(self, channel, channel.submit(copy, plan.nbytes, after, began))
 
@@ -147,23 +155,46 @@ class OffloadHandler:
         return [Job(self, channel, t) for channel in self._channels for t in channel.unreported()]
 
 
-def _check_match(gpu: Planes, host: Planes) -> None:
-    if len(gpu.sizes) != len(host.sizes):
+def _check_match(gpu: PagedLayout, host: HostPool) -> None:
+    if not isinstance(gpu, PagedLayout) or not isinstance(host, HostPool):
+        raise TypeError(
+            "a handler takes a PagedLayout and a HostPool, in this order, not "
+            f"{type(gpu).__name__} and {type(host).__name__}"
+        )
+    if gpu.device.type != host.device.type:
         raise ValueError(
-            f"the cache has {len(gpu.sizes)} planes, the host pool {len(host.sizes)}; make the "
+            f"the cache is on {gpu.device}, the host pool was made for {host.device}; make the "
             "pool from this layout"
         )
-    different = np.flatnonzero(gpu.sizes != host.sizes)
+    if len(gpu.sizes) != len(host.layout.sizes):
+        raise ValueError(
+            f"the cache has {len(gpu.sizes)} planes, the host pool {len(host.layout.sizes)}; make "
+            "the pool from this layout"
+        )
+    different = np.flatnonzero(gpu.sizes != host.layout.sizes)
     if different.size:
         plane = int(different[0])
         raise ValueError(
             f"a block has {gpu.sizes[plane]} bytes in plane {plane} of the cache and "
-            f"{host.sizes[plane]} in the host pool; make the pool from this layout"
+            f"{host.layout.sizes[plane]} in the host pool; make the pool from this layout"
         )
+
+
+_kept: list[object] = []  # memory that a copy may still use
 
 
 def _close(channels: Sequence[Channel], held: object, process: Process) -> None:
     """The handler was dropped, or the process exits. (A fork has no copies of its own.)"""
-    if process.is_current:
-        for channel in channels:
+    if not process.is_current:
+        return
+    for channel in channels:
+        try:
             channel.close()
+        except Exception as error:  # such as a graph capture on this thread
+            _kept.append((channels, held))
+            warnings.warn(
+                f"a handler was dropped, not closed, and cannot wait for its jobs: {error}; its "
+                "cache and host pool stay in memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 import os
 import warnings
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol
 
@@ -47,6 +49,9 @@ class HostPool:
         blocks_per_page: int = 1,
         pinned: bool | None = None,
     ) -> None:
+        if not isinstance(layout, Planes):
+            raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
+        num_pages, blocks_per_page = operator.index(num_pages), operator.index(blocks_per_page)
         if num_pages < 1 or blocks_per_page < 1:
             raise ValueError(
                 f"num_pages={num_pages}, blocks_per_page={blocks_per_page}: both must be at least 1"
@@ -56,6 +61,7 @@ class HostPool:
             raise ValueError(
                 f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
             )
+        self.device = layout.device
         self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
         self.page_bytes = blocks_per_page * layout.block_bytes
@@ -94,8 +100,9 @@ class HostPool:
         """Closes the handlers that use the pool, which waits for their jobs, then unpins and lets
         the memory go: it is freed when the last view of it is. Idempotent."""
         self._process.check("host pool")
-        for handler in list(self._handlers):
-            handler.close()
+        with ExitStack() as handlers:
+            for handler in list(self._handlers):
+                handlers.callback(handler.close)
         if self._unpin is not None:
             self._unpin()
         self._pages = None

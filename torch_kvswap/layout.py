@@ -68,6 +68,23 @@ class PagedLayout(Planes):
             sizes=np.repeat(np.array(sizes, np.int64), planes),
             num_blocks=self.tensors[0].shape[block_dim],
         )
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        _, planes_of, times = np.unique(self.bases, return_index=True, return_counts=True)
+        if len(planes_of) < len(self.bases):
+            plane = int(planes_of[np.argmax(times > 1)])
+            raise ValueError(
+                f"plane {plane} of {len(self.bases)} begins where another one does: a load would "
+                "write their blocks twice; pass each tensor once"
+            )
+
+    def check_unmoved(self) -> None:
+        """Raises RuntimeError when a tensor no longer has the memory that it had here."""
+        for index, (tensor, address) in enumerate(zip(self.tensors, self._addresses, strict=True)):
+            if tensor.data_ptr() != address:
+                raise RuntimeError(
+                    f"tensors[{index}] has moved from {address:#x} to {tensor.data_ptr():#x} since "
+                    "the layout was made; make a new layout and a new handler"
+                )
 
 
 def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:

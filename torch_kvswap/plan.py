@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,9 @@ def _addresses(layout: Planes, blocks: Int64Array) -> Tensor:
 
 
 def _host_blocks(host: HostPool, pages: Int64Array, first_block: int, count: int) -> Int64Array:
-    ids = torch.from_numpy(pages)
-    blocks: Int64Array = ops.expand_block_ids(ids, host.blocks_per_page, first_block, count).numpy()
+    skip = first_block if count else 0
+    ids = ops.expand_block_ids(torch.from_numpy(pages), host.blocks_per_page, skip, count)
+    blocks: Int64Array = ids.numpy()
     return blocks
 
 
@@ -79,13 +81,13 @@ def _checked_ids(
 ) -> tuple[Int64Array, Int64Array]:
     blocks = _ids("gpu_block_ids", gpu_block_ids, gpu.num_blocks, "GPU blocks")
     pages = _ids("page_ids", page_ids, host.num_pages, "host pages")
-    per_page = host.blocks_per_page
+    per_page, first_block = host.blocks_per_page, operator.index(first_block)
     if not 0 <= first_block < per_page:
         raise ValueError(
             f"first_block={first_block} is outside of the first page, whose blocks are "
             f"0 to {per_page - 1}"
         )
-    needed = -(-(first_block + len(blocks)) // per_page)
+    needed = -(-(first_block + len(blocks)) // per_page) if len(blocks) else 0
     if len(pages) != needed:
         raise ValueError(
             f"{len(blocks)} blocks from first_block={first_block} on need {needed} pages of "
@@ -101,8 +103,15 @@ def _ids(name: str, ids: Ids, limit: int, noun: str) -> Int64Array:
             raise ValueError(
                 f"{name} is on {ids.device}, but addresses are made on the host; pass {name}.cpu()"
             )
+        if ids.is_floating_point() or ids.is_complex():  # numpy lacks some of these types
+            raise TypeError(f"{name} is of {ids.dtype}; ids must be integers")
         ids = ids.numpy()
-    array = np.asarray(ids)
+    if not isinstance(ids, Sequence | np.ndarray):
+        raise TypeError(f"{name} is a {type(ids).__name__}; pass a list, numpy array or CPU tensor")
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise ValueError(f"{name} must have one dimension: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {list(array.shape)}; it must have one dimension")
     if array.size == 0 and not isinstance(ids, np.ndarray):

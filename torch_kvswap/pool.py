@@ -64,8 +64,9 @@ class Ring(Generic[T]):
             raise
 
     def next(self) -> T:
+        item = self._items[self._turn]
         self._turn = (self._turn + 1) % len(self._items)
-        return self._items[self._turn - 1]
+        return item
 
     def clear(self) -> None:
         """Frees the items. A second time there are none."""

@@ -20,7 +20,8 @@ class Result:
 
     nbytes: what it was to copy. seconds: the copy on the device without the waits before it, 0 for
     a failed job. submit_seconds: host time in the call that submitted it. path: the way of copying,
-    "batch" (copy engine) or "host" (memcpy). error: why it failed; None when it is ok.
+    "batch" (copy engine, in one driver call or in one per fragment where doctor says so) or "host"
+    (memcpy). error: why it failed; None when it is ok.
     """
 
     job_id: int

@@ -25,7 +25,8 @@ HOST, DEVICE = 1, 2
 
 
 @cache
-def _build() -> Path:
+def build() -> Path:
+    """The folder of the stub's libraries."""
     folder = Path(mkdtemp(prefix="kvswap-stub-"))
     for name, source in SOURCES.items():
         path = Path(__file__).parent / source
@@ -51,7 +52,7 @@ def run(body: Callable[[Driver], None], **environment: str) -> str:
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "STUB": str(_build()), **environment},
+        env={**os.environ, "PYTHONPATH": path, "STUB": str(build()), **environment},
         capture_output=True,
         text=True,
     )

@@ -129,6 +129,8 @@ def _serve(
         f"{options.block_size} tokens in place of {sum(blocks)}, "
         f"{swapper.traffic['store'].transfers} preemptions"
     )
+    if swapper.traffic["store"].transfers == 0:
+        print("nothing was swapped: give fewer --gpu-blocks or more --host-pages", file=sys.stderr)
     return swapper, control
 
 
