@@ -39,7 +39,7 @@ void check_storage(const std::string& name, const Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const int64_t needed = (last + 1) * static_cast<int64_t>(tensor.element_size());
   int64_t storage = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage));
+  KVSWAP_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage) == 0, name, " has no storage");
   KVSWAP_CHECK(storage >= needed, name, " reaches to byte ", needed, " of its storage, which has ",
                storage, "; it was freed or resized: bring its memory back first");
 }
