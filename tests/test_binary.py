@@ -21,10 +21,11 @@ LIBRARIES = re.compile(
     r"libtorch_cpu\.so|libstdc\+\+\.so\.6|libgcc_s\.so\.1|lib(c|m)\.so\.6|libdl\.so\.2|"
     r"lib(rt|pthread)\.so\.1|ld-linux-[\w-]+\.so\.\d"
 )
-# torch's stable C functions, versioned symbols of the C and C++ runtimes, hooks of the linker.
+# torch's stable C functions, versioned symbols of the C and C++ runtimes, weak hooks of the linker
+# and of transactional memory.
 SYMBOLS = re.compile(
     r"(aoti_torch|torch)_\w+|[^@]+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+( \(\d+\))?|"
-    r"_ITM_(de)?registerTMCloneTable|__gmon_start__"
+    r"_ITM_\w+|_ZGTt\w+|__gmon_start__"
 )
 CUDA_HEADERS = {
     "12.4": "nvidia-cuda-runtime-cu12==12.4.*",
