@@ -21,12 +21,12 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 FLOORS = (
     ("_extension", "pool", "process", "metrics"),
     ("cuda_device", "cpu_device", "device", "transfer"),
-    ("layout", "plan", "paths", "host_memory", "channel", "ops"),
+    ("layout", "plan", "paths", "hazards", "host_memory", "channel", "ops"),
     ("job", "handler", "block_manager"),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # What a room must not know although it is on its floor or below.
-STRANGERS = {"channel": ("layout", "plan", "paths", "host_memory", "ops")}
+STRANGERS = {"channel": ("layout", "plan", "paths", "hazards", "host_memory", "ops")}
 
 
 def room(module: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +23,7 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def channel(device: FakeDevice) -> Channel:
-    channel = Channel("store", device, itertools.count())
+    channel = Channel("store", device, itertools.count(), threading.RLock())
     device.take_log()
     return channel
 
@@ -31,7 +31,7 @@ def channel(device: FakeDevice) -> Channel:
 def submit(
     channel: Channel, after: object = None, copy: Callable[[], None] = lambda: None
 ) -> Transfer:
-    return channel.submit(copy, nbytes=100, after=after, began=time.perf_counter())
+    return channel.submit(copy, nbytes=100, after=after, behind=None, began=time.perf_counter())
 
 
 def poll(channel: Channel) -> list[Result]:
@@ -95,6 +95,7 @@ def test_a_transfer_waits_for_the_event_that_it_is_given(
         """\
 new event0
 new event1
+new event2
 stream0 waits for yours
 record event0 on stream0
 make stream0 current
@@ -113,17 +114,19 @@ def test_a_transfer_may_wait_for_nothing_but_the_one_before_it(
         """\
 new event0
 new event1
+new event2
 record event0 on stream0
 make stream0 current
 make the caller's stream current
 record event1 on stream0
-new event2
 new event3
+new event4
+new event5
 stream1 waits for event1
-record event2 on stream1
+record event3 on stream1
 make stream1 current
 make the caller's stream current
-record event3 on stream1""",
+record event4 on stream1""",
     )
 
 
@@ -331,9 +334,9 @@ def fail_at(step: str, device: FakeDevice, channel: Channel) -> Transfer:
 def test_an_interrupt_right_after_the_submission_leaves_nothing(
     device: FakeDevice, channel: Channel
 ) -> None:
-    class Interrupted(deque[Transfer]):
-        def append(self, transfer: Transfer) -> None:
-            super().append(transfer)
+    class Interrupted(OrderedDict[int, Transfer]):
+        def __setitem__(self, number: int, transfer: Transfer) -> None:
+            super().__setitem__(number, transfer)
             raise KeyboardInterrupt
 
     channel._running = Interrupted()
@@ -389,7 +392,7 @@ def test_a_channel_that_gets_too_few_streams_is_not_made_and_frees_those_it_got(
 ) -> None:
     device.fail = {"new stream2": MemoryError("no streams")}
     with pytest.raises(MemoryError, match="no streams"):
-        Channel("store", device, itertools.count())
+        Channel("store", device, itertools.count(), threading.RLock())
     assert_expected_inline(
         device.take_log(),
         """\
@@ -509,7 +512,8 @@ def test_all_running_transfers_fail_when_the_device_is_lost(
 
 def test_a_loss_that_one_channel_sees_ends_the_transfers_of_the_other(device: FakeDevice) -> None:
     ids = itertools.count()
-    stores, loads = Channel("store", device, ids), Channel("load", device, ids)
+    lock = threading.RLock()
+    stores, loads = Channel("store", device, ids, lock), Channel("load", device, ids, lock)
     submit(stores)
     submit(loads)
     device.broken = RuntimeError("illegal access")

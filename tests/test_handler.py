@@ -360,6 +360,45 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(fake: FakeDevice) 
     assert [result.job_id for result in handler.finished()] == [0, 1]
 
 
+def waits(fake: FakeDevice) -> list[str]:
+    """The events that the transfer submitted last waits for."""
+    steps = fake.take_log().splitlines()
+    return [step.partition("waits for ")[2] for step in steps if "waits for" in step]
+
+
+def end(job: Job) -> str:
+    return str(job._transfer.end.name)
+
+
+def test_a_store_and_a_load_wait_for_each_other_where_they_share_a_block_or_a_page(
+    fake: FakeDevice,
+) -> None:
+    handler = make_handler()
+    store = handler.store([0], [3], after=())
+    assert waits(fake) == []
+    load = handler.load([1], [2], after=())
+    assert waits(fake) == []
+    reload = handler.load([3], [4], after=())  # the page that the store fills
+    assert waits(fake) == [end(load), end(store)]
+    handler.load([0], [0], after=())  # into the block that the store reads
+    assert waits(fake) == [end(reload), end(store)]
+    second = handler.store([2], [0], after=())  # of the block that the load fills
+    assert waits(fake)[0] == end(store)
+    handler.store([7], [1], after=())  # into the page that the load reads
+    assert waits(fake) == [end(second), end(load)]
+
+
+def test_a_transfer_that_has_ended_or_failed_is_not_waited_for(fake: FakeDevice) -> None:
+    handler = make_handler()
+    handler.store([0], [3], after=())
+    fake.run()
+    fake.fail = {"make stream1 current": RuntimeError("no")}
+    assert handler.store([1], [2], after=()).done()
+    fake.take_log()
+    handler.load([3, 2], [2, 1], after=())
+    assert waits(fake) == []
+
+
 def test_each_direction_reports_in_the_order_of_submission(fake: FakeDevice) -> None:
     handler = make_handler()
     for j in range(3):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_kvswap import handler as handler_module
 from torch_kvswap.handler import OffloadHandler, TransferError
+from torch_kvswap.hazards import Hazards
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -184,6 +185,46 @@ def test_an_event_that_was_never_recorded_is_refused(rig: Rig) -> None:
     with pytest.raises(ValueError, match="never recorded"):
         rig.handler.load([0], [1], after=torch.cuda.Event())
     assert rig.handler.finished() == []
+
+
+# Order between the directions, by the pages and the blocks
+
+
+@pytest.mark.parametrize("hazards", ["kept", "ignored as a control"])
+@pytest.mark.parametrize("first", ["store", "load"])
+@pytest.mark.parametrize("shared", ["page", "block"])
+def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_submission(
+    rig: Rig, first: str, shared: str, hazards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hazards != "kept":
+        monkeypatch.setattr(Hazards, "latest_before", lambda *_: -1)
+    rig.host.pages[1].fill_(NEW + 1)
+    rig.cache[2].fill_(OLD + 1)
+    torch.cuda.synchronize()
+    rig.slow_on(rig.side)
+    # The first moves between block 1 and page 0; the second shares the one or the other.
+    block, page = (2, 0) if shared == "page" else (1, 1)
+    if first == "store":
+        rig.handler.store([1], [0], after=rig.side)
+        rig.handler.wait(rig.handler.load([page], [block], after=()))
+    else:
+        rig.handler.load([0], [1], after=rig.side)
+        rig.handler.wait(rig.handler.store([block], [page], after=()))
+    rig.handler.wait()
+    torch.cuda.synchronize()
+    seen = {
+        ("store", "page"): only(rig.cache[2]),
+        ("store", "block"): rig.page(0),
+        ("load", "page"): only(rig.cache[1]),
+        ("load", "block"): rig.page(1),
+    }[first, shared]
+    right, wrong = {
+        ("store", "page"): (OLD, NEW),  # the block that was stored, or the page before that
+        ("store", "block"): (OLD, NEW + 1),  # the block as it was, or what was loaded into it
+        ("load", "page"): (NEW, OLD + 1),  # the page as it was, or what was stored into it
+        ("load", "block"): (NEW, OLD),  # the page that was loaded, or the block before that
+    }[first, shared]
+    assert seen == (right if hazards == "kept" else wrong)
 
 
 # Order within a direction

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from torch_kvswap.device import Device, Waits
+from torch_kvswap.device import Device
 from torch_kvswap.pool import Pool, Ring
 from torch_kvswap.process import Process
 from torch_kvswap.transfer import Copy, Direction, Result, Transfer
@@ -20,46 +20,61 @@ STREAMS = 4
 class Channel:
     """Runs copies one after another in the order of submission, on streams of its own.
 
-    Transfers get their numbers from `ids`. Any thread may call any method; each raises RuntimeError
+    Transfers get their numbers from `ids`. Channels that order their transfers against each other
+    share a `lock`. Any thread may call any method; each raises RuntimeError
     in a forked child and while the caller's current stream is being captured.
     """
 
-    def __init__(self, direction: Direction, device: Device, ids: Iterator[int]) -> None:
+    def __init__(
+        self, direction: Direction, device: Device, ids: Iterator[int], lock: threading.RLock
+    ) -> None:
         self.direction: Direction = direction
         self.events = Pool(device.new_event)
         self._streams = Ring(device.new_stream, device.free_stream, STREAMS)
         self._device = device
         self._ids = ids
-        self._lock = threading.Lock()
-        self._running: deque[Transfer] = deque()
+        self._lock = lock
+        self._running: OrderedDict[int, Transfer] = OrderedDict()  # by number
         self._unreported: deque[Transfer] = deque()
         self._closed = False
         self._process = Process()
 
-    def submit(self, copy: Copy, nbytes: int, after: object, began: float) -> Transfer:
-        """Enqueues the copy behind `after` and behind the transfer before it.
+    def submit(
+        self, copy: Copy, nbytes: int, after: object, behind: Transfer | None, began: float
+    ) -> Transfer:
+        """Enqueues the copy behind `after`, behind the transfer before it, and behind `behind`.
 
+        behind: a running transfer of a channel with the same lock, which the caller holds.
         began: time.perf_counter() when the caller's call began. A failure in here ends the
         transfer as failed, with nothing of it left on the device. A wrong `after`, a closed
         channel and a lost device raise, and there is no transfer.
         """
         self._check_usable()
-        waits = self._device.resolve_after(after)
+        after_stream, after_event = self._device.resolve_after(after)
         with self._lock:
             self._advance()
             self._check_open()
             transfer = Transfer(next(self._ids), self.direction, nbytes, self._device.path)
+            previous = next(reversed(self._running.values()), None)
+            ends = [t.end for t in (previous, behind) if t is not None]
+            waits = ends if after_event is None else [after_event, *ends]
             try:
                 self._unreported.append(transfer)
-                self._enqueue(transfer, copy, waits)
+                transfer.take(self._streams.next(), self.events)
+                transfer.enqueue(self._device, copy, after_stream, waits)
                 transfer.submit_seconds = time.perf_counter() - began
-                self._running.append(transfer)
+                self._running[transfer.id] = transfer
             except BaseException as error:
                 transfer.submit_seconds = time.perf_counter() - began
                 self._abandon(transfer, error)
                 if not isinstance(error, Exception):
                     raise
         return transfer
+
+    def running(self, number: int) -> Transfer | None:
+        """The transfer of that number while it runs. The caller holds the lock."""
+        self._advance()
+        return self._running.get(number)
 
     def poll(self) -> None:
         """Sees which transfers have ended."""
@@ -142,28 +157,9 @@ class Channel:
                 f"the device is lost: {self._device.lost}; only a new process can use it again"
             ) from self._device.lost
 
-    def _enqueue(self, transfer: Transfer, copy: Copy, waits: Waits) -> None:
-        after, after_event = waits
-        transfer.stream = self._streams.next()
-        transfer.start = self.events.take()
-        transfer.end = self.events.take()
-        if after is not None:
-            transfer.ready = self.events.take()
-            transfer.ready.record(after)
-            transfer.ready.wait(transfer.stream)
-        if after_event is not None:
-            after_event.wait(transfer.stream)
-        if self._running:  # one that has ended, or failed, is not in here
-            self._running[-1].end.wait(transfer.stream)
-        transfer.start.record(transfer.stream)
-        with self._device.current(transfer.stream):
-            copy()
-        transfer.end.record(transfer.stream)
-
     def _abandon(self, transfer: Transfer, error: BaseException) -> None:
         """Ends a transfer that could not be submitted, once what was enqueued of it has run."""
-        if transfer in self._running:  # it was interrupted right after its submission
-            self._running.remove(transfer)
+        self._running.pop(transfer.id, None)  # it was interrupted right after its submission
         while transfer.stream is not None and self._device.lost is None:
             try:
                 transfer.stream.synchronize()
@@ -177,22 +173,21 @@ class Channel:
 
     def _advance(self) -> None:
         """Ends the transfers whose end has happened; all of them when the device is lost."""
-        while self._running and self._device.lost is None:
-            transfer = self._running[0]
-            try:
-                if not transfer.end.query():
-                    return
-                seconds = transfer.start.elapsed_time(transfer.end) / 1e3
-            except Exception as error:
-                if not self._device.is_lost_by(error):
-                    raise
-                self._device.lost = error
-            else:
-                transfer.finish(seconds, None)
-                self._release_if_unused(self._running.popleft())
         while self._running:
-            self._running[0].finish(0.0, self._device.lost)
-            self._release_if_unused(self._running.popleft())
+            transfer = next(iter(self._running.values()))
+            if self._device.lost is None:
+                try:
+                    if not transfer.end.query():
+                        return
+                    transfer.finish(transfer.start.elapsed_time(transfer.end) / 1e3, None)
+                except Exception as error:
+                    if not self._device.is_lost_by(error):
+                        raise
+                    self._device.lost = error
+            if transfer.result is None:
+                transfer.finish(0.0, self._device.lost)
+            del self._running[transfer.id]
+            self._release_if_unused(transfer)
 
     def _release_if_unused(self, transfer: Transfer) -> None:
         """The last thread that waits gives the events back."""

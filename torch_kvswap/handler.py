@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
 import weakref
@@ -11,11 +12,11 @@ from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
-import numpy as np
 import torch
 
 from torch_kvswap.channel import Channel
 from torch_kvswap.device import open_device
+from torch_kvswap.hazards import Hazards
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.job import Job
 from torch_kvswap.layout import PagedLayout
@@ -33,8 +34,8 @@ class OffloadHandler:
     """Stores blocks of a paged cache into host pages and loads them back, without blocking.
 
     gpu: the cache. host: pages for the same planes. The handler holds both while it lives. Stores
-    run in the order of submission, loads too; a store and a load are not ordered with each other:
-    wait for the one, or chain it by `wait_on`, before the other may touch its blocks or pages.
+    run in the order of submission, loads too, and a store and a load that share a block or a page
+    run in the order of submission as well; others overlap.
 
     Any thread may call any method, but no __del__ and no signal handler: they can run inside of
     another call, whose lock they would wait for. A context manager, which closes it. One that is
@@ -48,12 +49,14 @@ class OffloadHandler:
         _check_match(gpu, host)
         self.gpu = gpu
         self.host = host
+        self._hazards = Hazards(gpu.num_blocks, host.num_pages)
+        self._lock = threading.RLock()
         device = open_device(gpu.device)
         ids = itertools.count()
         with ExitStack() as undo:
-            self._stores = Channel("store", device, ids)
+            self._stores = Channel("store", device, ids, self._lock)
             undo.callback(self._stores.close)
-            self._loads = Channel("load", device, ids)
+            self._loads = Channel("load", device, ids, self._lock)
             undo.callback(self._loads.close)
             self._channels = (self._stores, self._loads)
             host.attach(self)
@@ -149,7 +152,14 @@ class OffloadHandler:
     def _submit(self, channel: Channel, plan: CopyPlan, after: After, began: float) -> Job:
         self.gpu.check_unmoved()
         copy = partial(swap_blocks_batch, plan.src_ptrs, plan.dst_ptrs, plan.sizes)
-        return Job(self, channel, channel.submit(copy, plan.nbytes, after, began))
+        direction, touched = channel.direction, (plan.blocks, plan.pages)
+        other = self._loads if channel is self._stores else self._stores
+        with self._lock:  # nothing comes between the look and the submission
+            behind = other.running(self._hazards.latest_before(direction, *touched))
+            transfer = channel.submit(copy, plan.nbytes, after, behind, began)
+            if transfer.result is None:
+                self._hazards.note(direction, transfer.id, *touched)
+        return Job(self, channel, transfer)
 
     def _unreported(self) -> list[Job]:
         return [Job(self, channel, t) for channel in self._channels for t in channel.unreported()]
@@ -166,18 +176,7 @@ def _check_match(gpu: PagedLayout, host: HostPool) -> None:
             f"the cache is on {gpu.device}, the host pool was made for {host.device}; make the "
             "pool from this layout"
         )
-    if len(gpu.sizes) != len(host.layout.sizes):
-        raise ValueError(
-            f"the cache has {len(gpu.sizes)} planes, the host pool {len(host.layout.sizes)}; make "
-            "the pool from this layout"
-        )
-    different = np.flatnonzero(gpu.sizes != host.layout.sizes)
-    if different.size:
-        plane = int(different[0])
-        raise ValueError(
-            f"a block has {gpu.sizes[plane]} bytes in plane {plane} of the cache and "
-            f"{host.layout.sizes[plane]} in the host pool; make the pool from this layout"
-        )
+    gpu.check_same_blocks(host.layout)
 
 
 _kept: list[object] = []  # memory that a copy may still use

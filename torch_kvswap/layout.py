@@ -29,6 +29,21 @@ class Planes:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
+    def check_same_blocks(self, host: Planes) -> None:
+        """Raises ValueError unless a block here has the planes of a block of a host pool."""
+        if len(self.sizes) != len(host.sizes):
+            raise ValueError(
+                f"the cache has {len(self.sizes)} planes, the host pool {len(host.sizes)}; make "
+                "the pool from this layout"
+            )
+        different = np.flatnonzero(self.sizes != host.sizes)
+        if different.size:
+            plane = int(different[0])
+            raise ValueError(
+                f"a block has {self.sizes[plane]} bytes in plane {plane} of the cache and "
+                f"{host.sizes[plane]} in the host pool; make the pool from this layout"
+            )
+
 
 class PagedLayout(Planes):
     """The planes of a paged cache that lives in tensors.

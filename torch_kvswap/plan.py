@@ -24,12 +24,15 @@ Ids = Sequence[int] | npt.NDArray[Any] | Tensor
 @dataclass(frozen=True)
 class CopyPlan:
     """Fragments to copy: int64 CPU tensors [fragments] of addresses and byte counts, block after
-    block. nbytes: their sum. Holds addresses only; the memory must outlive the copy."""
+    block. nbytes: their sum. blocks, pages: int64 arrays of the GPU blocks and host pages that it
+    touches. Holds addresses only; the memory must outlive the copy."""
 
     src_ptrs: Tensor
     dst_ptrs: Tensor
     sizes: Tensor
     nbytes: int
+    blocks: Int64Array
+    pages: Int64Array
 
 
 def plan_store(
@@ -44,7 +47,8 @@ def plan_store(
     """
     blocks, pages = _checked_ids(gpu, host, gpu_block_ids, page_ids, first_block)
     _refuse_duplicates("page_ids", pages)
-    return _plan(gpu, blocks, host.layout, _host_blocks(host, pages, first_block, len(blocks)))
+    slots = _host_blocks(host, pages, first_block, len(blocks))
+    return CopyPlan(*_fragments(gpu, blocks, host.layout, slots), blocks, pages)
 
 
 def plan_load(
@@ -53,16 +57,16 @@ def plan_load(
     """plan_store the other way round; here no GPU block may occur twice, while a page may."""
     blocks, pages = _checked_ids(gpu, host, gpu_block_ids, page_ids, first_block)
     _refuse_duplicates("gpu_block_ids", blocks)
-    return _plan(host.layout, _host_blocks(host, pages, first_block, len(blocks)), gpu, blocks)
+    slots = _host_blocks(host, pages, first_block, len(blocks))
+    return CopyPlan(*_fragments(host.layout, slots, gpu, blocks), blocks, pages)
 
 
-def _plan(src: Planes, src_blocks: Int64Array, dst: Planes, dst_blocks: Int64Array) -> CopyPlan:
-    return CopyPlan(
-        src_ptrs=_addresses(src, src_blocks),
-        dst_ptrs=_addresses(dst, dst_blocks),
-        sizes=torch.from_numpy(np.tile(src.sizes, len(src_blocks))),
-        nbytes=src.block_bytes * len(src_blocks),
-    )
+def _fragments(
+    src: Planes, src_blocks: Int64Array, dst: Planes, dst_blocks: Int64Array
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    sizes = torch.from_numpy(np.tile(src.sizes, len(src_blocks)))
+    nbytes = src.block_bytes * len(src_blocks)
+    return _addresses(src, src_blocks), _addresses(dst, dst_blocks), sizes, nbytes
 
 
 def _addresses(layout: Planes, blocks: Int64Array) -> Tensor:

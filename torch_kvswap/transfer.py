@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_kvswap.device import Event
+from torch_kvswap.device import Device, Event, Stream
 from torch_kvswap.pool import Pool
 
 Direction = Literal["store", "load"]
@@ -62,6 +62,25 @@ class Transfer:
     end: Any = None  # the event behind the copy
     waiters: int = 0  # threads that block on `end`
     result: Result | None = None  # None while it runs
+
+    def take(self, stream: Stream, events: Pool[Event]) -> None:
+        """What it needs to run."""
+        self.stream = stream
+        self.start = events.take()
+        self.end = events.take()
+        self.ready = events.take()
+
+    def enqueue(self, device: Device, copy: Copy, after: Stream | None, waits: list[Event]) -> None:
+        """Copies behind all that `after` was given so far and behind the events."""
+        if after is not None:
+            self.ready.record(after)
+            self.ready.wait(self.stream)
+        for event in waits:
+            event.wait(self.stream)
+        self.start.record(self.stream)
+        with device.current(self.stream):
+            copy()
+        self.end.record(self.stream)
 
     def finish(self, seconds: float, error: BaseException | None) -> None:
         self.result = Result(
