@@ -360,25 +360,26 @@ def test_an_environment_variable_that_says_nothing_known_is_refused(variable):
     assert output.startswith(f"torch_kvswap::swap_blocks_batch: {variable} is 'off'; expected ")
 
 
+def fail_the_second_copy(driver, host):
+    gpu = driver.memory(256, DEVICE)
+    driver.fail_copy(1)
+    src, dst = (tensor.data_ptr() + torch.tensor([0, 128]) for tensor in (gpu, host))
+    error = error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([32, 48])))
+    print(error[: error.index(" at index")])
+    print(driver.log(), end="")
+
+
 def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
     def body(driver):
-        gpu, host = driver.memory(256, DEVICE), driver.memory(256, HOST)
+        from test_batch import fail_the_second_copy
+
         driver.set_stream(0, 0)
-        driver.fail_copy(1)
-        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
-        print(
-            error_of(
-                lambda: ops.swap_blocks_batch(
-                    gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes
-                )
-            )[:70]
-        )
-        print(driver.log(), end="")
+        fail_the_second_copy(driver, driver.memory(256, HOST))
 
     assert_expected_inline(
         stub.run(body),
         """\
-torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed at index 1,
+torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed
 push context of device 0
 create stream 101
 record on stream 0
@@ -393,23 +394,15 @@ pop context
 
 def test_after_an_error_pageable_memory_is_waited_for():
     def body(driver):
-        gpu, host = driver.memory(256, DEVICE), torch.zeros(256, dtype=torch.uint8)
+        from test_batch import fail_the_second_copy
+
         driver.set_stream(0, 70)
-        driver.fail_copy(1)
-        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
-        print(
-            error_of(
-                lambda: ops.swap_blocks_batch(
-                    gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes
-                )
-            )[:70]
-        )
-        print(driver.log(), end="")
+        fail_the_second_copy(driver, torch.zeros(256, dtype=torch.uint8))
 
     assert_expected_inline(
         stub.run(body),
         """\
-torch_kvswap::swap_blocks_batch: cuMemcpyAsync failed at index 1, from
+torch_kvswap::swap_blocks_batch: cuMemcpyAsync failed
 push context of device 0
 copy 32 bytes on stream 70
 synchronize stream 70

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from refusal import message_of
 
 from torch_kvswap import ops
 
@@ -10,12 +11,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def reference(ids, factor, skip=0, count=None):
     expanded = [i * factor + j for i in ids for j in range(factor)][skip:]
     return expanded if count is None else expanded[:count]
-
-
-def message_of(call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value).split("\n")[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,26 +3,14 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from places import PAIRS, place
+from refusal import message_of
 
 from torch_kvswap import ops
 
 GPU = pytest.mark.gpu
-PAIRS = [
-    ("cpu", "cpu"),
-    pytest.param(("cpu", "cuda"), marks=GPU),
-    pytest.param(("pinned", "cuda"), marks=GPU),
-    pytest.param(("cuda", "cpu"), marks=GPU),
-    pytest.param(("cuda", "pinned"), marks=GPU),
-    pytest.param(("cuda", "cuda"), marks=GPU),
-]
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float64]
 SENTINEL = 0xA5
-
-
-def place(tensor, where):
-    if where == "pinned":
-        return tensor.pin_memory()
-    return tensor.to(where)
 
 
 def block_cache(num_blocks, block_bytes, padding, where, fill):
@@ -33,12 +21,6 @@ def block_cache(num_blocks, block_bytes, padding, where, fill):
     backing = place(backing, where)
     stride = (block_bytes + padding, 1)
     return backing.as_strided((num_blocks, block_bytes), stride, 32), backing
-
-
-def message_of(call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value).split("\n")[0]
 
 
 @pytest.mark.parametrize("pair", PAIRS)

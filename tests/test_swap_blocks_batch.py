@@ -7,18 +7,12 @@ import numpy as np
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from places import PAIRS, place
+from refusal import message_of
 
 from torch_kvswap import ops
 
 GPU = pytest.mark.gpu
-PAIRS = [
-    ("cpu", "cpu"),
-    pytest.param(("cpu", "cuda"), marks=GPU),
-    pytest.param(("pinned", "cuda"), marks=GPU),
-    pytest.param(("cuda", "cpu"), marks=GPU),
-    pytest.param(("cuda", "pinned"), marks=GPU),
-    pytest.param(("cuda", "cuda"), marks=GPU),
-]
 SENTINEL = 0xA5
 
 
@@ -26,7 +20,7 @@ def buffer(num_bytes, where, fill):
     tensor = torch.full((num_bytes,), SENTINEL, dtype=torch.uint8)
     if fill:
         tensor.random_(0, 256)
-    return tensor.pin_memory() if where == "pinned" else tensor.to(where)
+    return place(tensor, where)
 
 
 def cut(total, n, generator):
@@ -40,12 +34,6 @@ def swap(src, src_offsets, dst, dst_offsets, sizes, any_order=False):
     ops.swap_blocks_batch(
         src.data_ptr() + src_offsets, dst.data_ptr() + dst_offsets, sizes, any_order
     )
-
-
-def message_of(call):
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value).split("\n")[0]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
