@@ -25,7 +25,7 @@ LIBRARIES = re.compile(
 # and of transactional memory.
 SYMBOLS = re.compile(
     r"(aoti_torch|torch)_\w+|[^@]+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+( \(\d+\))?|"
-    r"_ITM_\w+|_ZGTt\w+|__gmon_start__"
+    r"_ITM_\w+|_ZGTt\w+|__cxa_pure_virtual|__gmon_start__"
 )
 CUDA_HEADERS = {
     "12.4": "nvidia-cuda-runtime-cu12==12.4.*",
