@@ -43,7 +43,7 @@ bool is_row_major(const Order& order) {
 BlockTensor::BlockTensor(std::string tensor_name, const Tensor& tensor)
     : name(std::move(tensor_name)),
       base(reinterpret_cast<uint64_t>(tensor.data_ptr())),
-      device(tensor.is_cpu() ? -1 : tensor.get_device_index()),
+      device(device_of(tensor)),
       element_bytes(tensor.element_size()),
       order(order_within_block(tensor)) {
   check_storage(name, tensor);

@@ -10,13 +10,10 @@
 #include "copy/overlap.h"
 #include "cuda_context.h"
 #include "cuda_stream.h"
+#include "tensor_check.h"
 
 namespace kvswap {
 namespace {
-
-std::string device_text(int device) {
-  return device < 0 ? "cpu" : "cuda:" + std::to_string(device);
-}
 
 void check_same_device(const BlockTensor& tensor, const BlockTensor& first) {
   KVSWAP_CHECK(tensor.device == first.device, tensor.name, " is on ", device_text(tensor.device),
@@ -135,14 +132,8 @@ void copy_ordered_after(int src_device, cuda::Stream stream, const Copy& copy) {
     const cuda::ContextGuard context(src_device);
     cuda::order_after(src_stream, stream);
   }
-  try {
-    copy();
-  } catch (...) {
-    // What was submitted before the error still reads the source.
-    cuda::order_after(stream, src_stream);
-    throw;
-  }
-  cuda::order_after(stream, src_stream);
+  // Also by an error: what was submitted before it still reads the source.
+  cuda::run_before(stream, src_stream, copy);
 }
 
 void copy_on_device(const FragmentList& fragments, int src_device, int dst_device,

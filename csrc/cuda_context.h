@@ -23,6 +23,19 @@ class ContextGuard {
 // The current context must be that of the device of `earlier`.
 void order_after(Stream earlier, Stream later);
 
+// Runs `body`, which submits to `stream`, and lets `waiting` wait for what it submitted, also when
+// it throws. The current context must be that of the device of `stream`.
+template <typename Body>
+void run_before(Stream stream, Stream waiting, const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    order_after(stream, waiting);
+    throw;
+  }
+  order_after(stream, waiting);
+}
+
 // A stream of the current context that does not synchronise with the legacy default stream.
 Stream create_stream();
 

@@ -19,9 +19,7 @@ constexpr const char* kOp = "expand_block_ids";
 
 int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count,
                      std::optional<int64_t> count) {
-  KVSWAP_CHECK(block_ids.scalar_type() == torch::headeronly::ScalarType::Long,
-               "block_ids has dtype ", torch::headeronly::toString(block_ids.scalar_type()),
-               "; expected Long (torch.int64)");
+  check_int64("block_ids", block_ids);
   KVSWAP_CHECK(block_ids.dim() == 1, "block_ids has shape ", shape_text(block_ids),
                "; expected one dimension");
   check_storage("block_ids", block_ids);
@@ -75,10 +73,10 @@ std::pair<uint64_t, uint64_t> extent(const Tensor& ids) {
 }
 
 void check_out(const Tensor& out, const Tensor& block_ids, int64_t outputs) {
-  KVSWAP_CHECK(out.scalar_type() == torch::headeronly::ScalarType::Long, "out has dtype ",
-               torch::headeronly::toString(out.scalar_type()), "; expected Long (torch.int64)");
-  KVSWAP_CHECK(device_text(out) == device_text(block_ids), "out is on ", device_text(out),
-               ", but block_ids is on ", device_text(block_ids), "; expected the same device");
+  check_int64("out", out);
+  const int device = device_of(block_ids);
+  KVSWAP_CHECK(device_of(out) == device, "out is on ", device_text(device_of(out)),
+               ", but block_ids is on ", device_text(device), "; expected the same device");
   KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
                "; expected [", outputs, "]");
   check_storage("out", out);

@@ -6,23 +6,23 @@
 namespace kvswap {
 namespace {
 
+std::vector<int64_t> read_strided(const int64_t* data, int64_t count, int64_t stride) {
+  std::vector<int64_t> ids(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) ids[static_cast<size_t>(i)] = data[i * stride];
+  return ids;
+}
+
 std::vector<int64_t> read_column(const Tensor& block_mapping, int64_t column) {
   const auto* data = static_cast<const int64_t*>(block_mapping.const_data_ptr());
-  std::vector<int64_t> ids(static_cast<size_t>(block_mapping.size(0)));
-  for (size_t i = 0; i < ids.size(); ++i) {
-    ids[i] =
-        data[static_cast<int64_t>(i) * block_mapping.stride(0) + column * block_mapping.stride(1)];
-  }
-  return ids;
+  return read_strided(data + column * block_mapping.stride(1), block_mapping.size(0),
+                      block_mapping.stride(0));
 }
 
 std::vector<int64_t> read_ids(const char* name, const Tensor& ids) {
   check_int64_on_cpu(name, ids);
   KVSWAP_CHECK(ids.dim() == 1, name, " has shape ", shape_text(ids), "; expected one dimension");
-  const auto* data = static_cast<const int64_t*>(ids.const_data_ptr());
-  std::vector<int64_t> out(static_cast<size_t>(ids.size(0)));
-  for (size_t i = 0; i < out.size(); ++i) out[i] = data[static_cast<int64_t>(i) * ids.stride(0)];
-  return out;
+  return read_strided(static_cast<const int64_t*>(ids.const_data_ptr()), ids.size(0),
+                      ids.stride(0));
 }
 
 std::vector<BlockTensor> block_tensors(const char* list, const std::vector<Tensor>& tensors) {

@@ -19,17 +19,22 @@ std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes());
 
 std::string stride_text(const Tensor& tensor) { return list_text(tensor.strides()); }
 
-std::string device_text(const Tensor& tensor) {
-  if (tensor.is_cpu()) return "cpu";
-  return "cuda:" + std::to_string(tensor.get_device_index());
+int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
+
+std::string device_text(int device) {
+  return device < 0 ? "cpu" : "cuda:" + std::to_string(device);
 }
 
-void check_int64_on_cpu(const char* name, const Tensor& tensor) {
-  KVSWAP_CHECK(tensor.is_cpu(), name, " is on ", device_text(tensor),
-               "; expected a CPU tensor, call .cpu()");
+void check_int64(const char* name, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   KVSWAP_CHECK(dtype == torch::headeronly::ScalarType::Long, name, " has dtype ",
                torch::headeronly::toString(dtype), "; expected Long (torch.int64)");
+}
+
+void check_int64_on_cpu(const char* name, const Tensor& tensor) {
+  KVSWAP_CHECK(tensor.is_cpu(), name, " is on ", device_text(device_of(tensor)),
+               "; expected a CPU tensor, call .cpu()");
+  check_int64(name, tensor);
   check_storage(name, tensor);
 }
 

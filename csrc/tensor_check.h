@@ -16,8 +16,13 @@ using torch::stable::Tensor;
 std::string shape_text(const Tensor& tensor);
 std::string stride_text(const Tensor& tensor);
 
+// The CUDA device of a tensor; -1 on the CPU.
+int device_of(const Tensor& tensor);
+
 // "cpu" or "cuda:0".
-std::string device_text(const Tensor& tensor);
+std::string device_text(int device);
+
+void check_int64(const char* name, const Tensor& tensor);
 
 void check_int64_on_cpu(const char* name, const Tensor& tensor);
 

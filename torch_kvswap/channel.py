@@ -21,8 +21,8 @@ class Channel:
     """Runs copies one after another in the order of submission, on streams of its own.
 
     Transfers get their numbers from `ids`. Channels that order their transfers against each other
-    share a `lock`. Any thread may call any method; each raises RuntimeError
-    in a forked child and while the caller's current stream is being captured.
+    share a `lock`. Any thread may call any method; each raises RuntimeError in a forked child and
+    while the caller's current stream is being captured.
     """
 
     def __init__(

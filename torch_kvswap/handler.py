@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 
 import torch
 
@@ -141,12 +140,7 @@ class OffloadHandler:
     def __enter__(self) -> OffloadHandler:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, channel: Channel, plan: CopyPlan, after: After, began: float) -> Job:

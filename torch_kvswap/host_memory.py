@@ -8,8 +8,6 @@ import operator
 import os
 import warnings
 import weakref
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -100,7 +98,7 @@ class HostPool:
         """Closes the handlers that use the pool, which waits for their jobs, then unpins and lets
         the memory go: it is freed when the last view of it is. Idempotent."""
         self._process.check("host pool")
-        with ExitStack() as handlers:
+        with contextlib.ExitStack() as handlers:
             for handler in list(self._handlers):
                 handlers.callback(handler.close)
         if self._unpin is not None:
@@ -110,12 +108,7 @@ class HostPool:
     def __enter__(self) -> HostPool:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

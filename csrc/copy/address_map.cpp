@@ -7,38 +7,23 @@
 #include "../cuda_driver.h"
 
 namespace kvswap {
-namespace {
+AddressMap::AddressMap() : cuda_in_use_(cuda::is_initialised()) {}
 
-constexpr int kAttributeCount = 4;
-
-struct Attributes {
+Memory AddressMap::query(uint64_t address) const {
   unsigned type = 0;
   int device = -1;
   unsigned long long begin = 0;
   size_t bytes = 0;
-};
-
-cuda::Result get_attributes(uint64_t address, Attributes* out) {
-  int names[kAttributeCount] = {cuda::kMemoryType, cuda::kDeviceOrdinal, cuda::kRangeStart,
-                                cuda::kRangeSize};
-  void* values[kAttributeCount] = {&out->type, &out->device, &out->begin, &out->bytes};
-  return cuda::driver().get_pointer_attributes(kAttributeCount, names, values, address);
-}
-
-}  // namespace
-
-AddressMap::AddressMap() : cuda_in_use_(cuda::is_initialised()) {}
-
-Memory AddressMap::query(uint64_t address) const {
-  Attributes found;
-  KVSWAP_DRIVER_CHECK(get_attributes(address, &found), "cuPointerGetAttributes of address ",
-                      hex(address));
+  int names[] = {cuda::kMemoryType, cuda::kDeviceOrdinal, cuda::kRangeStart, cuda::kRangeSize};
+  void* values[] = {&type, &device, &begin, &bytes};
+  KVSWAP_DRIVER_CHECK(cuda::driver().get_pointer_attributes(4, names, values, address),
+                      "cuPointerGetAttributes of address ", hex(address));
   Memory memory;
-  if (found.type != cuda::kHostMemory && found.type != cuda::kDeviceMemory) return memory;
-  memory.kind = found.type == cuda::kDeviceMemory ? MemoryKind::kDevice : MemoryKind::kPinned;
-  memory.device = memory.on_device() ? found.device : -1;
-  memory.begin = found.bytes != 0 ? found.begin : address;
-  memory.end = found.bytes != 0 ? found.begin + found.bytes : address + 1;
+  if (type != cuda::kHostMemory && type != cuda::kDeviceMemory) return memory;
+  memory.kind = type == cuda::kDeviceMemory ? MemoryKind::kDevice : MemoryKind::kPinned;
+  memory.device = memory.on_device() ? device : -1;
+  memory.begin = bytes != 0 ? begin : address;
+  memory.end = bytes != 0 ? begin + bytes : address + 1;
   return memory;
 }
 

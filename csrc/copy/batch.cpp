@@ -94,13 +94,8 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Str
                                size_t limit, const BatchOptions& options) {
   const cuda::Stream side = cuda::side_stream(options.device);
   cuda::order_after(legacy, side);
-  try {
-    copy_in_batches(fragments, side, limit, options.host_source_any_order);
-  } catch (...) {
-    cuda::order_after(side, legacy);
-    throw;
-  }
-  cuda::order_after(side, legacy);
+  cuda::run_before(side, legacy,
+                   [&] { copy_in_batches(fragments, side, limit, options.host_source_any_order); });
 }
 
 void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
