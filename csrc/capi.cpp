@@ -1,28 +1,11 @@
 #include "capi.h"
 
-#include <string>
-
+#include "c_error.h"
 #include "cuda_context.h"
 #include "cuda_driver.h"
 #include "environment.h"
 
-namespace {
-
-thread_local std::string last_error;
-
-// No exception may leave a C function.
-template <typename Body>
-bool succeeds(const Body& body) {
-  try {
-    body();
-    return true;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return false;
-  }
-}
-
-}  // namespace
+using kvswap::succeeds;
 
 int kvswap_driver_version() {
   int version = 0;
@@ -52,20 +35,21 @@ int kvswap_kernel_version() {
 #endif
 }
 
-void* kvswap_stream_create(int device) {
-  void* stream = nullptr;
-  const bool created = succeeds([&] {
-    const kvswap::cuda::ContextGuard context(device);
-    stream = kvswap::cuda::create_stream();
-  });
-  return created ? stream : nullptr;
-}
-
-bool kvswap_stream_destroy(int device, void* stream) {
+bool kvswap_host_register(int device, void* address, uint64_t bytes) {
   return succeeds([&] {
     const kvswap::cuda::ContextGuard context(device);
-    KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().destroy_stream(stream), "cuStreamDestroy");
+    KVSWAP_DRIVER_CHECK(
+        kvswap::cuda::driver().register_host(address, bytes, kvswap::cuda::kRegisterPortable),
+        "cuMemHostRegister");
   });
 }
 
-const char* kvswap_last_error() { return last_error.c_str(); }
+bool kvswap_host_unregister(int device, void* address) {
+  return succeeds([&] {
+    const kvswap::cuda::ContextGuard context(device);
+    KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().unregister_host(address), "cuMemHostUnregister");
+  });
+}
+
+const char* kvswap_last_error() { return kvswap::last_error().c_str(); }
+const char* kvswap_last_error_type() { return kvswap::last_error_type(); }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <stdint.h>
+
 // The C interface to what is no op, called through ctypes with the GIL released.
 
 #define KVSWAP_API extern "C" __attribute__((visibility("default")))
@@ -21,13 +23,116 @@ KVSWAP_API int kvswap_batch_limit();
 // a driver of the same major version or newer.
 KVSWAP_API int kvswap_kernel_version();
 
-// A stream on `device` that belongs to the caller alone: PyTorch's own come from a small pool, in
-// which transfers would meet other people's work. Does not synchronise with the legacy default
-// stream. Null on failure: kvswap_last_error says why.
-KVSWAP_API void* kvswap_stream_create(int device);
+// Pins memory for every device of the process, while any thread may capture a CUDA graph. False on
+// failure.
+KVSWAP_API bool kvswap_host_register(int device, void* address, uint64_t bytes);
+KVSWAP_API bool kvswap_host_unregister(int device, void* address);
 
-// Work in the stream still runs to its end. False on failure.
-KVSWAP_API bool kvswap_stream_destroy(int device, void* stream);
-
-// The error of the calling thread's last call that failed. Valid until its next one.
+// The error of the calling thread's last call that failed, valid until its next one, and the Python
+// exception that stands for it.
 KVSWAP_API const char* kvswap_last_error();
+KVSWAP_API const char* kvswap_last_error_type();
+
+// A handler: the native part of torch_kvswap.OffloadHandler, which says what the calls mean. Any
+// thread may call, and no call holds up another one for longer than a few driver calls. Functions
+// that return a pointer return null on failure, and those that return a truth false.
+
+// A layout and its host pool; lists have `planes` entries.
+struct kvswap_group {
+  const int64_t *gpu_bases, *gpu_strides, *sizes, *host_bases, *host_strides, *layers;
+  int64_t planes, num_blocks, num_pages, blocks_per_page;
+  int32_t block_space, slot_space;  // equal numbers share their blocks, or their pages
+};
+
+// device: -1 for host memory on both sides. layers: in all groups together.
+KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
+                                       int device);
+// After kvswap_handler_close.
+KVSWAP_API void kvswap_handler_destroy(void* handler);
+// Takes new groups, with the same block sizes and pools, while no job is outstanding.
+KVSWAP_API bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count);
+
+// What a job starts behind.
+enum {
+  KVSWAP_AFTER_CURRENT = 0,
+  KVSWAP_AFTER_STREAM = 1,
+  KVSWAP_AFTER_EVENT = 2,
+  KVSWAP_AFTER_NOTHING = 3
+};
+
+struct kvswap_request {
+  double began;     // CLOCK_MONOTONIC at the caller's call, in seconds
+  int32_t channel;  // 0 store, 1 load, 2 expedited load
+  int32_t layer_groups;
+  int32_t after_kind;
+  int32_t grouped;        // whether errors name the group of an id
+  void* after;            // a stream or an event
+  void* gate;             // null for none
+  const int64_t* blocks;  // of all groups, one group after the other
+  const int64_t* pages;
+  const int64_t* counts;  // for each group: blocks, pages, first_block
+};
+
+// A job with one reference, which kvswap_job_release drops.
+KVSWAP_API void* kvswap_handler_submit(void* handler, const kvswap_request* request);
+
+// How a job has ended, or that it has not; times in seconds.
+struct kvswap_result {
+  int64_t id;
+  uint64_t nbytes;
+  double submit_seconds, queue_seconds, copy_seconds;
+  int32_t channel;
+  int32_t layer_groups;
+  int32_t state;      // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
+  const char* error;  // of a failed job, valid as long as the job
+  void* job;
+};
+
+// Up to `capacity` results of jobs that have ended since the last call; each holds a reference to
+// its job. -1 on failure.
+KVSWAP_API int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity);
+
+// Waits until the jobs have ended: 1, or 0 after `seconds`; -1 on failure. jobs: null for all.
+KVSWAP_API int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds);
+
+// Up to `capacity` results of jobs that have failed or were cancelled and were not reported yet,
+// each with a reference to its job.
+KVSWAP_API int kvswap_handler_unreported_failures(void* handler, kvswap_result* results,
+                                                  int capacity);
+
+// Refuses further jobs, and waits until all have ended and the threads are gone.
+KVSWAP_API bool kvswap_handler_close(void* handler);
+
+KVSWAP_API void kvswap_job_release(void* job);
+// poll: whether to ask the device.
+KVSWAP_API bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result);
+// Makes the stream wait for the end of a group of layers of the job; -1: all. null: the stream that
+// is current on the device.
+KVSWAP_API bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
+                                   bool is_current);
+// 1: it is or will be reported as cancelled, 0: it has ended; -1 on failure.
+KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
+
+// A gate with this many parts, and a wait for one of them. Valid until the process ends.
+KVSWAP_API void* kvswap_gate_create(void* handler, int parts);
+KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current);
+
+// Seconds: counts[0] has those up to 1 us, counts[i] those up to 2^i us, the last all above.
+#define KVSWAP_BUCKETS 26
+struct kvswap_histogram {
+  uint64_t counts[KVSWAP_BUCKETS];
+  double sum;
+};
+
+// What a channel has done, and has to do.
+struct kvswap_metrics {
+  uint64_t submitted, done, failed, cancelled;  // jobs
+  uint64_t bytes;                               // of the jobs that are done
+  uint64_t queued, running;                     // jobs: in software, on the device
+  uint64_t transfers;                           // copies given to the device
+  uint64_t streams, events;                     // that exist
+  uint64_t jobs_by_path[4];                     // that are done: host, batch, and two to come
+  kvswap_histogram submit, queue, copy;         // seconds
+};
+
+KVSWAP_API bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics);

@@ -5,11 +5,20 @@
 
 namespace kvswap {
 
-template <typename... Args>
+// A wrong argument. The C interface says which it was, and Python raises its exception of that
+// name.
+struct ValueError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct IndexError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <typename Error = std::runtime_error, typename... Args>
 [[noreturn]] void fail(const Args&... args) {
   std::ostringstream message;
   ((message << args), ...);
-  throw std::runtime_error(message.str());
+  throw Error(message.str());
 }
 
 }  // namespace kvswap

@@ -24,12 +24,14 @@ Context primary_context(int device) {
 ContextGuard::ContextGuard(int device) {
   KVSWAP_DRIVER_CHECK(driver().push_context(primary_context(device)),
                       "cuCtxPushCurrent for CUDA device ", device);
+  driver().exchange_capture_mode(&capture_mode_);  // fails for no value of ours
 }
 
 ContextGuard::~ContextGuard() {
   // A destructor must not throw; the pop fails only when the driver is gone, and with it the
   // context that it would restore.
   Context context;
+  driver().exchange_capture_mode(&capture_mode_);
   driver().pop_context(&context);
 }
 

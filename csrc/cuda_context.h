@@ -11,12 +11,18 @@ Context primary_context(int device);
 // Makes the primary context of `device` current and restores the caller's at the end. Neither
 // PyTorch's current device nor that of the CUDA runtime is changed for the caller, and a thread
 // that never used CUDA gets a context.
+//
+// Meanwhile the thread may make the calls that are forbidden while another thread captures a CUDA
+// graph in global mode: ours concern streams of ours, and would otherwise spoil that graph.
 class ContextGuard {
  public:
   explicit ContextGuard(int device);
   ~ContextGuard();
   ContextGuard(const ContextGuard&) = delete;
   ContextGuard& operator=(const ContextGuard&) = delete;
+
+ private:
+  int capture_mode_ = kCaptureRelaxed;
 };
 
 // Work submitted to `later` after this call starts when the work in `earlier` so far has ended.

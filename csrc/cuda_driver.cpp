@@ -55,11 +55,21 @@ struct Lookup {
     require(table.create_stream, "cuStreamCreate", 2000);
     require(table.destroy_stream, "cuStreamDestroy", 4000);
     require(table.synchronize_stream, "cuStreamSynchronize", 2000);
+    require(table.query_stream, "cuStreamQuery", 2000);
+    require(table.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010);
     require(table.is_capturing, "cuStreamIsCapturing", 10000);
     require(table.create_event, "cuEventCreate", 2000);
     require(table.destroy_event, "cuEventDestroy", 4000);
     require(table.record_event, "cuEventRecord", 2000);
     require(table.wait_event, "cuStreamWaitEvent", 3020);
+    require(table.query_event, "cuEventQuery", 2000);
+    require(table.elapsed_time, "cuEventElapsedTime", 2000);
+    require(table.allocate_host, "cuMemHostAlloc", 2020);
+    require(table.register_host, "cuMemHostRegister", 6050);
+    require(table.unregister_host, "cuMemHostUnregister", 4000);
+    require(table.get_device_attribute, "cuDeviceGetAttribute", 2000);
+    find(table.wait_value, "cuStreamWaitValue64", 11070);
+    find(table.write_value, "cuStreamWriteValue64", 11070);
     find(table.copy_batch_async, "cuMemcpyBatchAsync", 12080);
   }
 };

@@ -20,12 +20,17 @@ using Address = unsigned long long;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotInitialized = 3;
+constexpr Result kNotReady = 600;
 
 // The other handle of the legacy default stream; the first is null.
 inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);
 
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kRegisterPortable = 1;  // pinned for every device of the process
+constexpr int kCaptureRelaxed = 2;
+constexpr int kHas64BitMemoryOperations = 122;
+constexpr unsigned kWaitUntilAtLeast = 0;
 
 // cuGetProcAddress_v2. With the flag, stream 0 means the legacy default stream in what it finds.
 using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags,
@@ -71,11 +76,22 @@ struct Driver {
   Result (*create_stream)(Stream*, unsigned flags);
   Result (*destroy_stream)(Stream);
   Result (*synchronize_stream)(Stream);
+  Result (*query_stream)(Stream);
   Result (*is_capturing)(Stream, int* status);
+  Result (*exchange_capture_mode)(int* mode);
   Result (*create_event)(Event*, unsigned flags);
   Result (*destroy_event)(Event);
   Result (*record_event)(Event, Stream);
+  Result (*query_event)(Event);
+  Result (*elapsed_time)(float* milliseconds, Event start, Event end);
   Result (*wait_event)(Stream, Event, unsigned flags);
+  Result (*allocate_host)(void**, size_t bytes, unsigned flags);
+  Result (*register_host)(void*, size_t bytes, unsigned flags);
+  Result (*unregister_host)(void*);
+  Result (*get_device_attribute)(int*, int attribute, int device);
+  // Null where the driver is older than CUDA 11.7.
+  Result (*wait_value)(Stream, Address, uint64_t value, unsigned flags);
+  Result (*write_value)(Stream, Address, uint64_t value, unsigned flags);
   // Null where the driver is older than CUDA 12.8. Its first signature, with the index of the
   // failed copy, is asked for by version: CUDA 13 dropped that argument under the same name.
   Result (*copy_batch_async)(Address* dsts, Address* srcs, size_t* sizes, size_t count,

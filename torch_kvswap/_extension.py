@@ -7,16 +7,34 @@ from typing import Any
 
 import torch
 
+_Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
+
 # The functions of csrc/capi.h: what they return, then what they take.
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "kvswap_driver_version": (ctypes.c_int,),
-    "kvswap_driver_error": (ctypes.c_char_p,),
-    "kvswap_driver_has_batch": (ctypes.c_bool,),
-    "kvswap_batch_limit": (ctypes.c_int,),
-    "kvswap_kernel_version": (ctypes.c_int,),
-    "kvswap_stream_create": (ctypes.c_void_p, ctypes.c_int),
-    "kvswap_stream_destroy": (ctypes.c_bool, ctypes.c_int, ctypes.c_void_p),
-    "kvswap_last_error": (ctypes.c_char_p,),
+    "kvswap_driver_version": (_Int,),
+    "kvswap_driver_error": (_Text,),
+    "kvswap_driver_has_batch": (_Bool,),
+    "kvswap_batch_limit": (_Int,),
+    "kvswap_kernel_version": (_Int,),
+    "kvswap_host_register": (_Bool, _Int, _Pointer, ctypes.c_uint64),
+    "kvswap_host_unregister": (_Bool, _Int, _Pointer),
+    "kvswap_last_error": (_Text,),
+    "kvswap_last_error_type": (_Text,),
+    "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int),
+    "kvswap_handler_destroy": (None, _Pointer),
+    "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
+    "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
+    "kvswap_handler_finished": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_wait": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
+    "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_close": (_Bool, _Pointer),
+    "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
+    "kvswap_job_release": (None, _Pointer),
+    "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Bool, _Pointer),
+    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Bool),
+    "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
+    "kvswap_gate_create": (_Pointer, _Pointer, _Int),
+    "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Bool),
 }
 PATH = Path(__file__).with_name("_C.abi3.so")
 ops: Any = torch.ops  # torch has no type for load_library

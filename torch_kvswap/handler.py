@@ -2,69 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from functools import partial
 
-import torch
-
-from torch_kvswap.channel import Channel
-from torch_kvswap.device import open_device
-from torch_kvswap.hazards import Hazards
+from torch_kvswap import capi
+from torch_kvswap.after import After
+from torch_kvswap.gate import Gate
+from torch_kvswap.groups import Groups
 from torch_kvswap.host_memory import HostPool
+from torch_kvswap.ids import Ids
 from torch_kvswap.job import Job
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.ops import swap_blocks_batch
-from torch_kvswap.plan import CopyPlan, Ids, plan_load, plan_store
-from torch_kvswap.process import Process
-from torch_kvswap.transfer import Result, TransferError
+from torch_kvswap.metrics import Metrics
+from torch_kvswap.native import NativeHandler
+from torch_kvswap.nvtx import Ranges
+from torch_kvswap.request import Request
+from torch_kvswap.result import Result, TransferError
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
-
-After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
 
 
 class OffloadHandler:
     """Stores blocks of a paged cache into host pages and loads them back, without blocking.
 
-    gpu: the cache. host: pages for the same planes. The handler holds both while it lives. Stores
-    run in the order of submission, loads too, and a store and a load that share a block or a page
-    run in the order of submission as well; others overlap.
+    gpu: the cache. host: pages for the same planes. A hybrid model has a list of layouts, one for
+    each group of layers, and a pool for each; then every argument with ids is a list too, with an
+    entry for each group, empty for those that have no blocks in the job. The handler holds all of
+    it while it lives. Stores run in the order of submission, loads too, expedited loads too, and
+    two jobs that share a block or a page, of which one writes it, run in the order of submission
+    whatever they are; others overlap.
 
-    Any thread may call any method, but no __del__ and no signal handler: they can run inside of
-    another call, whose lock they would wait for. A context manager, which closes it. One that is
-    dropped or left open at exit is closed. In a forked child, and while the caller's current stream
-    is captured in a CUDA graph, every call raises RuntimeError. With a cache on the CPU the same
-    calls copy before they return. docs/ordering.md has the rules. Raises ValueError when gpu and
-    host differ.
+    Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
+    another call, whose lock it would wait for. A context manager, which closes it. One that is
+    dropped or left open at exit is closed. In a forked child every call raises RuntimeError. With a
+    cache on the CPU the same calls copy before they return. docs/ordering.md has the rules. Raises
+    ValueError when gpu and host differ.
     """
 
-    def __init__(self, gpu: PagedLayout, host: HostPool) -> None:
-        _check_match(gpu, host)
-        self.gpu = gpu
-        self.host = host
-        self._hazards = Hazards(gpu.num_blocks, host.num_pages)
-        self._lock = threading.RLock()
-        device = open_device(gpu.device)
-        ids = itertools.count()
-        with ExitStack() as undo:
-            self._stores = Channel("store", device, ids, self._lock)
-            undo.callback(self._stores.close)
-            self._loads = Channel("load", device, ids, self._lock)
-            undo.callback(self._loads.close)
-            self._channels = (self._stores, self._loads)
-            host.attach(self)
-            undo.pop_all()
-        # Holds the cache and the pool too: neither may go before the channels have drained.
-        self._finalizer = weakref.finalize(self, _close, self._channels, (gpu, host), Process())
+    def __init__(
+        self,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        host: HostPool | Sequence[HostPool],
+    ) -> None:
+        groups = Groups(gpu, host)
+        self.gpu, self.host = gpu, host
+        self.device = groups.device
+        self._ranges = Ranges()
+        self.native = NativeHandler(groups)
+        # Holds the cache and the pools: neither may go before the jobs have ended.
+        self._finalizer = weakref.finalize(self, self.native.destroy)
+        for pool in groups.pools:
+            pool.attach(self)
 
     def store(
-        self, gpu_block_ids: Ids, page_ids: Ids, *, first_block: int = 0, after: After = None
+        self,
+        gpu_block_ids: Ids | Sequence[Ids],
+        page_ids: Ids | Sequence[Ids],
+        *,
+        first_block: int | Sequence[int] = 0,
+        after: After = None,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
         (first_block + j) % k, where k is host.blocks_per_page; the last page may be part used.
@@ -75,67 +72,107 @@ class OffloadHandler:
         wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
         touch the pages, but for work on a stream that waits for it (`Job.wait_on`).
 
-        Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler and a
-        lost device (RuntimeError): then there is no job. Any other failure ends the job that is
-        returned as failed.
+        Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler, a lost
+        device and a stream that is being captured into a CUDA graph (RuntimeError): then there is
+        no job. Any other failure ends the job that is returned as failed. A store fails when a load
+        was to fill one of its blocks and failed or was cancelled, unless finished() has said so.
         """
-        began = time.perf_counter()
-        plan = plan_store(self.gpu, self.host, gpu_block_ids, page_ids, first_block)
-        return self._submit(self._stores, plan, after, began)
+        request = Request(capi.STORES, first_block, after)
+        return self._submit(request, gpu_block_ids, page_ids)
 
     def load(
-        self, page_ids: Ids, gpu_block_ids: Ids, *, first_block: int = 0, after: After = None
+        self,
+        page_ids: Ids | Sequence[Ids],
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        first_block: int | Sequence[int] = 0,
+        after: After = None,
+        layer_groups: int | None = None,
+        expedited: bool = False,
+        gate: Gate | None = None,
     ) -> Job:
         """store() the other way round, from page_ids to gpu_block_ids. What `after` says is what
-        read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job."""
-        began = time.perf_counter()
-        plan = plan_load(self.gpu, self.host, gpu_block_ids, page_ids, first_block)
-        return self._submit(self._loads, plan, after, began)
+        read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job.
+
+        A load fails when a store was to fill one of its pages and failed or was cancelled: such a
+        page is invalid until it is stored again.
+
+        layer_groups: the layers are moved group after group, and `Job.wait_layer` waits for one of
+        them. expedited: goes ahead of the loads that are queued or running, in a channel of its
+        own. gate: is closed, in the order of the current stream, until the load has landed; it has
+        as many parts as there are layer groups. Returns when the load is on the device.
+        """
+        request = Request(
+            capi.EXPEDITED if expedited else capi.LOADS, first_block, after, layer_groups, gate
+        )
+        return self._submit(request, gpu_block_ids, page_ids)
 
     def finished(self) -> list[Result]:
-        """The jobs that have ended since the last call, each job in one call only, in the order of
-        submission within a direction. Waits for nothing. Call it now and then: until then the
-        handler remembers every job."""
-        for channel in self._channels:
-            channel.poll()
-        return [result for channel in self._channels for result in channel.take_results()]
+        """The jobs that have ended since the last call, each job in one call only, in the order in
+        which they ended. Waits for nothing. Call it now and then: until then the handler remembers
+        every job."""
+        results = self.native.finished()
+        for result in results:
+            self._ranges.end(result.job_id)
+        return results
 
     def wait(self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None) -> None:
         """Blocks the host until the jobs have ended; finished() still reports them.
 
         jobs: None is every job that finished() has not reported. timeout: seconds, None is for
-        ever. Raises TransferError with every one of them that failed, TimeoutError when some still
-        run after the timeout, ValueError for a job of another handler.
+        ever. Raises TransferError with every one of them that failed or was cancelled, TimeoutError
+        when some still run after the timeout, ValueError for a job of another handler.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if jobs is None:
-            jobs = self._unreported()
-        jobs = [jobs] if isinstance(jobs, Job) or not isinstance(jobs, Iterable) else list(jobs)
-        for job in jobs:
-            if not isinstance(job, Job):
-                raise TypeError(f"store() and load() return Jobs to wait for, not {job!r}")
-            if job.handler is not self:
-                raise ValueError(f"{job.direction} {job.id} is of another handler")
-        running = [job for job in jobs if not job._channel.wait(job._transfer, deadline)]
-        if running:
+        waited = None if jobs is None else self._own(jobs)
+        if not self.native.wait(waited, timeout):
+            running = [job for job in waited or () if not job.done()]
             names = ", ".join(f"{job.direction} {job.id}" for job in running)
-            raise TimeoutError(f"after {timeout} s these jobs still run: {names}")
-        failed = [job.result for job in jobs if job.result is not None and not job.result.ok]
+            raise TimeoutError(
+                f"after {timeout} s these jobs still run: {names}"
+                if names
+                else f"after {timeout} s some jobs still run"
+            )
+        if waited is None:
+            failed = self.native.unreported_failures()
+        else:
+            failed = [result for job in waited if (result := job.result) and not result.ok]
         if failed:
             raise TransferError(failed) from failed[0].error
 
+    def cancel(self, job: Job) -> bool:
+        """Whether the job is, or will be, reported as cancelled; False when it has ended before.
+
+        A job that is queued ends at once and copies nothing. One that the driver has runs to its
+        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid."""
+        return self.native.cancel(self._own(job)[0])
+
+    def gate(self, parts: int = 1) -> Gate:
+        """A gate, open, with this many parts."""
+        return Gate(self.native, parts)
+
+    def metrics(self) -> Metrics:
+        """What the handler has done and has to do, now."""
+        return self.native.metrics()
+
+    def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
+        """Drains, and goes on with a cache that has moved: new layouts, with blocks of the same
+        sizes. Raises ValueError when they differ, RuntimeError when another thread submits
+        meanwhile; then the old cache stays."""
+        groups = Groups(gpu, self.host)
+        if groups.device != self.device:
+            raise ValueError(f"the cache was on {self.device} and is on {groups.device} now")
+        self.drain()
+        self.native.rebind(groups)
+        self.gpu = gpu
+
     def drain(self) -> None:
-        """Blocks the host until every job submitted so far has ended, ok or failed."""
-        for channel in self._channels:
-            channel.drain()
+        """Blocks the host until every job submitted so far has ended, well or not."""
+        self.native.wait(None, None)
 
     def close(self) -> None:
-        """Takes no more jobs, drains, lets streams and events go. finished() still reports what
-        it has not reported yet. Idempotent; returns at once when the device is lost."""
-        with ExitStack() as both:
-            for channel in self._channels:
-                both.callback(channel.close)
-        self._finalizer.detach()
+        """Takes no more jobs, drains, lets threads, streams and events go. finished() still reports
+        what it has not reported yet. Idempotent; returns at once when the device is lost."""
+        self.native.close()
 
     def __enter__(self) -> OffloadHandler:
         return self
@@ -143,51 +180,20 @@ class OffloadHandler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, channel: Channel, plan: CopyPlan, after: After, began: float) -> Job:
-        self.gpu.check_unmoved()
-        copy = partial(swap_blocks_batch, plan.src_ptrs, plan.dst_ptrs, plan.sizes)
-        direction, touched = channel.direction, (plan.blocks, plan.pages)
-        other = self._loads if channel is self._stores else self._stores
-        with self._lock:  # nothing comes between the look and the submission
-            behind = other.running(self._hazards.latest_before(direction, *touched))
-            transfer = channel.submit(copy, plan.nbytes, after, behind, began)
-            if transfer.result is None:
-                self._hazards.note(direction, transfer.id, *touched)
-        return Job(self, channel, transfer)
+    def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
+        began = time.perf_counter()
+        with self._ranges.submit(request.direction):
+            self.native.groups.check_unmoved()
+            request.read_ids(gpu_block_ids, page_ids, self.native.groups)
+            job = Job(self, *self.native.submit(request, began))
+        self._ranges.begin(job)
+        return job
 
-    def _unreported(self) -> list[Job]:
-        return [Job(self, channel, t) for channel in self._channels for t in channel.unreported()]
-
-
-def _check_match(gpu: PagedLayout, host: HostPool) -> None:
-    if not isinstance(gpu, PagedLayout) or not isinstance(host, HostPool):
-        raise TypeError(
-            "a handler takes a PagedLayout and a HostPool, in this order, not "
-            f"{type(gpu).__name__} and {type(host).__name__}"
-        )
-    if gpu.device.type != host.device.type:
-        raise ValueError(
-            f"the cache is on {gpu.device}, the host pool was made for {host.device}; make the "
-            "pool from this layout"
-        )
-    gpu.check_same_blocks(host.layout)
-
-
-_kept: list[object] = []  # memory that a copy may still use
-
-
-def _close(channels: Sequence[Channel], held: object, process: Process) -> None:
-    """The handler was dropped, or the process exits. (A fork has no copies of its own.)"""
-    if not process.is_current:
-        return
-    for channel in channels:
-        try:
-            channel.close()
-        except Exception as error:  # such as a graph capture on this thread
-            _kept.append((channels, held))
-            warnings.warn(
-                f"a handler was dropped, not closed, and cannot wait for its jobs: {error}; its "
-                "cache and host pool stay in memory",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:
+        several = [jobs] if isinstance(jobs, Job) or not isinstance(jobs, Iterable) else list(jobs)
+        for job in several:
+            if not isinstance(job, Job):
+                raise TypeError(f"store() and load() return Jobs, not {job!r}")
+            if job.handler is not self:
+                raise ValueError(f"{job.direction} {job.id} is of another handler")
+        return several

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_kvswap import _extension
 from torch_kvswap.layout import PagedLayout, Planes
 from torch_kvswap.process import Process
-
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class User(Protocol):
@@ -135,14 +134,13 @@ def _planes(memory: Tensor, layout: PagedLayout, num_blocks: int) -> Planes:
 
 
 def _register(memory: Tensor, device: torch.device) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_PORTABLE)
-    if int(code) != 0:
-        _clear_last_error(device)
+    # Not by torch's runtime: a failure would be handed to the thread's next kernel launch, and a
+    # CUDA graph that another thread captures would be spoilt.
+    native = _extension.library()
+    if not native.kvswap_host_register(device.index, memory.data_ptr(), memory.nbytes):
         raise RuntimeError(
             f"the driver did not pin {memory.nbytes} bytes of host memory for {device}: "
-            f"{cudart.cudaGetErrorString(code)} (error {int(code)}); ask for fewer pages, raise "
+            f"{native.kvswap_last_error().decode()}; ask for fewer pages, raise "
             "the limit on locked memory (ulimit -l), or pass pinned=False for pageable memory"
         )
 
@@ -150,21 +148,11 @@ def _register(memory: Tensor, device: torch.device) -> None:
 def _unregister(memory: Tensor, device: torch.device, process: Process) -> None:
     if not process.is_current:  # a fork has the mapping, but not the registration
         return
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        code = cudart.cudaHostUnregister(memory.data_ptr())
-    if int(code) != 0:
+    native = _extension.library()
+    if not native.kvswap_host_unregister(device.index, memory.data_ptr()):
         warnings.warn(
             f"the driver did not unpin {memory.nbytes} bytes of host memory: "
-            f"{cudart.cudaGetErrorString(code)} (error {int(code)}); they stay locked until the "
-            "process ends",
+            f"{native.kvswap_last_error().decode()}; they stay locked until the process ends",
             RuntimeWarning,
             stacklevel=2,
         )
-        _clear_last_error(device)
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """The runtime hands a failed call's error to the thread's next kernel launch: to this one."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1)

@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+import operator
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from torch_kvswap.channel import Channel
-from torch_kvswap.transfer import Direction, Result, Transfer, TransferError
+from torch_kvswap import _extension, capi
+from torch_kvswap.after import resolve_waiting
+from torch_kvswap.result import Direction, Result, TransferError, direction_of, result_of
+
+if TYPE_CHECKING:
+    from torch_kvswap.handler import OffloadHandler
 
 
 class Job:
     """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
 
-    id: its number within the handler. direction: "store" or "load". nbytes: what it copies.
+    id: its number within the handler.
     """
 
-    def __init__(self, handler: object, channel: Channel, transfer: Transfer) -> None:
-        self.id = transfer.id
-        self.direction: Direction = channel.direction
-        self.nbytes = transfer.nbytes
+    __slots__ = ("__weakref__", "handler", "id", "native")
+
+    def __init__(self, handler: OffloadHandler, native: int, number: int) -> None:
         self.handler = handler
-        self._channel = channel
-        self._transfer = transfer
+        self.id = number
+        self.native = native
+
+    def __del__(self, release: Any = _extension.library().kvswap_job_release) -> None:
+        release(self.native)
+
+    @property
+    def direction(self) -> Direction:
+        """ "store" or "load"."""
+        return direction_of(self._ask().channel)
+
+    @property
+    def nbytes(self) -> int:
+        """What it copies."""
+        return int(self._ask().nbytes)
 
     @property
     def result(self) -> Result | None:
         """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
-        return self._transfer.result
+        return result_of(self._ask(), self.handler.native.path)
 
     def done(self) -> bool:
-        """Whether it has ended, ok or failed. Waits for nothing."""
-        self._channel.poll()
-        return self.result is not None
+        """Whether it has ended, well or not. Waits for nothing."""
+        return self._ask(poll=True).state >= capi.DONE
 
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
 
-        A stream of any device; None is the current stream of the cache's device. Raises
-        TransferError for a job that has failed; what fails later, finished() and wait() tell.
+        A stream of any device; None is the current stream of the cache's device. A job that is
+        still queued is first given to the driver, with all that is queued ahead of it; the host
+        waits for that, but for nothing on the GPU. Raises TransferError for a job that has failed
+        or was cancelled; what fails later, finished() and wait() tell.
         """
-        self._channel.wait_on(self._transfer, stream)
-        if self.result is not None and not self.result.ok:
-            raise TransferError([self.result]) from self.result.error
+        self._wait_on(-1, stream)
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """wait_on() for the group of layers that has this layer, and those before it.
+
+        layer: the position of its tensor in the layout, or in all layouts one after the other.
+        Raises IndexError for a layer that there is not.
+        """
+        layers = self.handler.native.groups.num_layers
+        layer = operator.index(layer)
+        if not 0 <= layer < layers:
+            raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
+        self._wait_on(layer * self._ask().layer_groups // layers, stream)
+
+    def _wait_on(self, layer_group: int, stream: torch.cuda.Stream | None) -> None:
+        self.handler.native.wait_on(self.native, layer_group, *resolve_waiting(stream))
+        result = self.result
+        if result is not None and not result.ok:
+            raise TransferError([result]) from result.error
+
+    def _ask(self, poll: bool = False) -> capi.JobResult:
+        return self.handler.native.job(self.native, poll)

@@ -83,6 +83,7 @@ class PagedLayout(Planes):
             sizes=np.repeat(np.array(sizes, np.int64), planes),
             num_blocks=self.tensors[0].shape[block_dim],
         )
+        self.tensor_of_plane = np.repeat(np.arange(len(planes), dtype=np.int64), planes)
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         _, planes_of, times = np.unique(self.bases, return_index=True, return_counts=True)
         if len(planes_of) < len(self.bases):
@@ -98,7 +99,7 @@ class PagedLayout(Planes):
             if tensor.data_ptr() != address:
                 raise RuntimeError(
                     f"tensors[{index}] has moved from {address:#x} to {tensor.data_ptr():#x} since "
-                    "the layout was made; make a new layout and a new handler"
+                    "the layout was made; make a new layout and pass it to rebind()"
                 )
 
 

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <exception>
+#include <string>
+
+namespace kvswap {
+
+// The error of the calling thread's last call of the C interface that failed, and the name of the
+// Python exception that stands for it.
+const std::string& last_error();
+const char* last_error_type();
+
+// Remembers the exception that is being handled.
+void remember_error();
+
+// Runs the body of a C function, which no exception may leave.
+template <typename Body>
+bool succeeds(const Body& body) {
+  try {
+    body();
+    return true;
+  } catch (...) {
+    remember_error();
+    return false;
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,148 @@
+#include <memory>
+#include <optional>
+
+#include "c_error.h"
+#include "capi.h"
+#include "cuda_context.h"
+#include "cuda_stream.h"
+#include "offload/handler.h"
+
+namespace {
+
+using kvswap::Handler;
+using kvswap::Job;
+using kvswap::JobRef;
+using kvswap::succeeds;
+
+Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
+
+// Runs the body with the context of the handler's device, if it has one. A lost device may refuse
+// it; what the handler knows can be asked for all the same.
+template <typename Body>
+bool succeeds_in(void* handler, const Body& body) {
+  return succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    Handler& of = handler_at(handler);
+    try {
+      if (of.device() >= 0) context.emplace(of.device());
+    } catch (const std::exception& error) {
+      of.lose(error.what());
+    }
+    body(of);
+  });
+}
+
+std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, int device) {
+  std::vector<kvswap::Group> read;
+  for (int i = 0; i < count; ++i) read.push_back(kvswap::read_group(groups[i], device));
+  return read;
+}
+
+// Hands one of our references to Python.
+void* lend(const JobRef& job) {
+  job->references.fetch_add(1);
+  return job.get();
+}
+
+int lend_results(const std::vector<JobRef>& jobs, kvswap_result* results, int capacity) {
+  int count = 0;
+  for (const JobRef& job : jobs) {
+    if (count == capacity) break;
+    results[count] = kvswap::describe(*job);
+    results[count++].job = lend(job);
+  }
+  return count;
+}
+
+kvswap::cuda::Stream resolve(int device, void* stream, bool is_current) {
+  return is_current ? kvswap::cuda::current_stream(device) : stream;
+}
+
+}  // namespace
+
+void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device) {
+  void* handler = nullptr;
+  succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    if (device >= 0) context.emplace(device);
+    handler = new Handler(read_groups(groups, count, device), layers, device);
+  });
+  return handler;
+}
+
+void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
+
+bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {
+  return succeeds_in(handler,
+                     [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
+}
+
+void* kvswap_handler_submit(void* handler, const kvswap_request* request) {
+  void* job = nullptr;
+  succeeds_in(handler, [&](Handler& of) { job = lend(of.submit(*request)); });
+  return job;
+}
+
+int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity) {
+  int count = -1;
+  succeeds_in(handler,
+              [&](Handler& of) { count = lend_results(of.finished(capacity), results, capacity); });
+  return count;
+}
+
+int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds) {
+  int ended = -1;
+  succeeds_in(handler, [&](Handler& of) {
+    std::vector<Job*> list;
+    for (int i = 0; i < count; ++i) list.push_back(static_cast<Job*>(jobs[i]));
+    ended = of.wait(list, jobs == nullptr, seconds);
+  });
+  return ended;
+}
+
+int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
+  return lend_results(handler_at(handler).unreported_failures(), results, capacity);
+}
+
+bool kvswap_handler_close(void* handler) {
+  return succeeds_in(handler, [&](Handler& of) { of.close(); });
+}
+
+void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
+
+bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result) {
+  return succeeds_in(handler,
+                     [&](Handler& of) { *result = of.result(static_cast<Job*>(job), poll); });
+}
+
+bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream, bool is_current) {
+  return succeeds_in(handler, [&](Handler& of) {
+    const int device = of.device();
+    of.wait_on(static_cast<Job*>(job), layer_group,
+               device < 0 ? nullptr : resolve(device, stream, is_current));
+  });
+}
+
+int kvswap_job_cancel(void* handler, void* job) {
+  int cancelled = -1;
+  succeeds_in(handler, [&](Handler& of) { cancelled = of.cancel(static_cast<Job*>(job)); });
+  return cancelled;
+}
+
+void* kvswap_gate_create(void* handler, int parts) {
+  void* gate = nullptr;
+  succeeds_in(handler, [&](Handler& of) { gate = of.make_gate(parts); });
+  return gate;
+}
+
+bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current) {
+  const auto& of = *static_cast<kvswap::Gate*>(gate);
+  return succeeds([&] {
+    const kvswap::cuda::ContextGuard context(of.device);
+    of.wait(part, resolve(of.device, stream, is_current));
+  });
+}
+
+bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {
+  return succeeds_in(handler, [&](Handler& of) { *metrics = of.metrics(channel); });
+}

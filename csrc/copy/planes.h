@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "fragment.h"
+
+namespace kvswap {
+
+// Where the blocks of one side lie: block b has sizes[p] bytes at bases[p] + b * strides[p].
+struct Planes {
+  std::vector<uint64_t> bases, strides, sizes;
+  // The allocation of each plane, as a number: copies are merged inside of one only.
+  std::vector<uint64_t> allocations;
+
+  size_t count() const { return bases.size(); }
+};
+
+struct PlaneRange {
+  size_t begin, end;
+};
+
+// Blocks to copy between two sides: block src_blocks[i] becomes block dst_blocks[i].
+struct BlockCopy {
+  const Planes* src;
+  const Planes* dst;
+  const int64_t* src_blocks;
+  const int64_t* dst_blocks;
+  size_t count;
+  bool src_on_host;
+};
+
+// The fragments of these planes, block after block, neighbours merged.
+void add_fragments(FragmentList& fragments, const BlockCopy& copy, PlaneRange planes);
+
+}  // namespace kvswap

@@ -1,0 +1,177 @@
+#include "channel.h"
+
+#include <algorithm>
+
+#include "../copy/address_check.h"
+#include "../copy/address_map.h"
+#include "../copy/batch.h"
+#include "../copy/host.h"
+#include "../cuda_context.h"
+#include "../environment.h"
+
+namespace kvswap {
+
+Channel::Channel(int number, int device)
+    : number(number), device_(device), events_(0), moments_(cuda::kEventDisableTiming) {
+  if (device_ < 0) return;
+  // Now, because a busy GPU can hold up the creation of a stream.
+  stream_ = cuda::create_stream();
+  waiting_ = cuda::create_stream();
+}
+
+bool Channel::is_past(int64_t id) const {
+  if (submitting >= 0) return id < submitting;
+  return queue.empty() || id < queue.front()->id;
+}
+
+std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
+  for (auto transfer = running.rbegin(); transfer != running.rend(); ++transfer) {
+    if ((*transfer)->first_id() <= id) return *transfer;
+  }
+  return nullptr;
+}
+
+cuda::Event Channel::moment_of_stream(cuda::Stream stream) {
+  const cuda::Result state = cuda::driver().query_stream(stream);
+  if (state == cuda::kSuccess) return nullptr;
+  if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuStreamQuery");
+  const cuda::Event event = moments_.take();
+  const cuda::Result result = cuda::driver().record_event(event, stream);
+  if (result != cuda::kSuccess) moments_.give(event);
+  KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts behind");
+  return event;
+}
+
+// The caller may record the event again, or destroy it, before the job starts.
+cuda::Event Channel::moment_of_event(cuda::Event event) {
+  const cuda::Result state = cuda::driver().query_event(event);
+  if (state == cuda::kSuccess) return nullptr;
+  if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(waiting_, event, 0),
+                      "cuStreamWaitEvent for the event that the job starts behind");
+  return moment_of_stream(waiting_);
+}
+
+std::shared_ptr<Transfer> Channel::make_transfer(std::vector<JobRef> jobs) {
+  auto transfer = std::make_shared<Transfer>();
+  const int parts = jobs.front()->layer_groups;
+  transfer->jobs = std::move(jobs);
+  if (device_ < 0) return transfer;
+  try {
+    transfer->start = events_.take();
+    while (static_cast<int>(transfer->ends.size()) < parts) {
+      transfer->ends.push_back(events_.take());
+    }
+  } catch (...) {
+    give_events(*transfer);
+    throw;
+  }
+  return transfer;
+}
+
+void Channel::retire(std::shared_ptr<Transfer> transfer) {
+  retired_.push_back(std::move(transfer));
+  for (auto& waiting : retired_) {
+    if (waiting.use_count() > 1) continue;
+    give_events(*waiting);
+    waiting.reset();
+  }
+  retired_.erase(std::remove(retired_.begin(), retired_.end(), nullptr), retired_.end());
+}
+
+void Channel::give_events(Transfer& transfer) {
+  events_.give(transfer.start);
+  for (const cuda::Event end : transfer.ends) events_.give(end);
+}
+
+std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                             const std::vector<Group>& groups, int64_t layers, bool& copying) {
+  copying = false;
+  try {
+    const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
+    for (const cuda::Event event : behind) {
+      KVSWAP_DRIVER_CHECK(driver->wait_event(stream_, event, 0), "cuStreamWaitEvent");
+    }
+    if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
+    const int parts = transfer.jobs.front()->layer_groups;
+    copying = true;
+    for (int part = 0; part < parts; ++part) {
+      copy(transfer, part, groups, layers);
+      if (!driver) continue;
+      KVSWAP_DRIVER_CHECK(driver->record_event(transfer.ends[part], stream_), "cuEventRecord");
+    }
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>& groups,
+                   int64_t layers) {
+  FragmentList fragments(0);
+  const int parts = transfer.jobs.front()->layer_groups;
+  for (const JobRef& job : transfer.jobs) {
+    const int64_t *blocks = job->blocks(), *slots = job->slots();
+    for (const Part& of_job : job->parts) {
+      const Group& group = groups[of_job.group];
+      const PlaneRange planes = group.planes_of(part, parts, layers);
+      if (number == kStores) {
+        add_fragments(fragments,
+                      {&group.gpu, &group.host, blocks, slots, of_job.count, device_ < 0}, planes);
+      } else {
+        add_fragments(fragments, {&group.host, &group.gpu, slots, blocks, of_job.count, true},
+                      planes);
+      }
+      blocks += of_job.count;
+      slots += of_job.count;
+    }
+  }
+  if (fragments.empty()) return;
+  if (address_check_is_on()) {
+    AddressMap addresses;
+    check_addresses(fragments, addresses);
+  }
+  if (device_ < 0) return copy_on_host(fragments);
+  BatchOptions options;
+  options.device = device_;
+  options.has_pageable = groups.front().host_is_pageable;
+  copy_batch(fragments, stream_, options);
+}
+
+bool Channel::has_ended(Transfer& transfer) const {
+  if (device_ < 0 || transfer.end_seen) return true;
+  const cuda::Result state = cuda::driver().query_event(transfer.ends.back());
+  if (state == cuda::kNotReady) return false;
+  KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
+  return transfer.end_seen = true;
+}
+
+double Channel::copy_seconds(const Transfer& transfer) const {
+  float ms = 0;
+  KVSWAP_DRIVER_CHECK(cuda::driver().elapsed_time(&ms, transfer.start, transfer.ends.back()),
+                      "cuEventElapsedTime");
+  return ms / 1e3;
+}
+
+bool Channel::synchronize() {
+  return device_ < 0 || cuda::driver().synchronize_stream(stream_) == cuda::kSuccess;
+}
+
+bool Channel::is_alive() const {
+  if (device_ < 0) return true;
+  const cuda::Result state = cuda::driver().query_stream(stream_);
+  return state == cuda::kSuccess || state == cuda::kNotReady;
+}
+
+void Channel::close() {
+  if (device_ < 0 || stream_ == nullptr) return;
+  for (auto& transfer : retired_) give_events(*transfer);
+  retired_.clear();
+  events_.destroy_idle();
+  moments_.destroy_idle();
+  cuda::driver().destroy_stream(stream_);
+  cuda::driver().destroy_stream(waiting_);
+  stream_ = waiting_ = nullptr;
+}
+
+}  // namespace kvswap

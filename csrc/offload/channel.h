@@ -1,0 +1,84 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "event_pool.h"
+#include "group.h"
+#include "job.h"
+#include "transfer.h"
+
+namespace kvswap {
+
+// More in flight gain nothing, and a stream that is held up takes about 340 copies with their
+// events before the driver blocks whoever submits to it (H200).
+constexpr size_t kMostRunning = 64;
+
+// One direction of transfers: the jobs that wait in software, the copies that run one after another
+// on a stream, and the events they need. The handler's lock guards it; only enqueue() and
+// synchronize() run without, by whoever has set `submitting`.
+class Channel {
+ public:
+  // device: -1 where both sides are host memory.
+  Channel(int number, int device);
+
+  const int number;
+  std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
+  std::deque<std::shared_ptr<Transfer>> running;  // in the order of submission
+  int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
+  std::thread worker;       // empties the queue; started when there first is one
+  std::condition_variable work;
+
+  // Whether all jobs up to this number have been enqueued, or ended.
+  bool is_past(int64_t id) const;
+
+  // The newest running transfer with a job up to this number; null when there is none.
+  std::shared_ptr<Transfer> newest_until(int64_t id) const;
+
+  // A moment behind all that the stream, or the event, stands for now; null when that is over. The
+  // wait for it must be enqueued on this channel in the order of these calls.
+  cuda::Event moment_of_stream(cuda::Stream stream);
+  cuda::Event moment_of_event(cuda::Event event);
+  void give_moment(cuda::Event event) { moments_.give(event); }
+
+  // A transfer of these jobs with its events. Throws, and takes nothing, when one cannot be made.
+  std::shared_ptr<Transfer> make_transfer(std::vector<JobRef> jobs);
+
+  // Gives the events of a transfer back as soon as nobody else waits for them.
+  void retire(std::shared_ptr<Transfer> transfer);
+
+  // Copies behind the events. Returns why it could not, or ""; `copying` is set from the moment on
+  // at which bytes may move. Without the lock.
+  std::string enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                      const std::vector<Group>& groups, int64_t layers, bool& copying);
+
+  // Whether the transfer has ended on the device. Throws when the device is lost.
+  bool has_ended(Transfer& transfer) const;
+  double copy_seconds(const Transfer& transfer) const;
+
+  // Waits until all that was enqueued has run. False when the device is lost. Without the lock.
+  bool synchronize();
+  // Whether the device still answers.
+  bool is_alive() const;
+
+  size_t streams() const { return device_ < 0 ? 0 : 2; }
+  size_t events() const { return moments_.created() + events_.created(); }
+  // Lets streams and events go; nothing runs any more, or the device is lost.
+  void close();
+
+ private:
+  void copy(const Transfer& transfer, int part, const std::vector<Group>& groups, int64_t layers);
+  void give_events(Transfer& transfer);
+
+  const int device_;
+  cuda::Stream stream_ = nullptr;   // of the copies
+  cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
+  EventPool events_, moments_;
+  std::vector<std::shared_ptr<Transfer>> retired_;  // somebody is about to wait for them
+};
+
+}  // namespace kvswap

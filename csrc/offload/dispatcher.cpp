@@ -1,0 +1,157 @@
+#include "dispatcher.h"
+
+#include <algorithm>
+
+#include "clock.h"
+#include "gate.h"
+
+namespace kvswap {
+namespace {
+
+// What is enqueued by the thread that submits it: the driver takes up to 4 us a fragment.
+constexpr size_t kSmallFragments = 256;
+
+}  // namespace
+
+Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device)
+    : device(device),
+      groups(std::move(of)),
+      hazards(groups),
+      ledger(hazards, device < 0 ? 0 : 1),
+      layers_(layers) {
+  for (int number = 0; number < kChannels; ++number) {
+    channels.push_back(std::make_unique<Channel>(number, device));
+  }
+}
+
+Dispatcher::~Dispatcher() = default;
+
+bool Dispatcher::is_small(const Job& job) const {
+  size_t fragments = 0;
+  for (const Part& part : job.parts) {
+    if (groups[part.group].host_is_pageable) return device < 0;  // the driver copies in the call
+    fragments += part.count * groups[part.group].gpu.count();
+  }
+  return device < 0 || fragments <= kSmallFragments;
+}
+
+bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
+  if (channel.submitting >= 0) return false;
+  if (channel.running.size() >= kMostRunning && job.id > flush_until_) return false;
+  for (const auto& other : channels) {
+    if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
+  }
+  return true;
+}
+
+void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
+  Channel& channel = channel_of(*job);
+  if (channel.running.size() >= kMostRunning) advance();
+  if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
+  if (channel.queue.empty() && is_small(*job) && can_start(channel, *job)) {
+    channel.submitting = job->id;
+    return start(lock, channel, {job});
+  }
+  if (!channel.worker.joinable()) {
+    try {
+      channel.worker = std::thread([this, &channel] { work(channel); });
+    } catch (const std::system_error& error) {
+      return abandon(job, State::kFailed, std::string("no thread can be started: ") + error.what());
+    }
+  }
+  job->queued = true;
+  channel.queue.push_back(job);
+  channel.work.notify_one();
+}
+
+void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs) {
+  for (JobRef& job : jobs) {
+    const std::string reason = ledger.failed_source(*job);
+    if (!reason.empty()) abandon(job, State::kFailed, reason);
+    job->enqueuing = true;
+  }
+  const auto has_ended = [](const JobRef& job) { return job->ended(); };
+  jobs.erase(std::remove_if(jobs.begin(), jobs.end(), has_ended), jobs.end());
+  if (!jobs.empty() && !attempt(lock, channel, jobs)) {
+    // One of several that were joined: each by itself, so that only that one fails.
+    for (const JobRef& job : jobs) attempt(lock, channel, {job});
+  }
+  channel.submitting = -1;
+  progress.notify_all();
+}
+
+// False when it failed and is worth trying with one job at a time.
+bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs) {
+  std::string error = lost_;
+  bool copying = false, alive = true;
+  std::shared_ptr<Transfer> transfer;
+  std::vector<std::shared_ptr<Transfer>> held;
+  if (error.empty()) {
+    try {
+      transfer = channel.make_transfer(jobs);
+    } catch (const std::exception& problem) {
+      error = problem.what();
+    }
+  }
+  if (error.empty()) {
+    std::vector<cuda::Event> behind;
+    for (const JobRef& job : jobs) {
+      if (job->after != nullptr) behind.push_back(job->after);
+      for (const auto& other : channels) {
+        auto before =
+            other.get() == &channel ? nullptr : other->newest_until(job->behind[other->number]);
+        if (before && (held.empty() || held.back() != before)) held.push_back(before);
+      }
+    }
+    for (const auto& before : held) behind.push_back(before->ends.back());
+    const double began = now();
+    for (const JobRef& job : jobs) job->queue_seconds = job->queued ? began - job->submitted_at : 0;
+    lock.unlock();
+    error = channel.enqueue(*transfer, behind, groups, layers_, copying);
+    if (error.empty() && jobs.front()->gate) error = jobs.front()->gate->open_behind(*transfer);
+    if (!error.empty() && copying) alive = channel.synchronize();
+    if (!error.empty() && alive) alive = channel.is_alive();
+    const double seconds = device < 0 ? now() - began : 0;
+    lock.lock();
+    held.clear();
+    if (error.empty() && lost_.empty()) {
+      settle(channel, transfer, seconds);
+      return true;
+    }
+    channel.retire(std::move(transfer));
+  }
+  if (!alive && lost_.empty()) lose(error);
+  if (!lost_.empty()) error = lost_;
+  if (lost_.empty() && jobs.size() > 1) return false;
+  for (const JobRef& job : jobs) abandon(job, State::kFailed, error);
+  return true;
+}
+
+// The copy has been enqueued; on the host it is done.
+void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& transfer,
+                        double seconds) {
+  ++ledger.metrics(channel.number).transfers;
+  for (const JobRef& job : transfer->jobs) {
+    channel.give_moment(job->after);
+    job->after = nullptr;
+    if (job->gate != nullptr) job->gate->busy = false;
+    job->gate = nullptr;
+    job->copy_seconds = seconds;
+    job->state = State::kRunning;
+    job->transfer = transfer;
+    if (device < 0) ledger.finish(job, State::kDone, "");
+  }
+  if (device >= 0) channel.running.push_back(transfer);
+}
+
+void Dispatcher::abandon(const JobRef& job, State state, const std::string& error) {
+  if (job->gate != nullptr) job->gate->open_now();
+  job->gate = nullptr;
+  channel_of(*job).give_moment(job->after);
+  job->after = nullptr;
+  const bool cancelled = state == State::kCancelled || job->cancelled;
+  ledger.finish(job, cancelled ? State::kCancelled : state, error);
+  progress.notify_all();
+}
+
+}  // namespace kvswap

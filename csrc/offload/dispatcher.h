@@ -1,0 +1,85 @@
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "channel.h"
+#include "group.h"
+#include "hazards.h"
+#include "ledger.h"
+
+namespace kvswap {
+
+using Lock = std::unique_lock<std::mutex>;
+
+// Brings jobs onto the device, each channel's in order and not too many at a time, and sees them
+// end. Whoever submits a job enqueues it on the spot where that takes microseconds; else a worker
+// thread of the channel does, which joins small jobs into one copy.
+//
+// Every function is called with the lock held. Those that take it let it go while the driver
+// enqueues a copy, which can take long.
+class Dispatcher {
+ public:
+  Dispatcher(std::vector<Group> groups, int64_t layers, int device);
+  ~Dispatcher();
+
+  std::mutex mutex;
+  std::condition_variable progress;  // a job was enqueued or has ended
+
+  const int device;
+  std::vector<Group> groups;
+  Hazards hazards;
+  Ledger ledger;
+  std::vector<std::unique_ptr<Channel>> channels;
+
+  // The error after which the device runs nothing any more, or "".
+  const std::string& lost() const { return lost_; }
+
+  // Enqueues a job that is in the ledger, or queues it.
+  void dispatch(Lock& lock, const JobRef& job);
+
+  // Ends the jobs whose copies have ended on the device.
+  void advance();
+
+  // Waits until a job has been enqueued, or has ended. What is ahead of it is not held back any
+  // more, so that this does not wait for the device.
+  void flush(Lock& lock, const JobRef& job);
+
+  // True when the job will be reported as cancelled.
+  bool cancel(const JobRef& job);
+
+  // Ends a job that was never enqueued.
+  void abandon(const JobRef& job, State state, const std::string& error);
+
+  // Takes new groups while no job is outstanding.
+  void rebind(std::vector<Group> groups);
+
+  // Ends every job as failed, and remembers why, when the device does not answer any more.
+  void check_alive(const std::string& error);
+
+  // Lets threads, streams and events go. All jobs have ended.
+  void stop(Lock& lock);
+
+ private:
+  Channel& channel_of(const Job& job) { return *channels[job.channel]; }
+  bool is_small(const Job& job) const;
+  bool can_start(const Channel& channel, const Job& job) const;
+  bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, Job& next);
+  std::vector<JobRef> take(Channel& channel);
+  void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs);
+  bool attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs);
+  void settle(Channel& channel, const std::shared_ptr<Transfer>& transfer, double seconds);
+  bool retire_next(Channel& channel);
+  void lose(const std::string& reason);
+  void work(Channel& channel);
+
+  const int64_t layers_;
+  std::string lost_;
+  int64_t flush_until_ = -1;
+  bool stopping_ = false;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,88 @@
+#include <algorithm>
+#include <chrono>
+#include <optional>
+
+#include "../cuda_context.h"
+#include "dispatcher.h"
+
+// The software queue: what is in it goes to the device in its order, small jobs joined.
+namespace kvswap {
+namespace {
+
+// What is joined into one copy; more when somebody waits for all of it to be enqueued.
+constexpr size_t kJoinedBytes = size_t{32} << 20;
+constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
+
+using Seconds = std::chrono::duration<double>;
+constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
+
+}  // namespace
+
+void Dispatcher::work(Channel& channel) {
+  Lock lock(mutex);
+  std::optional<cuda::ContextGuard> context;
+  try {
+    if (device >= 0) context.emplace(device);
+  } catch (const std::exception& error) {
+    lose(error.what());
+  }
+  Seconds pause = kShortPause;
+  for (;;) {
+    channel.work.wait(lock, [&] { return stopping_ || !channel.queue.empty(); });
+    if (channel.queue.empty()) return;
+    advance();
+    if (channel.queue.empty()) continue;
+    if (can_start(channel, *channel.queue.front())) {
+      start(lock, channel, take(channel));
+      pause = kShortPause;
+    } else {
+      // Another thread may have to enqueue something first, or the device to end something.
+      progress.wait_for(lock, pause);
+      pause = std::min(2 * pause, kLongPause);
+    }
+  }
+}
+
+std::vector<JobRef> Dispatcher::take(Channel& channel) {
+  std::vector<JobRef> jobs;
+  size_t bytes = 0;
+  channel.submitting = channel.queue.front()->id;
+  while (!channel.queue.empty()) {
+    Job& next = *channel.queue.front();
+    if (!next.ended()) {  // else it was cancelled
+      if (!jobs.empty() && !joins(channel, jobs, bytes, next)) break;
+      bytes += next.nbytes;
+      jobs.push_back(channel.queue.front());
+    }
+    channel.queue.pop_front();
+  }
+  return jobs;
+}
+
+bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, Job& next) {
+  const bool flushing = next.id <= flush_until_;
+  if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
+  if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
+  for (const Job* job : {jobs.front().get(), &next}) {
+    if (job->layer_groups > 1 || job->gate != nullptr) return false;
+  }
+  // Nothing may be written twice in one copy.
+  if (next.behind[channel.number] >= jobs.front()->id) return false;
+  for (const auto& other : channels) {
+    if (other.get() != &channel && !other->is_past(next.behind[other->number])) return false;
+  }
+  // What it starts behind may be behind the end of one of the others.
+  if (next.after == nullptr) return true;
+  if (cuda::driver().query_event(next.after) != cuda::kSuccess) return false;
+  channel.give_moment(next.after);
+  next.after = nullptr;
+  return true;
+}
+
+void Dispatcher::flush(Lock& lock, const JobRef& job) {
+  flush_until_ = std::max(flush_until_, job->id);
+  progress.notify_all();
+  progress.wait(lock, [&] { return job->ended() || job->state == State::kRunning; });
+}
+
+}  // namespace kvswap

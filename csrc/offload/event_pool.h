@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "../cuda_driver.h"
+
+namespace kvswap {
+
+// Events that are made once and recorded again and again. Whoever takes one gives it back when
+// nobody will wait for what it stands for any more. Not thread safe: the handler has a lock. The
+// context of the device is current.
+class EventPool {
+ public:
+  explicit EventPool(unsigned flags) : flags_(flags) {}
+
+  cuda::Event take() {
+    if (idle_.empty()) {
+      cuda::Event event = nullptr;
+      KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, flags_), "cuEventCreate");
+      ++created_;
+      return event;
+    }
+    const cuda::Event event = idle_.back();
+    idle_.pop_back();
+    return event;
+  }
+
+  void give(cuda::Event event) {
+    if (event != nullptr) idle_.push_back(event);
+  }
+
+  // Those that exist, idle or not.
+  size_t created() const { return created_; }
+  size_t in_use() const { return created_ - idle_.size(); }
+
+  void destroy_idle() {
+    // On a lost device this fails, and there is nothing to free any more.
+    for (const cuda::Event event : idle_) cuda::driver().destroy_event(event);
+    created_ -= idle_.size();
+    idle_.clear();
+  }
+
+ private:
+  const unsigned flags_;
+  std::vector<cuda::Event> idle_;
+  size_t created_ = 0;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,85 @@
+#include "gate.h"
+
+#include "../cuda_context.h"
+
+namespace kvswap {
+
+Gate::Gate(int device, int parts) : device(device), parts(parts) {
+  const cuda::Driver& driver = cuda::driver();
+  int supported = 0;
+  KVSWAP_DRIVER_CHECK(
+      driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, device),
+      "cuDeviceGetAttribute");
+  KVSWAP_CHECK(
+      supported && driver.wait_value && driver.write_value, "the driver of CUDA device ", device,
+      " has no 64-bit stream memory operations, which a gate is made of; wait for each job "
+      "with wait_on() or wait_layer() instead");
+  void* memory = nullptr;
+  KVSWAP_DRIVER_CHECK(
+      driver.allocate_host(&memory, parts * sizeof(uint64_t), cuda::kRegisterPortable),
+      "cuMemHostAlloc of a gate");
+  words_ = static_cast<volatile uint64_t*>(memory);
+  for (int part = 0; part < parts; ++part) words_[part] = 1;
+  opener_ = cuda::create_stream();
+  for (cuda::Event* event : {&closed_, &opened_}) {
+    KVSWAP_DRIVER_CHECK(driver.create_event(event, cuda::kEventDisableTiming), "cuEventCreate");
+  }
+}
+
+void Gate::set(int part, uint64_t value, cuda::Stream stream) const {
+  const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
+  KVSWAP_DRIVER_CHECK(cuda::driver().write_value(stream, address, value, 0),
+                      "cuStreamWriteValue64");
+}
+
+void Gate::close(cuda::Stream current) {
+  const cuda::Driver& driver = cuda::driver();
+  if (used_) KVSWAP_DRIVER_CHECK(driver.wait_event(current, opened_, 0), "cuStreamWaitEvent");
+  try {
+    for (int part = 0; part < parts; ++part) set(part, 0, current);
+    KVSWAP_DRIVER_CHECK(driver.record_event(closed_, current), "cuEventRecord");
+  } catch (...) {
+    for (int part = 0; part < parts; ++part) set(part, 1, current);
+    throw;
+  }
+}
+
+std::string Gate::open_behind(const Transfer& transfer) {
+  const cuda::Driver& driver = cuda::driver();
+  try {
+    KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
+    for (int part = 0; part < parts; ++part) {
+      KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, transfer.ends[part], 0), "cuStreamWaitEvent");
+      set(part, 1, opener_);
+    }
+    finish_opening();
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void Gate::open_now() {
+  try {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
+    for (int part = 0; part < parts; ++part) set(part, 1, opener_);
+    finish_opening();
+  } catch (const std::exception&) {
+    // Nothing will run on this device any more. Whoever still looks at the words is let through.
+    for (int part = 0; part < parts; ++part) words_[part] = 1;
+  }
+  busy = false;
+}
+
+void Gate::finish_opening() {
+  KVSWAP_DRIVER_CHECK(cuda::driver().record_event(opened_, opener_), "cuEventRecord");
+  used_ = true;
+}
+
+void Gate::wait(int part, cuda::Stream stream) const {
+  const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream, address, 1, cuda::kWaitUntilAtLeast),
+                      "cuStreamWaitValue64");
+}
+
+}  // namespace kvswap

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../cuda_driver.h"
+#include "transfer.h"
+
+namespace kvswap {
+
+// Parts that a stream can wait for, also in a captured CUDA graph, which waits again on each
+// replay.
+//
+// A part is a word of pinned memory, 1 while it is open. A load closes the gate in the order of the
+// stream on which the graph will be replayed, so that earlier replays still pass; the words are set
+// again on a stream of the gate's own, behind the load and behind the closing. Two loads in a row:
+// the second closes behind the first one's opening, so that no wait passes an unfinished load.
+//
+// The caller has the handler's lock, but for open_behind() and wait(). Never destroyed: a graph may
+// be replayed when nobody knows the gate any more.
+class Gate {
+ public:
+  // Throws where the driver cannot wait for a value.
+  Gate(int device, int parts);
+
+  const int device, parts;
+  bool busy = false;  // a load has closed it and was not enqueued yet
+
+  void close(cuda::Stream current);
+  // Opens each part when a group of layers has landed. Returns why it could not, or "".
+  std::string open_behind(const Transfer& transfer);
+  // Opens all parts behind the closing, without a load.
+  void open_now();
+  void wait(int part, cuda::Stream stream) const;
+
+ private:
+  void set(int part, uint64_t value, cuda::Stream stream) const;
+  void finish_opening();
+
+  volatile uint64_t* words_ = nullptr;
+  cuda::Stream opener_ = nullptr;
+  cuda::Event closed_ = nullptr, opened_ = nullptr;
+  bool used_ = false;  // whether `opened_` was ever recorded
+};
+
+}  // namespace kvswap

@@ -1,0 +1,47 @@
+#include "group.h"
+
+#include <string>
+
+#include "../check.h"
+#include "../copy/address_map.h"
+
+namespace kvswap {
+namespace {
+
+Planes read_planes(const int64_t* bases, const int64_t* strides, const int64_t* sizes,
+                   int64_t count) {
+  Planes planes;
+  planes.bases.assign(bases, bases + count);
+  planes.strides.assign(strides, strides + count);
+  planes.sizes.assign(sizes, sizes + count);
+  return planes;
+}
+
+}  // namespace
+
+Group read_group(const kvswap_group& from, int device) {
+  Group group;
+  group.gpu = read_planes(from.gpu_bases, from.gpu_strides, from.sizes, from.planes);
+  group.host = read_planes(from.host_bases, from.host_strides, from.sizes, from.planes);
+  group.layers.assign(from.layers, from.layers + from.planes);
+  group.num_blocks = from.num_blocks;
+  group.num_pages = from.num_pages;
+  group.blocks_per_page = from.blocks_per_page;
+  group.block_space = from.block_space;
+  group.slot_space = from.slot_space;
+  AddressMap addresses;
+  for (const uint64_t base : group.gpu.bases) {
+    const Memory memory = addresses.find(base);
+    KVSWAP_CHECK(device < 0 || memory.device == device, "the cache at ", addresses.describe(base),
+                 " is not memory of device ", device);
+    group.gpu.allocations.push_back(memory.begin);
+  }
+  for (const uint64_t base : group.host.bases) {
+    const Memory memory = addresses.find(base);
+    group.host.allocations.push_back(memory.begin);
+    group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
+  }
+  return group;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../capi.h"
+#include "../copy/planes.h"
+
+namespace kvswap {
+
+// A layout and its host pool: the layers of one kind of attention or state. A host page has
+// `blocks_per_page` slots, each for one block.
+struct Group {
+  Planes gpu, host;
+  std::vector<int64_t> layers;  // of each plane, growing; counted through all groups
+  int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
+  // Groups with the same number share their blocks, or their slots: the same id is the same memory.
+  int block_space = 0, slot_space = 0;
+  bool host_is_pageable = false;
+
+  uint64_t block_bytes() const {
+    uint64_t bytes = 0;
+    for (const uint64_t size : gpu.sizes) bytes += size;
+    return bytes;
+  }
+
+  // The planes of part `part` of `parts`, of a model with `layers_in_all` layers.
+  PlaneRange planes_of(int part, int parts, int64_t layers_in_all) const {
+    size_t bounds[2];
+    for (int i = 0; i < 2; ++i) {
+      size_t plane = 0;
+      while (plane < layers.size() && layers[plane] * parts / layers_in_all < part + i) ++plane;
+      bounds[i] = plane;
+    }
+    return {bounds[0], bounds[1]};
+  }
+};
+
+// Reads what Python says of a group and asks the driver for the allocations. Throws for a cache
+// that is not on `device`.
+Group read_group(const kvswap_group& group, int device);
+
+}  // namespace kvswap

@@ -1,0 +1,201 @@
+#include "handler.h"
+
+#include "../cuda_context.h"
+#include "../cuda_stream.h"
+#include "clock.h"
+
+namespace kvswap {
+namespace {
+
+void refuse_capture(cuda::Stream stream, const char* noun) {
+  KVSWAP_CHECK(
+      !cuda::is_capturing(stream), noun,
+      " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
+      "of the capture");
+}
+
+}  // namespace
+
+Handler::Handler(std::vector<Group> groups, int64_t layers, int device)
+    : dispatcher_(std::move(groups), layers, device), reader_(dispatcher_.groups) {}
+
+void Handler::check_open() const {
+  KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
+  KVSWAP_CHECK(dispatcher_.lost().empty(), dispatcher_.lost());
+}
+
+JobRef Handler::submit(const kvswap_request& request) {
+  Lock lock(dispatcher_.mutex);
+  check_open();
+  JobRef job = reader_.read(request);
+  if (device() >= 0 && request.after_kind <= KVSWAP_AFTER_STREAM) {
+    refuse_capture(stream_of(request), "the stream that the job would start behind");
+  }
+  if (request.gate != nullptr) close_gate(lock, request);
+  job->id = ++last_id_;
+  job->gate = static_cast<Gate*>(request.gate);
+  job->submitted_at = now();
+  std::string error;
+  try {
+    job->after = moment(*dispatcher_.channels[job->channel], request);
+  } catch (const std::exception& problem) {
+    error = problem.what();
+    dispatcher_.check_alive(error);
+  }
+  dispatcher_.hazards.order(*job);
+  const std::string doomed = dispatcher_.ledger.enter(job);
+  dispatcher_.hazards.note(*job);
+  if (!error.empty() || !doomed.empty()) {
+    dispatcher_.abandon(job, State::kFailed, error.empty() ? doomed : error);
+  } else {
+    dispatcher_.dispatch(lock, job);
+    // A graph that waits for the gate may not be launched before the load is on the device: if a
+    // kernel is loaded meanwhile, the driver puts all later work behind that graph.
+    if (job->gate != nullptr || device() < 0) dispatcher_.flush(lock, job);
+  }
+  job->submit_seconds = now() - request.began;
+  observe(dispatcher_.ledger.metrics(job->channel).submit, job->submit_seconds);
+  return job;
+}
+
+cuda::Event Handler::moment(Channel& channel, const kvswap_request& request) {
+  if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
+  if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
+  return channel.moment_of_stream(stream_of(request));
+}
+
+cuda::Stream Handler::stream_of(const kvswap_request& request) const {
+  const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
+  return is_given ? request.after : cuda::current_stream(device());
+}
+
+void Handler::close_gate(Lock& lock, const kvswap_request& request) {
+  Gate* gate = static_cast<Gate*>(request.gate);
+  const cuda::Stream stream = stream_of(request);
+  refuse_capture(stream, "the stream on which the gate is to be closed");
+  dispatcher_.progress.wait(lock, [&] { return !gate->busy; });
+  check_open();
+  gate->close(stream);
+  gate->busy = true;
+}
+
+std::vector<JobRef> Handler::finished(size_t most) {
+  const Lock lock(dispatcher_.mutex);
+  dispatcher_.advance();
+  std::vector<JobRef> jobs;
+  while (jobs.size() < most && !dispatcher_.ledger.ended().empty()) {
+    jobs.push_back(dispatcher_.ledger.report());
+  }
+  return jobs;
+}
+
+bool Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+  const double began = now();
+  size_t ended = 0;
+  int64_t last = -1;
+  for (;; pause_since(began)) {
+    const Lock lock(dispatcher_.mutex);
+    if (last < 0) last = last_id_;
+    dispatcher_.advance();
+    while (ended < jobs.size() && jobs[ended]->ended()) ++ended;
+    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) return true;
+    if (now() - began >= seconds) return false;
+  }
+}
+
+std::vector<JobRef> Handler::unreported_failures() {
+  const Lock lock(dispatcher_.mutex);
+  std::vector<JobRef> failed;
+  for (const JobRef& job : dispatcher_.ledger.ended()) {
+    if (job->state != State::kDone) failed.push_back(job);
+  }
+  return failed;
+}
+
+bool Handler::cancel(Job* job) {
+  const Lock lock(dispatcher_.mutex);
+  return dispatcher_.cancel(JobRef(job));
+}
+
+void Handler::wait_on(Job* job, int layer_group, cuda::Stream stream) {
+  const JobRef held(job);
+  Lock lock(dispatcher_.mutex);
+  dispatcher_.advance();
+  if (!job->ended()) dispatcher_.flush(lock, held);
+  if (job->ended()) return;
+  refuse_capture(stream, "the stream that is to wait");
+  const std::vector<cuda::Event>& ends = job->transfer->ends;
+  const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, end, 0), "cuStreamWaitEvent");
+}
+
+kvswap_result Handler::result(Job* job, bool poll) {
+  const Lock lock(dispatcher_.mutex);
+  if (poll) dispatcher_.advance();
+  return describe(*job);
+}
+
+void Handler::rebind(std::vector<Group> groups) {
+  const Lock lock(dispatcher_.mutex);
+  check_open();
+  KVSWAP_CHECK(dispatcher_.ledger.all_ended_until(last_id_),
+               "another thread has submitted a job while the cache was about to be rebound; let it "
+               "wait until rebind() has returned");
+  dispatcher_.rebind(std::move(groups));
+  reader_ = RequestReader(dispatcher_.groups);
+}
+
+Gate* Handler::make_gate(int parts) {
+  const Lock lock(dispatcher_.mutex);
+  check_open();
+  return new Gate(device(), parts);
+}
+
+kvswap_metrics Handler::metrics(int number) {
+  const Lock lock(dispatcher_.mutex);
+  dispatcher_.advance();
+  const Channel& channel = *dispatcher_.channels[number];
+  kvswap_metrics metrics = dispatcher_.ledger.metrics(number);
+  for (const JobRef& job : channel.queue) metrics.queued += !job->ended();
+  for (const auto& transfer : channel.running) metrics.running += transfer->jobs.size();
+  metrics.streams = channel.streams();
+  metrics.events = channel.events();
+  return metrics;
+}
+
+void Handler::lose(const std::string& error) {
+  const Lock lock(dispatcher_.mutex);
+  dispatcher_.check_alive(error);
+}
+
+void Handler::close() {
+  Lock lock(dispatcher_.mutex);
+  closed_ = true;
+  for (const double began = now();;) {
+    dispatcher_.advance();
+    if (stopped_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
+    lock.unlock();
+    pause_since(began);
+    lock.lock();
+  }
+  if (stopped_) return;
+  stopped_ = true;
+  dispatcher_.stop(lock);
+}
+
+kvswap_result describe(const Job& job) {
+  kvswap_result result{};
+  result.id = job.id;
+  result.nbytes = job.nbytes;
+  result.submit_seconds = job.submit_seconds;
+  result.queue_seconds = job.queue_seconds;
+  result.copy_seconds = job.copy_seconds;
+  result.channel = job.channel;
+  result.layer_groups = job.layer_groups;
+  result.state = static_cast<int32_t>(job.state);
+  result.error = job.error ? job.error->c_str() : nullptr;
+  result.job = const_cast<Job*>(&job);
+  return result;
+}
+
+}  // namespace kvswap

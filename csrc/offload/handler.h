@@ -1,0 +1,55 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../capi.h"
+#include "dispatcher.h"
+#include "gate.h"
+#include "request.h"
+
+namespace kvswap {
+
+// What a server holds, without its memory: torch_kvswap.OffloadHandler says what each call means.
+// Any thread may call.
+class Handler {
+ public:
+  // The context of the device is current.
+  Handler(std::vector<Group> groups, int64_t layers, int device);
+
+  JobRef submit(const kvswap_request& request);
+  std::vector<JobRef> finished(size_t most);
+  bool wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  std::vector<JobRef> unreported_failures();
+  bool cancel(Job* job);
+  void wait_on(Job* job, int layer_group, cuda::Stream stream);
+  kvswap_result result(Job* job, bool poll);
+  void rebind(std::vector<Group> groups);
+  Gate* make_gate(int parts);
+  kvswap_metrics metrics(int channel);
+  void close();
+
+  // The device did not take the caller's context: it is lost.
+  void lose(const std::string& error);
+
+  // -1 where all is host memory.
+  int device() const { return dispatcher_.device; }
+
+ private:
+  void check_open() const;
+  cuda::Event moment(Channel& channel, const kvswap_request& request);
+  // Whose work is to come first, or on which a gate is closed.
+  cuda::Stream stream_of(const kvswap_request& request) const;
+  void close_gate(Lock& lock, const kvswap_request& request);
+
+  Dispatcher dispatcher_;
+  RequestReader reader_;
+  int64_t last_id_ = -1;
+  bool closed_ = false;   // takes no more jobs
+  bool stopped_ = false;  // has no more threads
+};
+
+// What a job has come to, for Python.
+kvswap_result describe(const Job& job);
+
+}  // namespace kvswap

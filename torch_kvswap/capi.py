@@ -1,0 +1,77 @@
+"""The structures and functions of csrc/capi.h, and the exceptions that stand for their errors."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+from typing import Any, NoReturn
+
+from torch_kvswap import _extension
+
+AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
+STORES, LOADS, EXPEDITED = CHANNELS = range(3)
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
+
+_Int64s = ctypes.c_void_p  # the address of a list of int64
+
+
+class Group(ctypes.Structure):
+    _fields_ = (
+        ("gpu_bases", _Int64s),
+        ("gpu_strides", _Int64s),
+        ("sizes", _Int64s),
+        ("host_bases", _Int64s),
+        ("host_strides", _Int64s),
+        ("layers", _Int64s),
+        ("planes", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("blocks_per_page", ctypes.c_int64),
+        ("block_space", ctypes.c_int32),
+        ("slot_space", ctypes.c_int32),
+    )
+
+
+class Request(ctypes.Structure):
+    _fields_ = (
+        ("began", ctypes.c_double),
+        ("channel", ctypes.c_int32),
+        ("layer_groups", ctypes.c_int32),
+        ("after_kind", ctypes.c_int32),
+        ("grouped", ctypes.c_int32),
+        ("after", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("blocks", _Int64s),
+        ("pages", _Int64s),
+        ("counts", _Int64s),
+    )
+
+
+class JobResult(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int64),
+        ("nbytes", ctypes.c_uint64),
+        ("submit_seconds", ctypes.c_double),
+        ("queue_seconds", ctypes.c_double),
+        ("copy_seconds", ctypes.c_double),
+        ("channel", ctypes.c_int32),
+        ("layer_groups", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("error", ctypes.c_char_p),
+        ("job", ctypes.c_void_p),
+    )
+
+
+def fail() -> NoReturn:
+    """Raises what the calling thread's last call has failed with."""
+    native = _extension.library()
+    error: Any = getattr(builtins, native.kvswap_last_error_type().decode())
+    raise error(native.kvswap_last_error().decode())
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Calls the function; raises when it returns null, false or -1, its ways to say that it failed."""
+    result = getattr(_extension.library(), name)(*arguments)
+    if result is None or result is False or (result == -1 and result is not True):
+        fail()
+    return result

@@ -1,0 +1,43 @@
+"""A wait for loads that a CUDA graph can hold."""
+
+from __future__ import annotations
+
+import operator
+import torch
+
+from torch_kvswap import capi
+from torch_kvswap.after import resolve_waiting
+from torch_kvswap.native import NativeHandler
+
+
+
+class Gate:
+    """What a captured graph waits for on each replay: open, or closed until a load has landed.
+
+    Capture `wait(part)` in front of the kernels that read loaded layers. `load(..., gate=gate)`
+    closes all parts in the order of the stream that is current at the call, on which the graph must
+    be replayed afterwards, and opens part g as soon as its g-th group of layers has landed, failed
+    or been cancelled. Without a load the graph does not wait. The memory behind a gate is never
+    freed, so that graphs may outlive it. Any thread may call. parts: their number.
+    """
+
+    def __init__(self, handler: NativeHandler, parts: int) -> None:
+        self._handler = handler
+        self.parts = operator.index(parts)
+        if self.parts < 1:
+            raise ValueError(f"a gate has at least one part, not {parts}")
+        if handler.device.type != "cuda":
+            raise ValueError(
+                f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
+                "load has landed when it returns; leave the gate out"
+            )
+        self.native: int = handler.make_gate(self.parts)
+
+    def wait(self, part: int = 0, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes work given to the stream from now on wait until the part is open. In a captured
+        stream: each replay waits there. None is the current stream of the cache's device."""
+        part = operator.index(part)
+        if not 0 <= part < self.parts:
+            raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
+        self._handler.check_process()
+        capi.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))

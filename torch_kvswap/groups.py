@@ -1,0 +1,92 @@
+"""The groups of a handler: layouts, each with its host pool, as the native side knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torch_kvswap import capi
+from torch_kvswap.host_memory import HostPool
+from torch_kvswap.layout import Int64Array, PagedLayout
+from torch_kvswap.sharing import block_spaces
+
+
+class Groups:
+    """Layouts and their pools, checked against each other.
+
+    is_list: whether the caller passed lists, and so passes lists of ids. num_layers: tensors of all
+    layouts, in their order. Holds the memory of both.
+    """
+
+    def __init__(
+        self,
+        gpu: PagedLayout | Sequence[PagedLayout],
+        host: HostPool | Sequence[HostPool],
+    ) -> None:
+        self.is_list = isinstance(gpu, Sequence)
+        self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
+        self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
+        _check_match(self.layouts, self.pools)
+        self.device: torch.device = self.layouts[0].device
+        self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
+        spaces = block_spaces(self.layouts)
+        pools = {id(pool): number for number, pool in enumerate(self.pools)}
+        self._kept: list[Int64Array] = []  # whose addresses the structures have
+        self.structures = (capi.Group * len(self.layouts))()
+        first_layer = 0
+        for group, layout, pool, space in zip(
+            self.structures, self.layouts, self.pools, spaces, strict=True
+        ):
+            group.gpu_bases = self._address(layout.bases)
+            group.gpu_strides = self._address(layout.strides)
+            group.sizes = self._address(layout.sizes)
+            group.host_bases = self._address(pool.layout.bases)
+            group.host_strides = self._address(pool.layout.strides)
+            group.layers = self._address(first_layer + layout.tensor_of_plane)
+            group.planes = len(layout.sizes)
+            group.num_blocks = layout.num_blocks
+            group.num_pages = pool.num_pages
+            group.blocks_per_page = pool.blocks_per_page
+            group.block_space, group.slot_space = space, pools[id(pool)]
+            first_layer += len(layout.tensors)
+
+    def check_unmoved(self) -> None:
+        for layout in self.layouts:
+            layout.check_unmoved()
+
+    def _address(self, values: Int64Array) -> int:
+        self._kept.append(np.ascontiguousarray(values, np.int64))
+        return self._kept[-1].ctypes.data
+
+
+def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> None:
+    for kind, items in ((PagedLayout, layouts), (HostPool, pools)):
+        for item in items:
+            if not isinstance(item, kind):
+                raise TypeError(
+                    "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
+                    f"each; a {type(item).__name__} is in the place of a {kind.__name__}"
+                )
+    if not layouts or len(layouts) != len(pools):
+        raise ValueError(
+            f"{len(layouts)} layouts and {len(pools)} host pools: each layout needs one pool"
+        )
+    for layout, pool in zip(layouts, pools, strict=True):
+        if layout.device != layouts[0].device:
+            raise ValueError(
+                f"one layout is on {layouts[0].device}, another on {layout.device}; make a handler "
+                "for each device"
+            )
+        if layout.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"a cache on {layout.device} cannot be moved; its tensors must be on cuda or cpu"
+            )
+        if layout.device.type != pool.device.type:
+            raise ValueError(
+                f"the cache is on {layout.device}, the host pool was made for {pool.device}; make "
+                "the pool from this layout"
+            )
+        layout.check_same_blocks(pool.layout)
+

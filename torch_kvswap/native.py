@@ -1,0 +1,144 @@
+"""The native part of a handler, csrc/offload/handler.h, and who may call it."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch_kvswap import _extension, capi
+from torch_kvswap.groups import Groups
+from torch_kvswap.metrics import Metrics, read_metrics
+from torch_kvswap.process import Process
+from torch_kvswap.result import Result, result_of
+
+if TYPE_CHECKING:
+    from torch_kvswap.job import Job
+    from torch_kvswap.request import Request
+
+_AT_ONCE = 64  # results asked for in one call
+_PATIENCE = 0.1  # seconds in one call: Python handles signals in between
+
+
+class NativeHandler:
+    """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.device = groups.device
+        self.path = "host" if groups.device.type == "cpu" else "batch"
+        self._process = Process()
+        self._pointer: int | None = capi.call(
+            "kvswap_handler_create",
+            groups.structures,
+            len(groups.structures),
+            groups.num_layers,
+            -1 if groups.device.type == "cpu" else groups.device.index,
+        )
+
+    @property
+    def pointer(self) -> int:
+        self._process.check("handler")
+        if self._pointer is None:
+            raise RuntimeError("the handler is gone")
+        return self._pointer
+
+    def check_process(self) -> None:
+        self._process.check("handler")
+
+    def submit(self, request: Request, began: float) -> tuple[int, int]:
+        """A native job, and its number."""
+        native: int = capi.call("kvswap_handler_submit", self.pointer, request.native(began))
+        return native, self.job(native).id
+
+    def job(self, native: int, poll: bool = False) -> capi.JobResult:
+        """What has become of a job; poll: ask the device."""
+        answer = capi.JobResult()
+        capi.call("kvswap_job_result", self.pointer, native, poll, ctypes.byref(answer))
+        return answer
+
+    def finished(self) -> list[Result]:
+        results: list[Result] = []
+        while True:
+            found = self._results("kvswap_handler_finished", _AT_ONCE)
+            results += found
+            if len(found) < _AT_ONCE:
+                return results
+
+    def unreported_failures(self) -> list[Result]:
+        capacity = _AT_ONCE
+        while len(found := self._results("kvswap_handler_unreported_failures", capacity)) == capacity:
+            capacity *= 2
+        return found
+
+    def wait(self, jobs: Sequence[Job] | None, timeout: float | None) -> bool:
+        """Whether the jobs, None for all, have ended in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pointers = None if jobs is None else (ctypes.c_void_p * len(jobs))(*[j.native for j in jobs])
+        count = 0 if jobs is None else len(jobs)
+        while True:
+            left = _PATIENCE if deadline is None else deadline - time.monotonic()
+            seconds = min(max(left, 0.0), _PATIENCE)
+            if capi.call("kvswap_handler_wait", self.pointer, pointers, count, seconds):
+                return True
+            if left <= seconds and deadline is not None:
+                return False
+
+    def wait_on(self, job: int, layer_group: int, stream: int | None, is_current: bool) -> None:
+        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, is_current)
+
+    def cancel(self, job: Job) -> bool:
+        return bool(capi.call("kvswap_job_cancel", self.pointer, job.native))
+
+    def make_gate(self, parts: int) -> int:
+        gate: int = capi.call("kvswap_gate_create", self.pointer, parts)
+        return gate
+
+    def metrics(self) -> Metrics:
+        pointer = self.pointer
+        return read_metrics(
+            lambda channel, out: bool(
+                capi.call("kvswap_handler_metrics", pointer, channel, ctypes.byref(out))
+            )
+        )
+
+    def rebind(self, groups: Groups) -> None:
+        count = len(groups.structures)
+        capi.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
+        self.groups = groups
+
+    def close(self) -> None:
+        capi.call("kvswap_handler_close", self.pointer)
+
+    def destroy(self) -> None:
+        """The handler was dropped, or the process exits. A fork has nothing of it."""
+        if not self._process.is_current or self._pointer is None:
+            return
+        try:
+            self.close()
+        except RuntimeError as error:
+            _kept.append(self)  # memory that a copy may still use
+            warnings.warn(
+                f"a handler was dropped, not closed, and cannot wait for its jobs: {error}; its "
+                "cache and host pool stay in memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        pointer, self._pointer = self._pointer, None
+        _extension.library().kvswap_handler_destroy(pointer)
+
+    def _results(self, function: str, capacity: int) -> list[Result]:
+        answers = (capi.JobResult * capacity)()
+        results = []
+        for answer in answers[: capi.call(function, self.pointer, answers, capacity)]:
+            result = result_of(answer, self.path)
+            _extension.library().kvswap_job_release(answer.job)
+            if result is not None:
+                results.append(result)
+        return results
+
+
+_kept: list[NativeHandler] = []

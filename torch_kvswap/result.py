@@ -1,0 +1,81 @@
+"""How a job has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_kvswap import capi
+
+Direction = Literal["store", "load"]
+State = Literal["done", "failed", "cancelled"]
+
+_STATES: dict[int, State] = {
+    capi.DONE: "done",
+    capi.FAILED: "failed",
+    capi.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job has ended.
+
+    state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
+    what it was to copy. path: the way of copying, "batch" (copy engine, in one driver call or in one
+    per fragment where doctor says so) or "host" (memcpy). submit_seconds: host time in the call that
+    submitted it. queue_seconds: how long it waited for its turn to be given to the driver.
+    copy_seconds: the copy on the device without the waits before it, for a job that was joined with
+    others that of all of them; 0 when it was never copied. error: why it failed; else None.
+    """
+
+    job_id: int
+    direction: Direction
+    state: State
+    nbytes: int
+    path: str
+    submit_seconds: float
+    queue_seconds: float
+    copy_seconds: float
+    error: BaseException | None
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "done"
+
+
+class TransferError(RuntimeError):
+    """Jobs that were asked for have failed or were cancelled. results: theirs."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.results = list(results)
+        super().__init__("; ".join(map(_sentence, results)))
+
+
+def _sentence(result: Result) -> str:
+    name = f"{result.direction} {result.job_id}"
+    if result.state == "cancelled":
+        return f"{name} was cancelled"
+    return f"{name} failed: {result.error}"
+
+
+def direction_of(channel: int) -> Direction:
+    return "store" if channel == capi.STORES else "load"
+
+
+def result_of(native: capi.JobResult, path: str) -> Result | None:
+    """None while the job has not ended."""
+    if native.state not in _STATES:
+        return None
+    return Result(
+        job_id=native.id,
+        direction=direction_of(native.channel),
+        state=_STATES[native.state],
+        nbytes=native.nbytes,
+        path=path,
+        submit_seconds=native.submit_seconds,
+        queue_seconds=native.queue_seconds,
+        copy_seconds=native.copy_seconds,
+        error=None if native.error is None else RuntimeError(native.error.decode()),
+    )

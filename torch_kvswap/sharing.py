@@ -1,0 +1,51 @@
+"""Which layouts share memory, so that the same id is the same block in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_kvswap.layout import Planes
+
+
+def block_spaces(layouts: Sequence[Planes]) -> list[int]:
+    """A number for each layout, equal for those that share blocks.
+
+    Hybrid models let several groups of layers use the same tensors in turn: a block of one group
+    was, some time before, a block of another. Raises ValueError for layouts that share memory in
+    another way.
+    """
+    spaces = list(range(len(layouts)))
+    for later, layout in enumerate(layouts):
+        for earlier, other in enumerate(layouts[:later]):
+            shifts = _shifts(other, layout)
+            if not shifts.size:
+                continue
+            if shifts.any():
+                raise ValueError(
+                    f"layouts {earlier} and {later} share memory, but the same id is not the same "
+                    "block in both; make them of the same rows with the same distance"
+                )
+            joined, left = spaces[earlier], spaces[later]
+            spaces = [joined if space == left else space for space in spaces]
+    return spaces
+
+
+def _shifts(one: Planes, other: Planes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """For each pair of planes that share bytes: by how many blocks `other` is ahead; 1 where the
+    distances between blocks differ."""
+    a, b = np.meshgrid(np.arange(len(one.bases)), np.arange(len(other.bases)), indexing="ij")
+    a, b = a.reshape(-1), b.reshape(-1)
+    ahead = other.bases[b] - one.bases[a]
+    one_extent = (one.num_blocks - 1) * one.strides[a] + one.sizes[a]
+    other_extent = (other.num_blocks - 1) * other.strides[b] + other.sizes[b]
+    meet = (ahead < one_extent) & (-ahead < other_extent)
+    same_stride = one.strides[a] == other.strides[b]
+    # Rows of planes that lie side by side take turns, and share no byte.
+    blocks, offset = np.divmod(ahead, one.strides[a])
+    inside = offset < one.sizes[a]
+    reaches_next = offset + other.sizes[b] > one.strides[a]
+    shared = meet & (~same_stride | inside | reaches_next)
+    shift = np.where(same_stride, np.where(inside, blocks, blocks + 1), 1)
+    return shift[shared].astype(np.int64)
