@@ -19,7 +19,7 @@ MODULES = {
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "pool", "process", "metrics"),
+    ("_extension", "pool", "process", "metrics", "nvtx"),
     ("cuda_device", "cpu_device", "device", "transfer"),
     ("layout", "plan", "paths", "hazards", "host_memory", "channel", "ops"),
     ("job", "handler", "block_manager"),
