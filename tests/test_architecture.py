@@ -16,10 +16,15 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
+PROGRAMS = [
+    ROOT / "setup.py",
+    *sorted(ROOT.glob("tools/*.py")),
+    *sorted(ROOT.glob("benchmarks/*.py")),
+]
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "pool", "process", "metrics"),
+    ("_extension", "pool", "process", "metrics", "nvtx"),
     ("cuda_device", "cpu_device", "device", "transfer"),
     ("layout", "plan", "paths", "hazards", "host_memory", "channel", "ops"),
     ("job", "handler", "block_manager"),
@@ -125,7 +130,7 @@ def test_a_native_file_includes_what_its_room_may(path):
 
 @pytest.mark.parametrize(
     "path",
-    [*MODULES.values(), *NATIVE, ROOT / "setup.py", ROOT / "tools" / "environment.py"],
+    [*MODULES.values(), *NATIVE, *PROGRAMS],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_a_file_has_200_lines_at_most_and_a_python_function_40(path):

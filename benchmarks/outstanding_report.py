@@ -1,0 +1,128 @@
+"""What the rounds of many small jobs come to: two tables, and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from report import Verdict, table
+from rounds import Few, Round
+
+NOISE = 1 << 20  # resident bytes that come and go with nothing running
+
+
+@dataclass(frozen=True)
+class Run:
+    scenario: str
+    direction: str
+    number: int
+    kept: bool  # whether the caller kept the Job objects
+    few: Few | None  # the same calls with about 100 jobs outstanding
+    round: Round
+    gb_per_s: float
+    big_copy_gb_per_s: float
+    wrong: int  # blocks and pages
+
+
+def tables(runs: Sequence[Run]) -> str:
+    return "\n\n".join((_submits(runs), _growths(runs), _memory(runs)))
+
+
+def _submits(runs: Sequence[Run]) -> str:
+    headers = ["submit, us", "jobs", "round", "median", "mean", "p90", "p99", "p99.9", "max"]
+    headers += ["p99/median", "submit, s"]
+    rows = []
+    for run in runs:
+        calls = run.round.submit
+        numbers = [calls.median, calls.mean, calls.p90, calls.p99, calls.p999, calls.max]
+        numbers += [calls.p99 / calls.median, run.round.submit_seconds]
+        rows.append([run.scenario, run.direction, _name(run), *numbers])
+    return table(headers, rows)
+
+
+def _growths(runs: Sequence[Run]) -> str:
+    """Median and mean of the calls with few and with all jobs outstanding."""
+    headers = ["outstanding, us", "jobs", "round", "submit, 100", "mean", "submit, all", "mean"]
+    headers += ["poll, 100", "mean", "poll, all", "mean", "collect, us/job"]
+    rows = []
+    for run in runs:
+        few, ended = run.few, run.round
+        calls = [few and few.submit, ended.submit_all, few and few.poll, ended.poll]
+        pairs = [(call.median, call.mean) if call else (None, None) for call in calls]
+        numbers = [number for pair in pairs for number in pair]
+        rows.append([run.scenario, run.direction, _name(run), *numbers, ended.collect_us])
+    return table(headers, rows)
+
+
+def _memory(runs: Sequence[Run]) -> str:
+    headers = ["moving", "jobs", "round", "outstanding", "bytes/job", "left, KiB", "streams"]
+    headers += ["events", "jobs/transfer", "s", "GB/s", "big copy, GB/s", "of it"]
+    rows = []
+    for run in runs:
+        ended = run.round
+        numbers = [ended.outstanding, ended.bytes_per_job, ended.added_bytes / 1024, ended.streams]
+        numbers += [ended.events, ended.jobs_per_transfer, ended.moving_seconds, run.gb_per_s]
+        numbers += [run.big_copy_gb_per_s, run.gb_per_s / run.big_copy_gb_per_s]
+        rows.append([run.scenario, run.direction, _name(run), *numbers])
+    return table(headers, rows)
+
+
+def _name(run: Run) -> str:
+    return f"{run.number}, Jobs kept" if run.kept else str(run.number)
+
+
+def judge(runs: Sequence[Run]) -> list[Verdict]:
+    """The worst of all runs against each target."""
+
+    def worst(values: Iterator[float | None]) -> float | None:
+        return max((value for value in values if value is not None), default=None)
+
+    holding = [run for run in runs if run.scenario != "free"]
+    polled = [run for run in runs if run.few and run.round.poll]
+    blocked = [float(not run.round.held) for run in holding]
+    second = [run for run in runs if run.number == 2]
+    return [
+        *(
+            Verdict(f"p99 of submit over its median, {name}", 3, worst(_tail(runs, name)))
+            for name in ("held", "busy", "free")
+        ),
+        Verdict("rounds in which submitting was blocked", 0, sum(blocked) if blocked else None),
+        Verdict("median submit, all outstanding over 100", 1.5, worst(_growth(polled, "submit"))),
+        Verdict("median poll, all outstanding over 100", 1.5, worst(_growth(polled, "poll"))),
+        Verdict(
+            "resident bytes of an outstanding job",
+            512,
+            worst(run.round.bytes_per_job for run in holding if not run.kept),
+        ),
+        Verdict("streams", 16, worst(float(run.round.streams) for run in runs)),
+        Verdict("events", 1024, worst(float(run.round.events) for run in runs)),
+        Verdict(
+            "resident bytes that a second round adds (1 MiB is noise)",
+            NOISE,
+            worst(float(run.round.added_bytes) for run in second),
+        ),
+        Verdict("streams and events that a second round adds", 0, worst(_added(runs))),
+        Verdict("blocks and pages with wrong bytes", 0, sum(run.wrong for run in runs)),
+        Verdict("jobs not reported as done once", 0, sum(run.round.not_done for run in runs)),
+    ]
+
+
+def _tail(runs: Sequence[Run], scenario: str) -> Iterator[float]:
+    spreads = (run.round.submit for run in runs if run.scenario == scenario)
+    return (spread.p99 / spread.median for spread in spreads)
+
+
+def _growth(runs: Sequence[Run], call: str) -> Iterator[float]:
+    for run in runs:
+        assert run.few
+        assert run.round.poll
+        many = run.round.submit_all if call == "submit" else run.round.poll
+        yield many.median / getattr(run.few, call).median
+
+
+def _added(runs: Sequence[Run]) -> Iterator[float]:
+    for first, second in pairwise(runs):
+        if second.number == 2:
+            before = first.round.streams + first.round.events
+            yield float(second.round.streams + second.round.events - before)

@@ -1,0 +1,99 @@
+"""What the benchmarks leave behind: a table on the screen, verdicts, and JSON with the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_kvswap import _extension
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target and what was measured; both in the same unit."""
+
+    name: str
+    target: float
+    measured: float | None  # None: could not be measured here
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.measured is None else self.measured <= self.target
+
+    def __str__(self) -> str:
+        word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
+        got, target = (_cell(value).removesuffix(".00") for value in (self.measured, self.target))
+        return f"{word:13}{self.name}: {got}, at most {target}"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need to be, numbers to the right. None is a dash."""
+    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [
+        all(isinstance(value, int | float | None) for value in column)
+        for column in zip(*rows, strict=True)
+    ] or [False] * len(headers)
+    lines = []
+    for line in cells:
+        padded = (
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        )
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What decides the figures, without what names the machine."""
+    on_cuda = device.type == "cuda"
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(device) if on_cuda else None,
+        "driver": _driver(),
+        "driver_cuda": _extension.library().kvswap_driver_version() or None,
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _driver() -> str | None:
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", file.read_text()) if file.exists() else None
+    return found.group() if found else None
+
+
+def _cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1) if found else platform.machine()
+
+
+def write_json(
+    file: Path, device: torch.device, content: Mapping[str, Any], verdicts: Sequence[Verdict]
+) -> None:
+    said = [{**asdict(verdict), "met": verdict.met} for verdict in verdicts]
+    everything = {"machine": machine(device), **content, "verdicts": said}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(everything, indent=1) + "\n")

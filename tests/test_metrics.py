@@ -1,0 +1,246 @@
+"""What the native side has counted is read whole, and comes out as a scraper wants it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from refusal import refusal
+
+from torch_kvswap.metrics import (
+    BOUNDS,
+    ChannelMetrics,
+    Histogram,
+    Metrics,
+    NativeHistogram,
+    NativeMetrics,
+    read_metrics,
+)
+
+EMPTY = Histogram((), (0,), 0.0)
+IDLE = ChannelMetrics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {"batch": 0}, EMPTY, EMPTY, EMPTY)
+BUSY = ChannelMetrics(
+    submitted=9,
+    done=4,
+    failed=1,
+    cancelled=2,
+    bytes=4096,
+    queued=1,
+    running=1,
+    transfers=3,
+    streams=2,
+    events=5,
+    path_jobs={"batch": 4},
+    submit=Histogram((1e-6, 2e-6), (3, 5, 1), 1.5e-05),
+    queue=EMPTY,
+    copy=EMPTY,
+)
+
+
+def fill(channel: int, out: Any) -> bool:
+    """Every number of the structure differs from every other one, in all three channels."""
+    words = ctypes.cast(out, ctypes.POINTER(ctypes.c_uint64))
+    for index in range(ctypes.sizeof(NativeMetrics) // 8):
+        words[index] = 1000 * channel + index
+    for number, name in enumerate(("submit", "queue", "copy")):
+        getattr(out.contents, name).sum = channel + number / 4
+    return True
+
+
+# The structures
+
+
+def test_the_structures_are_as_long_as_those_of_the_header() -> None:
+    assert (ctypes.sizeof(NativeHistogram), ctypes.sizeof(NativeMetrics)) == (27 * 8, 95 * 8)
+
+
+def test_every_number_of_the_native_side_arrives_under_its_own_name() -> None:
+    loads = read_metrics(fill).loads
+    counts = str(loads).partition(", submit=")[0]
+    assert_expected_inline(
+        re.sub(r", (?=\w+=)", ",\n", counts),
+        """\
+ChannelMetrics(submitted=1000,
+done=1001,
+failed=1002,
+cancelled=1003,
+bytes=1004,
+queued=1005,
+running=1006,
+transfers=1007,
+streams=1008,
+events=1009,
+path_jobs={'host': 1010, 'batch': 1011}""",
+    )
+
+    for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
+        first = 1014 + 27 * number
+        assert histogram == Histogram(BOUNDS, tuple(range(first, first + 26)), 1 + number / 4)
+
+
+def test_the_three_channels_are_read_in_the_order_of_the_header() -> None:
+    metrics = read_metrics(fill)
+    channels = (metrics.stores, metrics.loads, metrics.expedited)
+    assert [channel.submitted for channel in channels] == [0, 1000, 2000]
+    assert [channel.copy.sum for channel in channels] == [0.5, 1.5, 2.5]
+
+
+def test_a_channel_that_cannot_be_read_raises() -> None:
+    assert_expected_inline(
+        refusal(read_metrics, lambda channel, out: channel < 2),
+        """RuntimeError: the native handler gave no metrics of its channel 2""",
+    )
+
+
+# Histograms
+
+
+def test_the_bounds_double_from_a_microsecond_on() -> None:
+    assert BOUNDS[:4] == (1e-6, 2e-6, 4e-6, 8e-6)
+    assert (len(BOUNDS), BOUNDS[-1]) == (25, 16.777216)
+
+
+def test_count_and_mean_are_of_all_values() -> None:
+    histogram = Histogram((1.0, 2.0), (1, 2, 1), 8.0)
+    assert (histogram.count, histogram.mean) == (4, 2.0)
+
+
+def test_a_quantile_lies_within_the_bucket_as_far_as_its_rank() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0, 8.0), (0, 10, 0, 10, 0), 0.0)
+    quantiles = [histogram.quantile(q) for q in (0, 0.25, 0.5, 0.75, 1)]
+    assert quantiles == [1.0, 1.5, 2.0, 6.0, 8.0]
+
+
+def test_a_quantile_beyond_the_last_bound_is_that_bound() -> None:
+    histogram = Histogram((1.0, 2.0), (1, 0, 9), 0.0)
+    assert histogram.quantile(0.5) == 2.0
+    assert histogram.quantile(0.1) == 1.0
+
+
+def test_nothing_seen_has_no_mean_and_no_quantile() -> None:
+    assert math.isnan(EMPTY.mean)
+    assert math.isnan(EMPTY.quantile(0.5))
+
+
+@pytest.mark.parametrize("q", [-0.1, 50, math.nan])
+def test_a_quantile_is_asked_for_with_a_number_from_0_to_1(q: float) -> None:
+    with pytest.raises(ValueError, match="a number from 0 to 1, not"):
+        EMPTY.quantile(q)
+
+
+# Text
+
+
+def test_the_text_has_every_number_with_its_unit_and_labels() -> None:
+    assert_expected_inline(
+        Metrics(BUSY, IDLE, IDLE).prometheus({"rank": "1"}),
+        """\
+# HELP kvswap_jobs_submitted_total Jobs submitted.
+# TYPE kvswap_jobs_submitted_total counter
+kvswap_jobs_submitted_total{direction="store",rank="1"} 9
+kvswap_jobs_submitted_total{direction="load",rank="1"} 0
+kvswap_jobs_submitted_total{direction="expedited",rank="1"} 0
+# HELP kvswap_jobs_ended_total Jobs ended, by how they ended.
+# TYPE kvswap_jobs_ended_total counter
+kvswap_jobs_ended_total{direction="store",rank="1",state="done"} 4
+kvswap_jobs_ended_total{direction="store",rank="1",state="failed"} 1
+kvswap_jobs_ended_total{direction="store",rank="1",state="cancelled"} 2
+kvswap_jobs_ended_total{direction="load",rank="1",state="done"} 0
+kvswap_jobs_ended_total{direction="load",rank="1",state="failed"} 0
+kvswap_jobs_ended_total{direction="load",rank="1",state="cancelled"} 0
+kvswap_jobs_ended_total{direction="expedited",rank="1",state="done"} 0
+kvswap_jobs_ended_total{direction="expedited",rank="1",state="failed"} 0
+kvswap_jobs_ended_total{direction="expedited",rank="1",state="cancelled"} 0
+# HELP kvswap_jobs_copied_total Jobs done, by the way of copying.
+# TYPE kvswap_jobs_copied_total counter
+kvswap_jobs_copied_total{direction="store",rank="1",path="batch"} 4
+kvswap_jobs_copied_total{direction="load",rank="1",path="batch"} 0
+kvswap_jobs_copied_total{direction="expedited",rank="1",path="batch"} 0
+# HELP kvswap_copied_bytes_total Bytes of the jobs done.
+# TYPE kvswap_copied_bytes_total counter
+kvswap_copied_bytes_total{direction="store",rank="1"} 4096
+kvswap_copied_bytes_total{direction="load",rank="1"} 0
+kvswap_copied_bytes_total{direction="expedited",rank="1"} 0
+# HELP kvswap_transfers_total Copies given to the device.
+# TYPE kvswap_transfers_total counter
+kvswap_transfers_total{direction="store",rank="1"} 3
+kvswap_transfers_total{direction="load",rank="1"} 0
+kvswap_transfers_total{direction="expedited",rank="1"} 0
+# HELP kvswap_jobs_queued Jobs in the software queue.
+# TYPE kvswap_jobs_queued gauge
+kvswap_jobs_queued{direction="store",rank="1"} 1
+kvswap_jobs_queued{direction="load",rank="1"} 0
+kvswap_jobs_queued{direction="expedited",rank="1"} 0
+# HELP kvswap_jobs_running Jobs on the device.
+# TYPE kvswap_jobs_running gauge
+kvswap_jobs_running{direction="store",rank="1"} 1
+kvswap_jobs_running{direction="load",rank="1"} 0
+kvswap_jobs_running{direction="expedited",rank="1"} 0
+# HELP kvswap_streams Streams that exist.
+# TYPE kvswap_streams gauge
+kvswap_streams{direction="store",rank="1"} 2
+kvswap_streams{direction="load",rank="1"} 0
+kvswap_streams{direction="expedited",rank="1"} 0
+# HELP kvswap_events Events that exist.
+# TYPE kvswap_events gauge
+kvswap_events{direction="store",rank="1"} 5
+kvswap_events{direction="load",rank="1"} 0
+kvswap_events{direction="expedited",rank="1"} 0
+# HELP kvswap_submit_seconds Host time in the call that submits.
+# TYPE kvswap_submit_seconds histogram
+kvswap_submit_seconds_bucket{direction="store",rank="1",le="1e-06"} 3
+kvswap_submit_seconds_bucket{direction="store",rank="1",le="2e-06"} 8
+kvswap_submit_seconds_bucket{direction="store",rank="1",le="+Inf"} 9
+kvswap_submit_seconds_sum{direction="store",rank="1"} 1.5e-05
+kvswap_submit_seconds_count{direction="store",rank="1"} 9
+kvswap_submit_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
+kvswap_submit_seconds_sum{direction="load",rank="1"} 0.0
+kvswap_submit_seconds_count{direction="load",rank="1"} 0
+kvswap_submit_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
+kvswap_submit_seconds_sum{direction="expedited",rank="1"} 0.0
+kvswap_submit_seconds_count{direction="expedited",rank="1"} 0
+# HELP kvswap_queue_seconds Time in the software queue.
+# TYPE kvswap_queue_seconds histogram
+kvswap_queue_seconds_bucket{direction="store",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="store",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="store",rank="1"} 0
+kvswap_queue_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="load",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="load",rank="1"} 0
+kvswap_queue_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="expedited",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="expedited",rank="1"} 0
+# HELP kvswap_copy_seconds Time copying, without the waits.
+# TYPE kvswap_copy_seconds histogram
+kvswap_copy_seconds_bucket{direction="store",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="store",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="store",rank="1"} 0
+kvswap_copy_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="load",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="load",rank="1"} 0
+kvswap_copy_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="expedited",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="expedited",rank="1"} 0
+""",
+    )
+
+
+def test_without_labels_only_our_own_are_there() -> None:
+    text = Metrics(IDLE, BUSY, IDLE).prometheus()
+    assert 'kvswap_jobs_queued{direction="load"} 1\n' in text
+    assert text.endswith("\n")
+
+
+def test_a_label_value_is_escaped() -> None:
+    text = Metrics(IDLE, IDLE, IDLE).prometheus({"model": 'a\\b "c"\nd'})
+    assert r'kvswap_streams{direction="store",model="a\\b \"c\"\nd"} 0' in text.splitlines()
+
+
+@pytest.mark.parametrize("name", ["", "a-b", "1a", "__a", "ä", "direction", "le", "path", "state"])
+def test_a_label_name_that_a_scraper_refuses_or_that_is_ours_raises(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"cannot be named {name!r}")):
+        Metrics(IDLE, IDLE, IDLE).prometheus({name: "x"})

@@ -1,0 +1,355 @@
+"""The benchmark of many outstanding jobs counts what there is, and sees what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import outstanding
+import pytest
+import torch
+from blocks import NumberedBlocks
+from expecttest import assert_expected_inline
+from outstanding_report import Run, judge
+from report import Verdict, table
+from rounds import Few, Round, Scenario, run_few
+from timing import Hold, Spread, resident_bytes
+
+from torch_kvswap import OffloadHandler
+
+COUNT = 1100
+
+
+class FakeHandler:
+    """Moves nothing before it is drained."""
+
+    def __init__(self, blocks: NumberedBlocks) -> None:
+        self.blocks = blocks
+        self.afters: list[object] = []
+        self.pending: list[tuple[str, int, int]] = []
+        self.ended: list[SimpleNamespace] = []
+        self.done = 0
+        self.spoil = lambda number: False  # which jobs move nothing
+        self.lose = lambda number: False  # which jobs are never reported
+
+    def store(self, blocks: list[int], pages: list[int], *, after: object) -> None:
+        self.afters.append(after)
+        self.pending.append(("store", blocks[0], pages[0]))
+
+    def load(self, pages: list[int], blocks: list[int], *, after: object) -> None:
+        self.afters.append(after)
+        self.pending.append(("load", blocks[0], pages[0]))
+
+    def finished(self) -> list[SimpleNamespace]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def drain(self) -> None:
+        for number, (direction, block, page) in enumerate(self.pending):
+            self.done += 1
+            if not self.spoil(number):
+                self._move(direction, block, self.blocks.host.pages[page, 0])
+            if not self.lose(number):
+                self.ended.append(SimpleNamespace(job_id=self.done, ok=True))
+        self.pending.clear()
+
+    def metrics(self) -> SimpleNamespace:
+        queued, idle = len(self.pending), SimpleNamespace(queued=0, running=0, done=0, transfers=0)
+        idle.streams, idle.events = 1, 2
+        busy = SimpleNamespace(queued=queued, running=0, done=self.done, transfers=self.done // 4)
+        busy.streams, busy.events = 2, 5
+        return SimpleNamespace(stores=busy, loads=idle, expedited=idle)
+
+    def _move(self, direction: str, block: int, page: torch.Tensor) -> None:
+        for tensor, part in zip(
+            self.blocks.layout.tensors, page.view(torch.int64).split(2), strict=True
+        ):
+            source, target = (
+                (tensor[block], part) if direction == "store" else (part, tensor[block])
+            )
+            target.copy_(source)
+
+
+class FakeHold:
+    def __init__(self, is_over: bool = False) -> None:
+        self.event = object()
+        self.is_over = is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+@pytest.fixture
+def blocks() -> NumberedBlocks:
+    return NumberedBlocks(torch.device("cpu"), COUNT, layers=2, fragment_bytes=16)
+
+
+def runs_of(handler: Any, scenario: Scenario, direction: str) -> list[Run]:
+    return list(outstanding.measure(handler, handler.blocks, scenario, direction, 1.0))
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("direction", ["store", "load", "both"])
+def test_held_jobs_are_all_outstanding_and_end_with_the_right_bytes(
+    direction: str, blocks: NumberedBlocks
+) -> None:
+    runs = runs_of(FakeHandler(blocks), Scenario("held", lambda _: FakeHold(), True), direction)
+    assert [(run.number, run.kept) for run in runs] == [(1, False), (2, False), (3, True)]
+    for run in runs:
+        assert (run.round.held, run.round.outstanding) == (True, COUNT)
+        assert (run.round.streams, run.round.events) == (4, 9)
+        assert run.round.jobs_per_transfer == pytest.approx(4, rel=0.01)
+        assert run.round.poll is not None
+        assert run.few is not None
+        assert (run.wrong, run.round.not_done) == (0, 0)
+
+
+def test_only_the_first_job_of_a_direction_waits_for_the_event(blocks: NumberedBlocks) -> None:
+    handler, hold = FakeHandler(blocks), FakeHold()
+    jobs = [(handler.store, [0], [0]), (handler.load, [1], [1])] * 100
+    few = run_few(handler, jobs, Scenario("held", lambda _: hold, True))
+    assert few is None  # the hold stays over after the first time
+    assert handler.afters == ([hold.event] * 2 + [None] * 123) * 20
+
+
+def test_a_busy_stream_is_not_named(blocks: NumberedBlocks) -> None:
+    handler = FakeHandler(blocks)
+    runs = runs_of(handler, Scenario("busy", lambda _: FakeHold()), "store")
+    assert len(runs) == 2
+    assert {*handler.afters} == {None}
+
+
+def test_a_hold_that_is_over_too_early_is_tried_longer_and_then_told(
+    blocks: NumberedBlocks,
+) -> None:
+    seconds: list[float] = []
+
+    def hold(length: float) -> FakeHold:
+        seconds.append(length)
+        return FakeHold(is_over=length > 0.05)
+
+    runs = runs_of(FakeHandler(blocks), Scenario("busy", hold), "store")
+    assert [run.round.held for run in runs] == [False, False]
+    assert [run.round.bytes_per_job for run in runs] == [None, None]
+    long = [length for length in seconds if length > 0.05]
+    assert long[1] == 4 * long[0]
+    assert len(long) == 4
+
+
+def test_a_copy_that_is_left_out_is_seen(blocks: NumberedBlocks) -> None:
+    handler = FakeHandler(blocks)
+    handler.spoil = lambda number: number == 1007
+    for direction in ("store", "load", "both"):
+        assert [run.wrong for run in runs_of(handler, Scenario("free"), direction)] == [1, 1]
+
+
+def test_a_job_that_is_not_reported_is_seen(blocks: NumberedBlocks) -> None:
+    handler = FakeHandler(blocks)
+    handler.lose = lambda number: number in (3, 1007)
+    assert [run.round.not_done for run in runs_of(handler, Scenario("free"), "load")] == [2, 2]
+
+
+def test_a_job_that_is_reported_twice_is_seen(blocks: NumberedBlocks) -> None:
+    handler = FakeHandler(blocks)
+    drain = handler.drain
+
+    def drain_twice() -> None:
+        drain()
+        handler.ended.append(handler.ended[0])
+
+    handler.drain = drain_twice  # type: ignore[method-assign]
+    assert [run.round.not_done for run in runs_of(handler, Scenario("free"), "load")] == [1, 1]
+
+
+# Bytes
+
+
+def test_a_byte_that_changes_where_no_job_went_is_seen(blocks: NumberedBlocks) -> None:
+    assert blocks.wrong() == 0
+    blocks.host.pages[COUNT - 1, 0, 31] ^= 1
+    blocks.layout.tensors[1][COUNT - 1, 1] += 1
+    assert blocks.wrong() == 2
+
+
+def test_what_an_earlier_round_left_behind_is_wrong(blocks: NumberedBlocks) -> None:
+    ids = torch.arange(COUNT)
+    pages = blocks.host.pages
+    for tensor, part in zip(
+        blocks.layout.tensors, pages.view(torch.int64).split(2, -1), strict=True
+    ):
+        part.squeeze(1).copy_(tensor)
+    blocks.note_store(ids, ids)
+    assert blocks.wrong() == 0
+    kept = pages.clone()
+    blocks.refill()
+    pages.copy_(kept)
+    blocks.note_store(ids, ids)
+    assert blocks.wrong() == COUNT
+
+
+def test_no_two_words_are_the_same(blocks: NumberedBlocks) -> None:
+    words = torch.cat([*blocks.layout.tensors, blocks.host.pages.view(torch.int64).squeeze(1)], 1)
+    assert len(words.unique()) == words.numel()
+
+
+# What is said
+
+
+def a_run(scenario: str, number: int, held: bool = True, few: bool = True, events: int = 9) -> Run:
+    fast, slow = (Spread(median, median, 2 * median, 8, 9, 10) for median in (2.0, 4.0))
+    ended = Round(
+        held=held,
+        outstanding=1000,
+        submit=slow,
+        submit_all=slow,
+        poll=fast if held else None,
+        collect_us=0.5,
+        bytes_per_job=480.0 if held else None,
+        added_bytes=4096,
+        streams=4,
+        events=events,
+        jobs_per_transfer=4.0,
+        submit_seconds=0.01,
+        moving_seconds=0.1,
+        not_done=0,
+    )
+    return Run(scenario, "store", number, False, Few(fast, fast) if few else None, ended, 1, 2, 0)
+
+
+def test_the_worst_round_decides_each_target() -> None:
+    runs = [a_run("held", 1), a_run("held", 2, events=12), a_run("busy", 2, held=False)]
+    runs.append(a_run("free", 1, held=False, few=False))
+    assert_expected_inline(
+        "\n".join(map(str, judge(runs))),
+        """\
+met          p99 of submit over its median, held: 2, at most 3
+met          p99 of submit over its median, busy: 2, at most 3
+met          p99 of submit over its median, free: 2, at most 3
+MISSED       rounds in which submitting was blocked: 1, at most 0
+MISSED       median submit, all outstanding over 100: 2, at most 1.50
+met          median poll, all outstanding over 100: 1, at most 1.50
+met          resident bytes of an outstanding job: 480, at most 512
+met          streams: 4, at most 16
+met          events: 12, at most 1,024
+met          resident bytes that a second round adds (1 MiB is noise): 4,096, at most 1,048,576
+MISSED       streams and events that a second round adds: 3, at most 0
+met          blocks and pages with wrong bytes: 0, at most 0
+met          jobs not reported as done once: 0, at most 0""",
+    )
+
+
+def test_what_needs_a_gpu_is_not_judged_without_one() -> None:
+    runs = [a_run("free", number, held=False, few=False) for number in (1, 2)]
+    assert_expected_inline(
+        "\n".join(map(str, judge(runs))),
+        """\
+not measured p99 of submit over its median, held: -, at most 3
+not measured p99 of submit over its median, busy: -, at most 3
+met          p99 of submit over its median, free: 2, at most 3
+not measured rounds in which submitting was blocked: -, at most 0
+not measured median submit, all outstanding over 100: -, at most 1.50
+not measured median poll, all outstanding over 100: -, at most 1.50
+not measured resident bytes of an outstanding job: -, at most 512
+met          streams: 4, at most 16
+met          events: 9, at most 1,024
+met          resident bytes that a second round adds (1 MiB is noise): 4,096, at most 1,048,576
+met          streams and events that a second round adds: 0, at most 0
+met          blocks and pages with wrong bytes: 0, at most 0
+met          jobs not reported as done once: 0, at most 0""",
+    )
+
+
+def test_the_tables_have_units_in_their_headers() -> None:
+    runs = [a_run("held", 1), a_run("free", 1, held=False, few=False)]
+    assert_expected_inline(
+        outstanding.tables(runs),
+        """\
+submit, us  jobs   round  median  mean   p90  p99  p99.9  max  p99/median  submit, s
+held        store  1        4.00  4.00  8.00    8      9   10        2.00       0.01
+free        store  1        4.00  4.00  8.00    8      9   10        2.00       0.01
+
+outstanding, us  jobs   round  submit, 100  mean  submit, all  mean  poll, 100  mean  poll, all  mean  collect, us/job
+held             store  1             2.00  2.00         4.00  4.00       2.00  2.00       2.00  2.00             0.50
+free             store  1                -     -         4.00  4.00          -     -          -     -             0.50
+
+moving  jobs   round  outstanding  bytes/job  left, KiB  streams  events  jobs/transfer     s  GB/s  big copy, GB/s  of it
+held    store  1            1,000     480.00       4.00        4       9           4.00  0.10     1               2   0.50
+free    store  1            1,000          -       4.00        4       9           4.00  0.10     1               2   0.50""",
+    )
+
+
+def test_a_table_has_text_to_the_left_and_numbers_to_the_right() -> None:
+    rows = [["a", 1234567, 0.5, None], ["bcd", 2, 12345.6, 1]]
+    assert_expected_inline(
+        table(["name", "n", "us", "x"], rows),
+        """\
+name          n      us  x
+a     1,234,567    0.50  -
+bcd           2  12,346  1""",
+    )
+
+
+def test_a_verdict_at_its_target_is_met() -> None:
+    assert Verdict("x", 3, 3.0).met
+    assert Verdict("x", 3, 3.01).met is False
+    assert Verdict("x", 3, None).met is None
+
+
+def test_a_spread_is_in_microseconds() -> None:
+    samples = torch.arange(1001).numpy() * 1000
+    assert Spread.of(samples) == Spread(500.0, 500.0, 900.0, 990.0, 999.0, 1000.0)
+
+
+def test_resident_memory_is_seen_while_it_is_held_and_gone_afterwards() -> None:
+    before = resident_bytes()
+    held = [bytearray(100) for _ in range(100_000)]
+    full = resident_bytes()
+    assert 10e6 < full - before < 30e6
+    del held
+    assert resident_bytes() - before < 4e6  # Python keeps some of it for ever
+
+
+@pytest.mark.parametrize(("wrong", "not_done", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
+def test_wrong_bytes_and_lost_jobs_end_the_program_with_1(
+    wrong: int, not_done: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run("free", 1, held=False, few=False, events=5000)  # a missed target does not
+    run = replace(run, wrong=wrong, round=replace(run.round, not_done=not_done))
+    monkeypatch.setattr(outstanding, "measure_all", lambda *_: [run])
+    assert outstanding.main(["--device", "cpu", "--jobs", "10"]) == code
+
+
+@pytest.mark.gpu
+def test_a_held_stream_is_busy_for_about_as_long_as_asked() -> None:
+    stream = torch.cuda.Stream()
+    Hold(stream, 0.01).wait()  # measures the clock
+    start = time.perf_counter()
+    hold = Hold(stream, 0.2)
+    assert not hold.is_over
+    assert torch.cuda.current_stream().query()
+    hold.wait()
+    assert hold.is_over
+    assert 0.15 < time.perf_counter() - start < 0.4
+
+
+@pytest.mark.skipif(not hasattr(OffloadHandler, "metrics"), reason="the handler counts nothing yet")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_program_writes_its_figures_and_the_bytes_are_right(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results" / "figures.json"
+    arguments = ["--device", device, "--jobs", "300", "--json", str(file)]
+    assert outstanding.main(arguments) == 0
+    figures = json.loads(file.read_text())
+    assert [run["wrong"] for run in figures["runs"]] == [0] * (6 if device == "cpu" else 21)
+    assert figures["settings"] == {"jobs": 300, "layers": 2, "fragment_kib": 8}
+    assert figures["machine"]["torch"] == torch.__version__
+    said = capsys.readouterr()
+    assert "300 jobs of one block of 16 KiB" in said.out
+    assert "rounds 100 %" in said.err
