@@ -137,11 +137,14 @@ def test_waiting_for_an_event_that_was_never_recorded_succeeds_and_is_told(drive
     assert driver.cuda.is_done(event=event)
     driver.cuda.synchronize(event=event)
     assert driver.violations() == 3
-    assert_expected_inline(driver.log(), """\
+    assert_expected_inline(
+        driver.log(),
+        """\
 VIOLATION: wait for event 1, which was never recorded
 VIOLATION: query of event 1, which was never recorded
 VIOLATION: synchronize with event 1, which was never recorded
-""")
+""",
+    )
 
 
 @stubbed
@@ -153,13 +156,16 @@ def test_using_what_was_destroyed_fails_and_is_told(driver):
     assert code_of(driver.cuda.destroy_event, event) == 400
     assert code_of(driver.cuda.is_done, stream=stream) == 400
     assert driver.violations() == 3
-    assert_expected_inline(driver.log(), """\
+    assert_expected_inline(
+        driver.log(),
+        """\
 create stream 101
 destroy stream 101
 VIOLATION: use of event 1, which does not exist
 VIOLATION: use of event 1, which does not exist
 VIOLATION: use of stream 101, which was destroyed
-""")
+""",
+    )
 
 
 @stubbed
@@ -395,14 +401,19 @@ def test_in_threaded_mode_all_runs_and_in_the_order_of_events(driver, seed):
 
 
 @stubbed
-def test_in_threaded_mode_streams_overtake_each_other_only_without_an_event(driver):
+def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_for(driver):
     overtaken = set()
     for seed in range(40):
         driver.set_mode("threaded", seed)
         src, middle = sides(driver)
         dst = driver.memory(16, HOST)
+        event, hold = driver.cuda.create_event(), driver.hold(44)
+        driver.cuda.record(event, 44)
+        driver.cuda.wait(42, event)
         driver.cuda.copy(middle, src, 42)
+        driver.cuda.wait(43, event)
         driver.cuda.copy(dst, middle, 43)
+        driver.release(hold)
         assert driver.join()
         overtaken.add(not torch.equal(dst, src))
         driver.reset()
@@ -425,7 +436,9 @@ def test_the_log_has_a_line_for_each_call_that_does_something(driver):
     driver.cuda.synchronize(event=event)
     driver.cuda.destroy_event(event)
     driver.cuda.destroy_stream(stream)
-    assert_expected_inline(driver.log(), """\
+    assert_expected_inline(
+        driver.log(),
+        """\
 create stream 101
 copy 16 bytes on stream 101
 batch of 1 on stream 101, source order 1 from 0
@@ -436,7 +449,8 @@ wait for a value of at least 2 on stream 42
 synchronize stream 101
 synchronize event 1
 destroy stream 101
-""")
+""",
+    )
     assert driver.log() == ""
 
 
@@ -510,6 +524,7 @@ def pass_if(driver: Driver, good: bool) -> None:
 @stubbed
 def use_wrongly(driver: Driver) -> None:
     driver.cuda.wait(42, driver.cuda.create_event())
+    driver.log()
 
 
 @stubbed
@@ -556,7 +571,7 @@ def worker():
 @pytest.mark.parametrize(
     ("body", "texts"),
     [
-        ("use_wrongly", ["VIOLATION: wait for event 1, which was never recorded"]),
+        ("use_wrongly", ["used wrongly:\nwait for event 1, which was never recorded"]),
         ("fail_in_a_thread", ["ZeroDivisionError"]),
         ("warn", ["UserWarning: look out"]),
         ("die", ["ended with status -6", "in die"]),

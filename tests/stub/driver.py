@@ -19,6 +19,7 @@ RESULTS = {
     "stub_step": ctypes.c_bool,
     "stub_knows": ctypes.c_bool,
     "stub_pending": ctypes.c_char_p,
+    "stub_violations": ctypes.c_char_p,
     "stub_take_log": ctypes.c_char_p,
 }
 
@@ -166,7 +167,11 @@ class Driver:
     def violations(self) -> int:
         """What CUDA takes and does wrong. A stubbed test that does not ask fails if there are any."""
         self.asked_for_violations = True
-        return self.library.stub_violations()
+        return len(self.library.stub_violations().splitlines())
+
+    def unexpected_violations(self) -> str:
+        """What they were, unless violations() has been called."""
+        return "" if self.asked_for_violations else self.library.stub_violations().decode()
 
     def log(self) -> str:
         """The calls since the last time, without those that only ask, create or destroy events."""

@@ -54,8 +54,8 @@ def attempt(driver: Driver, module: str, name: str, arguments: dict[str, Any]) -
     gc.collect()
     if lost:
         return "\n".join(lost)
-    if not driver.asked_for_violations and driver.violations():
-        return f"the driver was used wrongly:\n{driver.log()}"
+    if violations := driver.unexpected_violations():
+        return f"the driver was used wrongly:\n{violations}the rest of the log:\n{driver.log()}"
     return None
 
 

@@ -24,6 +24,9 @@ Call::Call(const char* name) : lock(device().mutex), result(device().faults.next
   device().settle();
 }
 
-Call::~Call() { device().settle(); }
+Call::~Call() {
+  device().settle();
+  device().changed.notify_all();  // there may be work for the thread
+}
 
 }  // namespace stub

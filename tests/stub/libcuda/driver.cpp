@@ -160,9 +160,11 @@ int stub_live_streams() {
   const Lock lock(device().mutex);
   return device().live_streams();
 }
-int stub_violations() {
+const char* stub_violations() {
   const Lock lock(device().mutex);
-  return device().log.violations();
+  std::string lines;
+  for (const std::string& line : device().log.violations()) lines += line + "\n";
+  return keep(lines);
 }
 const char* stub_take_log() {
   const Lock lock(device().mutex);

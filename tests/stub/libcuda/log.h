@@ -2,6 +2,7 @@
 
 #include <sstream>
 #include <string>
+#include <vector>
 
 // What the tests read: a line for each call, and what no correct program does.
 namespace stub {
@@ -17,11 +18,13 @@ class Log {
   // CUDA takes it and does something else than was meant.
   template <typename... Parts>
   void violation(const Parts&... parts) {
-    ++violations_;
-    add("VIOLATION: ", parts...);
+    std::ostringstream line;
+    ((line << parts), ...);
+    violations_.push_back(line.str());
+    add("VIOLATION: ", line.str());
   }
 
-  int violations() const { return violations_; }
+  const std::vector<std::string>& violations() const { return violations_; }
 
   std::string take() {
     const std::string taken = text_.str();
@@ -31,12 +34,12 @@ class Log {
 
   void clear() {
     take();
-    violations_ = 0;
+    violations_.clear();
   }
 
  private:
   std::ostringstream text_;
-  int violations_ = 0;
+  std::vector<std::string> violations_;
 };
 
 }  // namespace stub

@@ -66,6 +66,7 @@ int push(const char* name, void* handle, Operation operation) {
 }
 
 int wait_value(void* handle, unsigned long long address, uint64_t value, unsigned flags) {
+  flags &= ~(1u << 30);                 // "flush" means nothing here
   if (flags > 1) return kInvalidValue;  // "at least" and "equal" are all that is made here
   Operation operation{Operation::kWaitValue};
   operation.address = address;
