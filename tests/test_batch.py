@@ -139,19 +139,19 @@ def test_the_legacy_default_stream_is_served_beside_it():
         """\
 push context of device 1
 create stream 101
-record on stream 0
-wait on stream 101
+record event 1 on stream 0
+wait for event 1 on stream 101
 batch of 2 on stream 101, source order 1 from 0
-record on stream 101
-wait on stream 0
+record event 2 on stream 101
+wait for event 2 on stream 0
 pop context
 
 push context of device 1
-record on stream 1
-wait on stream 101
+record event 3 on stream 1
+wait for event 3 on stream 101
 batch of 2 on stream 101, source order 1 from 0
-record on stream 101
-wait on stream 1
+record event 4 on stream 101
+wait for event 4 on stream 1
 pop context
 
 push context of device 1
@@ -382,11 +382,11 @@ def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
 torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed
 push context of device 0
 create stream 101
-record on stream 0
-wait on stream 101
+record event 1 on stream 0
+wait for event 1 on stream 101
 batch of 2 on stream 101, source order 1 from 0
-record on stream 101
-wait on stream 0
+record event 2 on stream 101
+wait for event 2 on stream 0
 pop context
 """,
     )

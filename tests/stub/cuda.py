@@ -1,0 +1,142 @@
+"""The driver's functions as a program calls them, for tests that take the part of that program."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+_Handle, _Word, _Size, _Int = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
+PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "cuDeviceGetAttribute": (_Handle, _Int, _Int),
+    "cuDriverGetVersion": (_Handle,),
+    "cuThreadExchangeStreamCaptureMode": (_Handle,),
+    "cuPointerGetAttributes": (ctypes.c_uint, _Handle, _Handle, _Word),
+    "cuMemHostAlloc": (_Handle, _Size, ctypes.c_uint),
+    "cuMemFreeHost": (_Handle,),
+    "cuMemHostRegister": (_Handle, _Size, ctypes.c_uint),
+    "cuMemHostUnregister": (_Handle,),
+    "cuMemcpyAsync": (_Word, _Word, _Size, _Handle),
+    "cuMemcpyBatchAsync": (*[_Handle] * 3, _Size, _Handle, _Handle, _Size, _Handle, _Handle),
+    "cuStreamCreate": (_Handle, ctypes.c_uint),
+    "cuStreamDestroy": (_Handle,),
+    "cuStreamIsCapturing": (_Handle, _Handle),
+    "cuStreamQuery": (_Handle,),
+    "cuStreamSynchronize": (_Handle,),
+    "cuStreamWaitEvent": (_Handle, _Handle, ctypes.c_uint),
+    "cuStreamWaitValue64": (_Handle, _Word, _Word, ctypes.c_uint),
+    "cuStreamWriteValue64": (_Handle, _Word, _Word, ctypes.c_uint),
+    "cuEventCreate": (_Handle, ctypes.c_uint),
+    "cuEventDestroy": (_Handle,),
+    "cuEventElapsedTime": (_Handle, _Handle, _Handle),
+    "cuEventQuery": (_Handle,),
+    "cuEventRecord": (_Handle, _Handle),
+    "cuEventSynchronize": (_Handle,),
+}
+
+
+class CudaError(Exception):
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} returned {code}")
+        self.code = code
+
+
+class Cuda:
+    """Methods return what the function gives, and raise CudaError with its code."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def call(self, name: str, *arguments: object) -> int:
+        """The code that the function returns."""
+        address = ctypes.c_void_p()
+        found = self._library.cuGetProcAddress_v2(
+            name.encode(), ctypes.byref(address), 12080, _Word(0), None
+        )
+        if found != 0:
+            raise CudaError(f"cuGetProcAddress_v2 of {name}", found)
+        return ctypes.CFUNCTYPE(_Int, *PROTOTYPES[name])(address.value)(*arguments)
+
+    def check(self, name: str, *arguments: object) -> None:
+        code = self.call(name, *arguments)
+        if code != 0:
+            raise CudaError(name, code)
+
+    def create_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self.check("cuStreamCreate", ctypes.byref(stream), 1)
+        return stream.value or 0
+
+    def create_event(self, timed: bool = True) -> int:
+        event = ctypes.c_void_p()
+        self.check("cuEventCreate", ctypes.byref(event), 0 if timed else 2)
+        return event.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        self.check("cuStreamDestroy", stream)
+
+    def destroy_event(self, event: int) -> None:
+        self.check("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self.check("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self.check("cuStreamWaitEvent", stream, event, 0)
+
+    def wait_value(self, stream: int, word: torch.Tensor, value: int) -> None:
+        """Until the int64 word is at least the value."""
+        self.check("cuStreamWaitValue64", stream, word.data_ptr(), value, 0)
+
+    def write_value(self, stream: int, word: torch.Tensor, value: int) -> None:
+        self.check("cuStreamWriteValue64", stream, word.data_ptr(), value, 0)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
+        assert dst.nbytes == src.nbytes
+        self.check("cuMemcpyAsync", dst.data_ptr(), src.data_ptr(), dst.nbytes, stream)
+
+    def copy_batch(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int, order: int = 1
+    ) -> None:
+        """Pairs of destination and source. order: 1 is that of the stream, 3 any."""
+        count = len(pairs)
+        dsts = (_Word * count)(*[dst.data_ptr() for dst, _ in pairs])
+        srcs = (_Word * count)(*[src.data_ptr() for _, src in pairs])
+        sizes = (_Size * count)(*[dst.nbytes for dst, _ in pairs])
+        attributes, starts = (_Int * 6)(order), (_Size * 1)(0)
+        failed = ctypes.byref(_Size())
+        self.check(
+            "cuMemcpyBatchAsync", dsts, srcs, sizes, count, attributes, starts, 1, failed, stream
+        )
+
+    def is_done(self, *, stream: int | None = None, event: int | None = None) -> bool:
+        name, handle = ("cuStreamQuery", stream) if event is None else ("cuEventQuery", event)
+        code = self.call(name, handle)
+        if code not in (0, 600):
+            raise CudaError(name, code)
+        return code == 0
+
+    def synchronize(self, *, stream: int | None = None, event: int | None = None) -> None:
+        if event is None:
+            self.check("cuStreamSynchronize", stream)
+        else:
+            self.check("cuEventSynchronize", event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        milliseconds = ctypes.c_float()
+        self.check("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
+        return milliseconds.value
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Of the calling thread: 0 global, 2 relaxed. Returns the one before."""
+        exchanged = _Int(mode)
+        self.check("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        return exchanged.value
+
+    def memory_type(self, tensor: torch.Tensor) -> int:
+        """1 host, 2 device, 0 unknown to the driver."""
+        name, kind = _Int(2), ctypes.c_uint(77)
+        value = ctypes.c_void_p(ctypes.addressof(kind))
+        address = tensor.data_ptr()
+        self.check("cuPointerGetAttributes", 1, ctypes.byref(name), ctypes.byref(value), address)
+        return kind.value

@@ -1,0 +1,32 @@
+#include "call.h"
+
+#include <set>
+
+namespace stub {
+namespace {
+
+bool spoils_a_global_capture(const std::string& name) {
+  static const std::set<std::string> names = {
+      "cuEventQuery",   "cuEventSynchronize", "cuStreamQuery",     "cuStreamSynchronize",
+      "cuMemHostAlloc", "cuMemFreeHost",      "cuMemHostRegister", "cuMemHostUnregister",
+  };
+  return names.count(name) > 0;
+}
+
+}  // namespace
+
+Call::Call(const char* name) : lock(device().mutex), result(device().faults.next(name)) {
+  if (result != kSuccess) return;
+  if (device().global_capture && capture_mode == 0 && spoils_a_global_capture(name)) {
+    ++device().capture_spoilt;
+    result = kCaptureUnsupported;
+  }
+  device().settle();
+}
+
+Call::~Call() {
+  device().settle();
+  device().changed.notify_all();  // there may be work for the thread
+}
+
+}  // namespace stub

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "device.h"
+
+namespace stub {
+
+using Functions = std::map<std::string, void*>;
+
+// What cuThreadExchangeStreamCaptureMode exchanges: 0 global, 1 thread local, 2 relaxed.
+inline thread_local int capture_mode = 0;
+
+// A call of a driver function: has the lock, is counted, and fails if the test wants that.
+class Call {
+ public:
+  explicit Call(const char* name);
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  std::unique_lock<std::mutex> lock;
+  int result;  // unless success, what the function returns at once
+};
+
+}  // namespace stub

@@ -1,0 +1,76 @@
+#include "call.h"
+#include "calls.h"
+
+namespace stub {
+namespace {
+
+int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, void* handle) {
+  const Call call("cuMemcpyAsync");
+  if (call.result) return call.result;
+  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  if (device().faults.copy_fails()) return kInvalidValue;
+  device().log.add("copy ", bytes, " bytes on stream ", device().name(handle));
+  Operation operation;
+  operation.copies.push_back({dst, src, bytes, {}});
+  operation.name = "copy " + std::to_string(bytes) + " bytes";
+  stream->push(std::move(operation));
+  return kSuccess;
+}
+
+int copy_peer_async(unsigned long long, void*, unsigned long long, void*, size_t, void*) {
+  const Call call("cuMemcpyPeerAsync");
+  return kInvalidValue;  // no test copies between two GPUs of the stub
+}
+
+struct Attributes {
+  int order, hints[4];
+  unsigned flags;
+};
+
+int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t* sizes,
+                     size_t count, Attributes* attributes, size_t* starts, size_t attribute_count,
+                     size_t* failed, void* handle) {
+  const Call call("cuMemcpyBatchAsync");
+  if (call.result) return call.result;
+  if (reinterpret_cast<uintptr_t>(handle) <= 1) return kInvalidValue;
+  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  std::ostringstream orders;
+  for (size_t i = 0; i < attribute_count; ++i) {
+    orders << " " << attributes[i].order << " from " << starts[i];
+  }
+  device().log.add("batch of ", count, " on stream ", device().name(handle), ", source order",
+                   orders.str());
+  Operation operation;
+  size_t part = 0;
+  bool fails = false;
+  for (size_t i = 0; i < count; ++i) {
+    while (part + 1 < attribute_count && starts[part + 1] <= i) ++part;
+    fails = device().faults.copy_fails();
+    if (fails) {
+      *failed = i;
+      break;
+    }
+    Copy copy{dsts[i], srcs[i], sizes[i], {}};
+    // Any order (3), or during the call (2): the source may be read before the stream gets there.
+    const auto* source = reinterpret_cast<const char*>(srcs[i]);
+    if (attributes[part].order != 1) copy.early.assign(source, source + sizes[i]);
+    operation.copies.push_back(std::move(copy));
+  }
+  operation.name = "batch of " + std::to_string(operation.copies.size());
+  stream->push(std::move(operation));
+  return fails ? kInvalidValue : kSuccess;
+}
+
+}  // namespace
+
+Functions copy_calls() {
+  return {
+      {"cuMemcpyAsync", reinterpret_cast<void*>(&copy_async)},
+      {"cuMemcpyPeerAsync", reinterpret_cast<void*>(&copy_peer_async)},
+      {"cuMemcpyBatchAsync", reinterpret_cast<void*>(&copy_batch_async)},
+  };
+}
+
+}  // namespace stub

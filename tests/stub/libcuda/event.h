@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace stub {
+
+// One call of cuEventRecord. Waits refer to it, so that a later record of the event changes nothing
+// for them.
+struct Record {
+  uint64_t stream = 0;
+  bool captured = false;
+  bool happened = false;
+  double time = 0;  // milliseconds of the simulated clock
+};
+
+struct Event {
+  int number = 0;  // in the order of creation
+  bool timed = true;
+  std::shared_ptr<Record> latest;  // null before the first record
+};
+
+}  // namespace stub

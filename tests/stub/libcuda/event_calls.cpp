@@ -1,0 +1,109 @@
+#include "calls.h"
+
+namespace stub {
+namespace {
+
+constexpr unsigned kDisableTiming = 2;
+
+uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+
+int create(void** handle, unsigned flags) {
+  const Call call("cuEventCreate");
+  if (call.result) return call.result;
+  *handle = reinterpret_cast<void*>(device().create_event((flags & kDisableTiming) == 0));
+  return kSuccess;
+}
+
+int destroy(void* handle) {
+  const Call call("cuEventDestroy");
+  return call.result ? call.result : device().destroy_event(number(handle));
+}
+
+int record(void* handle, void* stream_handle) {
+  const Call call("cuEventRecord");
+  if (call.result) return call.result;
+  const auto event = device().event(number(handle));
+  const auto stream = device().stream(number(stream_handle));
+  if (event == nullptr || stream == nullptr) return kInvalidHandle;
+  const uint64_t legacy = number(stream_handle) == 1 ? 0 : number(stream_handle);
+  event->latest = std::make_shared<Record>(Record{legacy, stream->capturing});
+  Operation operation{Operation::kRecord};
+  operation.record = event->latest;
+  operation.name = "record event " + std::to_string(event->number);
+  device().log.add(operation.name, " on stream ", device().name(stream_handle));
+  stream->push(std::move(operation));
+  return kSuccess;
+}
+
+// CUDA takes an event that was never recorded for one that has happened.
+bool was_recorded(const Event& event, const char* what) {
+  if (event.latest != nullptr) return true;
+  device().log.violation(what, " event ", event.number, ", which was never recorded");
+  return false;
+}
+
+int wait(void* stream_handle, void* handle, unsigned) {
+  const Call call("cuStreamWaitEvent");
+  if (call.result) return call.result;
+  const auto event = device().event(number(handle));
+  const auto stream = device().stream(number(stream_handle));
+  if (event == nullptr || stream == nullptr) return kInvalidHandle;
+  if (!was_recorded(*event, "wait for")) return kSuccess;
+  if (stream->capturing && !event->latest->captured) return kCaptureIsolation;
+  Operation operation{Operation::kWait};
+  operation.record = event->latest;
+  operation.name = "wait for event " + std::to_string(event->number);
+  device().log.add(operation.name, " on stream ", device().name(stream_handle));
+  stream->push(std::move(operation));
+  return kSuccess;
+}
+
+int query(void* handle) {
+  const Call call("cuEventQuery");
+  if (call.result) return call.result;
+  const auto event = device().event(number(handle));
+  if (event == nullptr) return kInvalidHandle;
+  if (!was_recorded(*event, "query of")) return kSuccess;
+  return event->latest->happened ? kSuccess : kNotReady;
+}
+
+int synchronize(void* handle) {
+  Call call("cuEventSynchronize");
+  if (call.result) return call.result;
+  const auto event = device().event(number(handle));
+  if (event == nullptr) return kInvalidHandle;
+  if (!was_recorded(*event, "synchronize with")) return kSuccess;
+  const std::string what = "synchronize event " + std::to_string(event->number);
+  device().log.add(what);
+  const auto record = event->latest;
+  return device().wait(call.lock, what, record->stream, [&] { return record->happened; });
+}
+
+int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
+  const Call call("cuEventElapsedTime");
+  if (call.result) return call.result;
+  const auto start = device().event(number(start_handle));
+  const auto end = device().event(number(end_handle));
+  for (const auto& event : {start, end}) {
+    if (event == nullptr || !event->timed || event->latest == nullptr) return kInvalidHandle;
+  }
+  if (!start->latest->happened || !end->latest->happened) return kNotReady;
+  *milliseconds = static_cast<float>(end->latest->time - start->latest->time);
+  return kSuccess;
+}
+
+}  // namespace
+
+Functions event_calls() {
+  return {
+      {"cuEventCreate", reinterpret_cast<void*>(&create)},
+      {"cuEventDestroy", reinterpret_cast<void*>(&destroy)},
+      {"cuEventRecord", reinterpret_cast<void*>(&record)},
+      {"cuStreamWaitEvent", reinterpret_cast<void*>(&wait)},
+      {"cuEventQuery", reinterpret_cast<void*>(&query)},
+      {"cuEventSynchronize", reinterpret_cast<void*>(&synchronize)},
+      {"cuEventElapsedTime", reinterpret_cast<void*>(&elapsed)},
+  };
+}
+
+}  // namespace stub

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "result.h"
+
+namespace stub {
+
+// What the tests want to go wrong, and how often each function was called.
+class Faults {
+ public:
+  void fail(const std::string& name, int nth, int code) {
+    planned_[name][calls_[name] + nth] = code;
+  }
+  void fail_copy(int index) { copies_left_ = index; }
+  void lose(int code) { lost_ = code; }
+  int lost() const { return lost_; }
+  int calls(const std::string& name) { return calls_[name]; }
+
+  // What the call that begins has to return, or success.
+  int next(const std::string& name) {
+    const int number = ++calls_[name];
+    if (lost_ && !works_on_a_lost_device(name)) return lost_;
+    const auto& planned = planned_[name];
+    const auto found = planned.find(number);
+    return found == planned.end() ? kSuccess : found->second;
+  }
+
+  bool copy_fails() { return copies_left_ >= 0 && copies_left_-- == 0; }
+
+ private:
+  static bool works_on_a_lost_device(const std::string& name) {
+    return name == "cuEventDestroy" || name == "cuStreamDestroy" || name == "cuGetErrorName" ||
+           name == "cuGetErrorString";
+  }
+
+  std::map<std::string, int> calls_;
+  std::map<std::string, std::map<int, int>> planned_;  // number of the call to what it returns
+  int copies_left_ = -1, lost_ = kSuccess;
+};
+
+}  // namespace stub

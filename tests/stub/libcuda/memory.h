@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+namespace stub {
+
+struct Range {
+  uint64_t begin = 0, end = 0;
+  unsigned type = 0;  // 1 host, 2 device, 0 not known to the driver
+  int device = -1;
+  enum Origin { kAdopted, kAllocated, kRegistered } origin = kAdopted;
+};
+
+// The ranges that the driver knows. All of it is host memory.
+class Memory {
+ public:
+  void add(const Range& range) { ranges_[range.begin] = range; }
+  void remove(uint64_t begin) { ranges_.erase(begin); }
+  void clear() { ranges_.clear(); }
+
+  Range find(uint64_t address) const {
+    auto next = ranges_.upper_bound(address);
+    const bool known = next != ranges_.begin() && address < std::prev(next)->second.end;
+    return known ? std::prev(next)->second : Range{};
+  }
+
+  bool overlaps(uint64_t begin, uint64_t end) const {
+    auto next = ranges_.lower_bound(begin);
+    return find(begin).type != 0 || (next != ranges_.end() && next->first < end);
+  }
+
+ private:
+  std::map<uint64_t, Range> ranges_;  // by first address
+};
+
+}  // namespace stub

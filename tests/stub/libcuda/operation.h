@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "event.h"
+
+namespace stub {
+
+struct Copy {
+  uint64_t dst, src;
+  size_t bytes;
+  std::vector<char> early;  // the source as it was in the call, where that is allowed
+
+  void run() const;
+};
+
+// An entry of a stream's queue.
+struct Operation {
+  enum Kind { kCopy, kRecord, kWait, kWaitValue, kWriteValue, kHold };
+
+  Kind kind = kCopy;
+  std::vector<Copy> copies = {};             // kCopy
+  std::shared_ptr<Record> record = nullptr;  // kRecord, kWait
+  uint64_t address = 0, value = 0;           // kWaitValue, kWriteValue
+  unsigned comparison = 0;                   // kWaitValue
+  std::shared_ptr<bool> released = nullptr;  // kHold
+  std::string name = {};
+
+  bool ready() const;
+  bool touches(uint64_t begin, uint64_t end) const;
+};
+
+}  // namespace stub

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "operation.h"
+
+namespace stub {
+
+// Work in the order of submission.
+struct Stream {
+  std::deque<Operation> queue;
+  uint64_t submitted = 0, ended = 0;  // operations so far
+  bool created = false;               // by cuStreamCreate; others exist from their first use
+  bool destroyed = false;             // still runs what it holds
+  bool capturing = false;
+  std::vector<Operation> graph;  // what was submitted while it was captured
+
+  bool ready() const { return !queue.empty() && queue.front().ready(); }
+
+  void push(Operation operation) {
+    if (capturing) return graph.push_back(std::move(operation));
+    queue.push_back(std::move(operation));
+    ++submitted;
+  }
+
+  void pop() {
+    queue.pop_front();
+    ++ended;
+  }
+
+  void drop() {
+    for (Operation& operation : queue) {
+      if (operation.record) operation.record->happened = true;  // lets go who waits for it
+    }
+    queue.clear();
+    ended = submitted;
+  }
+};
+
+}  // namespace stub

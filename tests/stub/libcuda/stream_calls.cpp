@@ -1,0 +1,102 @@
+#include "calls.h"
+
+namespace stub {
+namespace {
+
+constexpr int kStreamMemoryOperations = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+
+uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+
+int create(void** handle, unsigned) {
+  const Call call("cuStreamCreate");
+  if (call.result) return call.result;
+  *handle = reinterpret_cast<void*>(device().create_stream());
+  device().log.add("create stream ", device().name(*handle));
+  return kSuccess;
+}
+
+int destroy(void* handle) {
+  const Call call("cuStreamDestroy");
+  if (call.result) return call.result;
+  device().log.add("destroy stream ", device().name(handle));
+  return device().destroy_stream(number(handle));
+}
+
+int is_capturing(void* handle, int* status) {
+  const Call call("cuStreamIsCapturing");
+  if (call.result) return call.result;
+  const auto stream = device().stream(number(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  *status = stream->capturing;
+  return kSuccess;
+}
+
+int query(void* handle) {
+  const Call call("cuStreamQuery");
+  if (call.result) return call.result;
+  const auto stream = device().stream(number(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
+  return stream->queue.empty() ? kSuccess : kNotReady;
+}
+
+int synchronize(void* handle) {
+  Call call("cuStreamSynchronize");
+  if (call.result) return call.result;
+  const auto stream = device().stream(number(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  const std::string what = "synchronize stream " + device().name(handle);
+  device().log.add(what);
+  if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
+  const uint64_t last = stream->submitted;
+  return device().wait(call.lock, what, number(handle), [&] { return stream->ended >= last; });
+}
+
+// Checks what the two calls with a value need, and submits it.
+int push(const char* name, void* handle, Operation operation) {
+  const Call call(name);
+  if (call.result) return call.result;
+  const auto stream = device().stream(number(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  if (!device().attributes[kStreamMemoryOperations]) return kNotSupported;
+  if (device().memory.find(operation.address).type == 0) return kInvalidValue;
+  device().log.add(operation.name, " on stream ", device().name(handle));
+  stream->push(std::move(operation));
+  return kSuccess;
+}
+
+int wait_value(void* handle, unsigned long long address, uint64_t value, unsigned flags) {
+  flags &= ~(1u << 30);                 // "flush" means nothing here
+  if (flags > 1) return kInvalidValue;  // "at least" and "equal" are all that is made here
+  Operation operation{Operation::kWaitValue};
+  operation.address = address;
+  operation.value = value;
+  operation.comparison = flags;
+  operation.name = std::string("wait for a value ") + (flags == 0 ? "of at least " : "of ") +
+                   std::to_string(value);
+  return push("cuStreamWaitValue64", handle, std::move(operation));
+}
+
+int write_value(void* handle, unsigned long long address, uint64_t value, unsigned) {
+  Operation operation{Operation::kWriteValue};
+  operation.address = address;
+  operation.value = value;
+  operation.name = "write value " + std::to_string(value);
+  return push("cuStreamWriteValue64", handle, std::move(operation));
+}
+
+}  // namespace
+
+Functions stream_calls() {
+  return {
+      {"cuStreamCreate", reinterpret_cast<void*>(&create)},
+      {"cuStreamDestroy", reinterpret_cast<void*>(&destroy)},
+      {"cuStreamIsCapturing", reinterpret_cast<void*>(&is_capturing)},
+      {"cuStreamQuery", reinterpret_cast<void*>(&query)},
+      {"cuStreamSynchronize", reinterpret_cast<void*>(&synchronize)},
+      {"cuStreamWaitValue64", reinterpret_cast<void*>(&wait_value)},
+      {"cuStreamWriteValue64", reinterpret_cast<void*>(&write_value)},
+  };
+}
+
+}  // namespace stub
