@@ -70,8 +70,8 @@ def fail() -> NoReturn:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls the function; raises when it returns null, false or -1, its ways to say that it failed."""
+    """Calls the function; raises when it returns null, false or -1: so it says that it failed."""
     result = getattr(_extension.library(), name)(*arguments)
-    if result is None or result is False or (result == -1 and result is not True):
+    if result is None or result is False or result == -1:
         fail()
     return result

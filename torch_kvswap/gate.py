@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
+
 import torch
 
 from torch_kvswap import capi
 from torch_kvswap.after import resolve_waiting
 from torch_kvswap.native import NativeHandler
-
 
 
 class Gate:

@@ -52,6 +52,17 @@ class Groups:
             group.block_space, group.slot_space = space, pools[id(pool)]
             first_layer += len(layout.tensors)
 
+    def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
+        """The same pools with other layouts. Raises ValueError when those do not fit."""
+        groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
+        if groups.device != self.device:
+            raise ValueError(f"the cache was on {self.device}, the new one is on {groups.device}")
+        if groups.num_layers != self.num_layers:
+            raise ValueError(
+                f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
+            )
+        return groups
+
     def check_unmoved(self) -> None:
         for layout in self.layouts:
             layout.check_unmoved()
@@ -89,4 +100,3 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 "the pool from this layout"
             )
         layout.check_same_blocks(pool.layout)
-

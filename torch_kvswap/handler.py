@@ -46,14 +46,20 @@ class OffloadHandler:
         host: HostPool | Sequence[HostPool],
     ) -> None:
         groups = Groups(gpu, host)
-        self.gpu, self.host = gpu, host
-        self.device = groups.device
         self._ranges = Ranges()
         self.native = NativeHandler(groups)
         # Holds the cache and the pools: neither may go before the jobs have ended.
         self._finalizer = weakref.finalize(self, self.native.destroy)
         for pool in groups.pools:
             pool.attach(self)
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        return self.native.groups.layouts
+
+    @property
+    def pools(self) -> tuple[HostPool, ...]:
+        return self.native.groups.pools
 
     def store(
         self,
@@ -126,12 +132,8 @@ class OffloadHandler:
         waited = None if jobs is None else self._own(jobs)
         if not self.native.wait(waited, timeout):
             running = [job for job in waited or () if not job.done()]
-            names = ", ".join(f"{job.direction} {job.id}" for job in running)
-            raise TimeoutError(
-                f"after {timeout} s these jobs still run: {names}"
-                if names
-                else f"after {timeout} s some jobs still run"
-            )
+            names = ", ".join(f"{job.direction} {job.id}" for job in running) or "some of all"
+            raise TimeoutError(f"after {timeout} s these jobs still run: {names}")
         if waited is None:
             failed = self.native.unreported_failures()
         else:
@@ -158,12 +160,8 @@ class OffloadHandler:
         """Drains, and goes on with a cache that has moved: new layouts, with blocks of the same
         sizes. Raises ValueError when they differ, RuntimeError when another thread submits
         meanwhile; then the old cache stays."""
-        groups = Groups(gpu, self.host)
-        if groups.device != self.device:
-            raise ValueError(f"the cache was on {self.device} and is on {groups.device} now")
         self.drain()
-        self.native.rebind(groups)
-        self.gpu = gpu
+        self.native.rebind(self.native.groups.moved_to(gpu))
 
     def drain(self) -> None:
         """Blocks the host until every job submitted so far has ended, well or not."""
@@ -186,7 +184,8 @@ class OffloadHandler:
             self.native.groups.check_unmoved()
             request.read_ids(gpu_block_ids, page_ids, self.native.groups)
             job = Job(self, *self.native.submit(request, began))
-        self._ranges.begin(job)
+        if self._ranges.enabled:
+            self._ranges.begin(job.id, request.direction, job.nbytes)
         return job
 
     def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,8 @@ from torch_kvswap.result import Direction, Result, TransferError, direction_of, 
 
 if TYPE_CHECKING:
     from torch_kvswap.handler import OffloadHandler
+
+_release = _extension.library().kvswap_job_release  # __del__ may run when modules are gone
 
 
 class Job:
@@ -28,8 +30,8 @@ class Job:
         self.id = number
         self.native = native
 
-    def __del__(self, release: Any = _extension.library().kvswap_job_release) -> None:
-        release(self.native)
+    def __del__(self) -> None:
+        _release(self.native)
 
     @property
     def direction(self) -> Direction:
@@ -48,7 +50,7 @@ class Job:
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Waits for nothing."""
-        return self._ask(poll=True).state >= capi.DONE
+        return bool(self._ask(poll=True).state >= capi.DONE)
 
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.

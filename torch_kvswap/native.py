@@ -50,7 +50,9 @@ class NativeHandler:
 
     def submit(self, request: Request, began: float) -> tuple[int, int]:
         """A native job, and its number."""
-        native: int = capi.call("kvswap_handler_submit", self.pointer, request.native(began))
+        native: int = capi.call(
+            "kvswap_handler_submit", self.pointer, ctypes.byref(request.native(began))
+        )
         return native, self.job(native).id
 
     def job(self, native: int, poll: bool = False) -> capi.JobResult:
@@ -69,15 +71,18 @@ class NativeHandler:
 
     def unreported_failures(self) -> list[Result]:
         capacity = _AT_ONCE
-        while len(found := self._results("kvswap_handler_unreported_failures", capacity)) == capacity:
+        while True:
+            found = self._results("kvswap_handler_unreported_failures", capacity)
+            if len(found) < capacity:
+                return found
             capacity *= 2
-        return found
 
     def wait(self, jobs: Sequence[Job] | None, timeout: float | None) -> bool:
         """Whether the jobs, None for all, have ended in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        pointers = None if jobs is None else (ctypes.c_void_p * len(jobs))(*[j.native for j in jobs])
         count = 0 if jobs is None else len(jobs)
+        array = ctypes.c_void_p * count
+        pointers = None if jobs is None else array(*[job.native for job in jobs])
         while True:
             left = _PATIENCE if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _PATIENCE)
@@ -99,9 +104,7 @@ class NativeHandler:
     def metrics(self) -> Metrics:
         pointer = self.pointer
         return read_metrics(
-            lambda channel, out: bool(
-                capi.call("kvswap_handler_metrics", pointer, channel, ctypes.byref(out))
-            )
+            lambda channel, out: bool(capi.call("kvswap_handler_metrics", pointer, channel, out))
         )
 
     def rebind(self, groups: Groups) -> None:

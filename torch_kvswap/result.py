@@ -23,9 +23,9 @@ class Result:
     """How a job has ended.
 
     state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
-    what it was to copy. path: the way of copying, "batch" (copy engine, in one driver call or in one
-    per fragment where doctor says so) or "host" (memcpy). submit_seconds: host time in the call that
-    submitted it. queue_seconds: how long it waited for its turn to be given to the driver.
+    what it was to copy. path: the way of copying, "batch" (copy engine, in one driver call or in
+    one per fragment where doctor says so) or "host" (memcpy). submit_seconds: host time in the call
+    that submitted it. queue_seconds: how long it waited for its turn to be given to the driver.
     copy_seconds: the copy on the device without the waits before it, for a job that was joined with
     others that of all of them; 0 when it was never copied. error: why it failed; else None.
     """

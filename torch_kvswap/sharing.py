@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_kvswap.layout import Planes
+from torch_kvswap.layout import Int64Array, Planes
 
 
 def block_spaces(layouts: Sequence[Planes]) -> list[int]:
@@ -32,20 +32,18 @@ def block_spaces(layouts: Sequence[Planes]) -> list[int]:
     return spaces
 
 
-def _shifts(one: Planes, other: Planes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _shifts(one: Planes, other: Planes) -> Int64Array:
     """For each pair of planes that share bytes: by how many blocks `other` is ahead; 1 where the
     distances between blocks differ."""
-    a, b = np.meshgrid(np.arange(len(one.bases)), np.arange(len(other.bases)), indexing="ij")
-    a, b = a.reshape(-1), b.reshape(-1)
-    ahead = other.bases[b] - one.bases[a]
-    one_extent = (one.num_blocks - 1) * one.strides[a] + one.sizes[a]
-    other_extent = (other.num_blocks - 1) * other.strides[b] + other.sizes[b]
-    meet = (ahead < one_extent) & (-ahead < other_extent)
-    same_stride = one.strides[a] == other.strides[b]
+    ahead = np.subtract.outer(other.bases, one.bases)
+    one_extent = (one.num_blocks - 1) * one.strides + one.sizes
+    other_extent = (other.num_blocks - 1) * other.strides + other.sizes
+    meet = (ahead < one_extent) & (-ahead < other_extent[:, None])
+    same_stride = np.equal.outer(other.strides, one.strides)
     # Rows of planes that lie side by side take turns, and share no byte.
-    blocks, offset = np.divmod(ahead, one.strides[a])
-    inside = offset < one.sizes[a]
-    reaches_next = offset + other.sizes[b] > one.strides[a]
+    blocks, offset = np.divmod(ahead, one.strides)
+    inside = offset < one.sizes
+    reaches_next = offset + other.sizes[:, None] > one.strides
     shared = meet & (~same_stride | inside | reaches_next)
-    shift = np.where(same_stride, np.where(inside, blocks, blocks + 1), 1)
-    return shift[shared].astype(np.int64)
+    shift: Int64Array = np.where(same_stride, np.where(inside, blocks, blocks + 1), 1)[shared]
+    return shift

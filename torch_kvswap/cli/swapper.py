@@ -21,10 +21,10 @@ class Swapper:
     """Owns the host pages and knows which request each transfer belongs to. Not thread safe."""
 
     def __init__(self, handler: OffloadHandler) -> None:
+        (self._host,) = handler.pools
         self.traffic = {"store": Traffic(), "load": Traffic()}
         self._handler = handler
-        self._host = handler.host
-        self.pages = BlockAllocator(handler.host.num_pages)
+        self.pages = BlockAllocator(self._host.num_pages)
         self._reserved = 0
         self._moving: dict[int, Request] = {}
 
@@ -70,7 +70,7 @@ class Swapper:
                 message = f"the {result.direction} of request {request.id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
             self.traffic[result.direction].nbytes += result.nbytes
-            self.traffic[result.direction].seconds += result.seconds
+            self.traffic[result.direction].seconds += result.copy_seconds
             if result.direction == "load":
                 self.pages.give(request.pages)
                 request.pages = []
