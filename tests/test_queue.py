@@ -90,6 +90,19 @@ def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(rig: Rig)
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
+def test_one_job_of_thousands_of_fragments_is_submitted_at_once(rig: Rig, direction: str) -> None:
+    noise = fill_with_noise(rig, direction)
+    order = torch.randperm(BLOCKS)
+    busy = rig.slow_on(rig.side, ms=200)
+    submit(rig.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
+    assert not busy.query()
+    rig.handler.wait(timeout=20)
+    torch.cuda.synchronize()
+    assert torch.equal(rig.host.pages[order, 0], rig.cache.cpu())
+    assert torch.equal(rig.cache.cpu(), noise if direction == "store" else noise[order])
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
 def test_queued_jobs_of_one_destination_leave_the_bytes_of_the_last(
     rig: Rig, direction: str
 ) -> None:
