@@ -47,6 +47,7 @@ def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
         assert not busy.query()
         rig.handler.wait(store)
         assert rig.page() == (OLD + 1 if after == "waits" else OLD)
+        torch.cuda.synchronize(1)
         with torch.cuda.device(1):
             rig.slow()
             rig.look()
