@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def capture(
     return graph
 
 
-def wait_and_look(rig: Rig, gate: object, gated: bool = True) -> torch.cuda.CUDAGraph:
+def wait_and_look(rig: Rig, gate: Any, gated: bool = True) -> torch.cuda.CUDAGraph:
     """A graph that reads the cache once the gate is open, or as a control at once."""
 
     def work() -> None:
@@ -54,7 +55,7 @@ def replay(rig: Rig, graph: torch.cuda.CUDAGraph) -> torch.cuda.Event:
     return torch.cuda.current_stream().record_event()
 
 
-def ends(rig: Rig, gate: object, event: torch.cuda.Event) -> None:
+def ends(rig: Rig, gate: Any, event: torch.cuda.Event) -> None:
     """Waits for the replay. If it hangs, fails and tries to open the gate, for the tests behind."""
     if in_time(event.query, seconds=5):
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from rigs import only
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler
@@ -39,9 +40,7 @@ class Hybrid:
         ]
         self.block_dims = [dim for dim, _, _, _ in groups]
         self.expected = [tensors for _, _, _, tensors in groups]
-        self.tensors = [[t.to(device) for t in tensors] for tensors in self.expected]
-        if device == "cpu":
-            self.tensors = [[t.clone() for t in tensors] for tensors in self.expected]
+        self.tensors = [[t.to(device, copy=True) for t in tensors] for tensors in self.expected]
         self.layouts = [
             PagedLayout(tensors, dim)
             for tensors, dim in zip(self.tensors, self.block_dims, strict=True)
@@ -143,17 +142,17 @@ def test_one_first_block_is_that_of_all_groups(hybrid: Hybrid) -> None:
     hybrid.check()
 
 
-@pytest.mark.parametrize("only", [0, 1, 2])
-def test_groups_without_blocks_move_nothing(hybrid: Hybrid, only: int) -> None:
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_groups_without_blocks_move_nothing(hybrid: Hybrid, group: int) -> None:
     blocks: list[list[int]] = [[], [], []]
     pages: list[list[int]] = [[], [], []]
-    blocks[only], pages[only] = [3], [2]
+    blocks[group], pages[group] = [3], [2]
     hybrid.handler.store(blocks, pages)
-    hybrid.store(only, [3], [2])
+    hybrid.store(group, [3], [2])
     hybrid.check()
-    blocks[only] = [0]
+    blocks[group] = [0]
     hybrid.handler.load(pages, blocks)
-    hybrid.load(only, [0], [2])
+    hybrid.load(group, [0], [2])
     hybrid.check()
 
 
@@ -292,13 +291,6 @@ class Shared:
         self.handler.close()
         for host in self.hosts:
             host.close()
-
-
-def only(tensor: Tensor) -> int:
-    """The one value that all elements have."""
-    values = tensor.unique().tolist()
-    assert len(values) == 1, values
-    return int(values[0])
 
 
 def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) -> None:

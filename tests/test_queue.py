@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -274,7 +275,7 @@ def test_an_expedited_load_passes_thousands_of_queued_loads(rig: Rig, expedited:
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_queued_jobs_are_merged_and_streams_and_events_stay_few(rig: Rig, direction: str) -> None:
-    def channel() -> object:
+    def channel() -> Any:
         metrics = rig.handler.metrics()
         return metrics.stores if direction == "store" else metrics.loads
 
