@@ -77,9 +77,13 @@ bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count)
                      [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
 }
 
-void* kvswap_handler_submit(void* handler, const kvswap_request* request) {
+void* kvswap_handler_submit(void* handler, kvswap_request* request) {
   void* job = nullptr;
-  succeeds_in(handler, [&](Handler& of) { job = lend(of.submit(*request)); });
+  succeeds_in(handler, [&](Handler& of) {
+    const JobRef submitted = of.submit(*request);
+    request->id = submitted->id;
+    job = lend(submitted);
+  });
   return job;
 }
 

@@ -49,7 +49,7 @@ class OffloadHandler:
         self._ranges = Ranges()
         self.native = NativeHandler(groups)
         # Holds the cache and the pools: neither may go before the jobs have ended.
-        self._finalizer = weakref.finalize(self, self.native.destroy)
+        weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool.attach(self)
 
@@ -180,6 +180,9 @@ class OffloadHandler:
 
     def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
         began = time.perf_counter()
+        gate = request.gate
+        if gate is not None and gate.handler is not self.native:
+            raise ValueError("the gate was made by another handler; a load closes its own's")
         with self._ranges.submit(request.direction):
             self.native.groups.check_unmoved()
             request.read_ids(gpu_block_ids, page_ids, self.native.groups)

@@ -30,7 +30,7 @@ class Request:
         self._channel = channel
         self._first_block = first_block
         self._after = after
-        self._gate = gate
+        self.gate = gate
         self._layer_groups = layer_groups
 
     def read_ids(self, gpu_block_ids: object, page_ids: object, groups: Groups) -> None:
@@ -57,14 +57,14 @@ class Request:
             self._after_kind,
             self._grouped,
             self._after_handle,
-            None if self._gate is None else self._gate.native,
+            None if self.gate is None else self.gate.native,
             self._blocks.buffer_info()[0],
             self._pages.buffer_info()[0],
             self._counts.buffer_info()[0],
         )
 
     def _layer_parts(self, groups: Groups) -> int:
-        gate, parts = self._gate, self._layer_groups
+        gate, parts = self.gate, self._layer_groups
         if parts is None:
             parts = 1 if gate is None else gate.parts
         parts = operator.index(parts)

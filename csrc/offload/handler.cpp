@@ -58,7 +58,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   return job;
 }
 
-cuda::Event Handler::moment(Channel& channel, const kvswap_request& request) {
+Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
   if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
   if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
   return channel.moment_of_stream(stream_of(request));
@@ -156,7 +156,7 @@ kvswap_metrics Handler::metrics(int number) {
   dispatcher_.advance();
   const Channel& channel = *dispatcher_.channels[number];
   kvswap_metrics metrics = dispatcher_.ledger.metrics(number);
-  for (const JobRef& job : channel.queue) metrics.queued += !job->ended();
+  metrics.queued = channel.waiting;
   for (const auto& transfer : channel.running) metrics.running += transfer->jobs.size();
   metrics.streams = channel.streams();
   metrics.events = channel.events();

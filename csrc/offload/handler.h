@@ -37,7 +37,7 @@ class Handler {
 
  private:
   void check_open() const;
-  cuda::Event moment(Channel& channel, const kvswap_request& request);
+  Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first, or on which a gate is closed.
   cuda::Stream stream_of(const kvswap_request& request) const;
   void close_gate(Lock& lock, const kvswap_request& request);
