@@ -38,6 +38,22 @@ std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, in
   return read;
 }
 
+// What a job has come to, for Python.
+kvswap_result describe(const Job& job) {
+  kvswap_result result{};
+  result.id = job.id;
+  result.nbytes = job.nbytes;
+  result.submit_seconds = job.submit_seconds;
+  result.queue_seconds = job.queue_seconds;
+  result.copy_seconds = job.copy_seconds;
+  result.channel = job.channel;
+  result.layer_groups = job.layer_groups;
+  result.state = static_cast<int32_t>(job.state);
+  result.error = job.error ? job.error->c_str() : nullptr;
+  result.job = const_cast<Job*>(&job);
+  return result;
+}
+
 // Hands one of our references to Python.
 void* lend(const JobRef& job) {
   job->references.fetch_add(1);
@@ -48,7 +64,7 @@ int lend_results(const std::vector<JobRef>& jobs, kvswap_result* results, int ca
   int count = 0;
   for (const JobRef& job : jobs) {
     if (count == capacity) break;
-    results[count] = kvswap::describe(*job);
+    results[count] = describe(*job);
     results[count++].job = lend(job);
   }
   return count;
@@ -115,8 +131,8 @@ bool kvswap_handler_close(void* handler) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result) {
-  return succeeds_in(handler,
-                     [&](Handler& of) { *result = of.result(static_cast<Job*>(job), poll); });
+  return succeeds_in(
+      handler, [&](Handler& of) { *result = of.look(static_cast<Job*>(job), poll, describe); });
 }
 
 bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream, bool is_current) {

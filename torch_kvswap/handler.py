@@ -180,12 +180,8 @@ class OffloadHandler:
 
     def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
         began = time.perf_counter()
-        gate = request.gate
-        if gate is not None and gate.handler is not self.native:
-            raise ValueError("the gate was made by another handler; a load closes its own's")
         with self._ranges.submit(request.direction):
-            self.native.groups.check_unmoved()
-            request.read_ids(gpu_block_ids, page_ids, self.native.groups)
+            request.read_ids(gpu_block_ids, page_ids, self.native)
             job = Job(self, *self.native.submit(request, began))
         if self._ranges.enabled:
             self._ranges.begin(job.id, request.direction, job.nbytes)

@@ -12,6 +12,7 @@ from torch_kvswap.after import resolve_after
 from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.ids import read_ids
+from torch_kvswap.native import NativeHandler
 from torch_kvswap.result import Direction, direction_of
 
 
@@ -33,8 +34,12 @@ class Request:
         self.gate = gate
         self._layer_groups = layer_groups
 
-    def read_ids(self, gpu_block_ids: object, page_ids: object, groups: Groups) -> None:
-        """Raises TypeError and ValueError for what cannot be ids of these groups."""
+    def read_ids(self, gpu_block_ids: object, page_ids: object, handler: NativeHandler) -> None:
+        """Raises TypeError and ValueError for what cannot be moved by this handler."""
+        groups = handler.groups
+        groups.check_unmoved()
+        if self.gate is not None and self.gate.handler is not handler:
+            raise ValueError("the gate was made by another handler than this load's")
         self._grouped = groups.is_list
         self._after_kind, self._after_handle = resolve_after(self._after, groups.device)
         self._parts = self._layer_parts(groups)

@@ -129,12 +129,6 @@ void Handler::wait_on(Job* job, int layer_group, cuda::Stream stream) {
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, end, 0), "cuStreamWaitEvent");
 }
 
-kvswap_result Handler::result(Job* job, bool poll) {
-  const Lock lock(dispatcher_.mutex);
-  if (poll) dispatcher_.advance();
-  return describe(*job);
-}
-
 void Handler::rebind(std::vector<Group> groups) {
   const Lock lock(dispatcher_.mutex);
   check_open();
@@ -181,21 +175,6 @@ void Handler::close() {
   if (stopped_) return;
   stopped_ = true;
   dispatcher_.stop(lock);
-}
-
-kvswap_result describe(const Job& job) {
-  kvswap_result result{};
-  result.id = job.id;
-  result.nbytes = job.nbytes;
-  result.submit_seconds = job.submit_seconds;
-  result.queue_seconds = job.queue_seconds;
-  result.copy_seconds = job.copy_seconds;
-  result.channel = job.channel;
-  result.layer_groups = job.layer_groups;
-  result.state = static_cast<int32_t>(job.state);
-  result.error = job.error ? job.error->c_str() : nullptr;
-  result.job = const_cast<Job*>(&job);
-  return result;
 }
 
 }  // namespace kvswap

@@ -3,7 +3,7 @@
 namespace kvswap {
 namespace {
 
-constexpr size_t kMostMoments = 1024;
+constexpr size_t kMostMoments = 256;
 
 }  // namespace
 
