@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../cuda_context.h"
 #include "dispatcher.h"
 
@@ -5,8 +7,10 @@
 namespace kvswap {
 
 void Dispatcher::advance(int most) {
-  if (device < 0 || !lost_.empty()) return;
+  const auto is_idle = [](const auto& channel) { return channel->running.empty(); };
+  if (!lost_.empty() || std::all_of(channels.begin(), channels.end(), is_idle)) return;
   try {
+    const cuda::ContextGuard context(device);
     // Again, because a job that reads what one of a later channel wrote ends after it.
     for (bool again = true; again;) {
       again = false;
