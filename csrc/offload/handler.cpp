@@ -89,17 +89,22 @@ std::vector<JobRef> Handler::finished(size_t most) {
   return jobs;
 }
 
-bool Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   const double began = now();
   size_t ended = 0;
+  bool failed = false;
   int64_t last = -1;
   for (;; pause_since(began)) {
     const Lock lock(dispatcher_.mutex);
     if (last < 0) last = last_id_;
     dispatcher_.advance();
-    while (ended < jobs.size() && jobs[ended]->ended()) ++ended;
-    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) return true;
-    if (now() - began >= seconds) return false;
+    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
+      failed |= jobs[ended]->state != State::kDone;
+    }
+    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) {
+      return failed || (for_all && dispatcher_.ledger.has_failures()) ? 2 : 1;
+    }
+    if (now() - began >= seconds) return 0;
   }
 }
 

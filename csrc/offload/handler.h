@@ -19,7 +19,7 @@ class Handler {
 
   JobRef submit(const kvswap_request& request);
   std::vector<JobRef> finished(size_t most);
-  bool wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   std::vector<JobRef> unreported_failures();
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
