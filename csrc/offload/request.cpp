@@ -70,7 +70,7 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   check_ids(block_list, blocks, num_blocks, group.num_blocks, "GPU blocks");
   check_ids(page_list, pages, num_pages, group.num_pages, "host pages");
   if (first_block < 0 || first_block >= per_page) {
-    fail<ValueError>("first_block=", first_block,
+    fail<ValueError>(names.list("first_block"), "=", first_block,
                      " is outside of the first page, whose blocks are 0 to ", per_page - 1);
   }
   const int64_t needed = num_blocks ? (first_block + num_blocks + per_page - 1) / per_page : 0;
