@@ -71,10 +71,11 @@ struct kvswap_request {
   const int64_t* blocks;  // of all groups, one group after the other
   const int64_t* pages;
   const int64_t* counts;  // for each group: blocks, pages, first_block
+  int64_t id;             // the number of the job, set by the call
 };
 
 // A job with one reference, which kvswap_job_release drops.
-KVSWAP_API void* kvswap_handler_submit(void* handler, const kvswap_request* request);
+KVSWAP_API void* kvswap_handler_submit(void* handler, kvswap_request* request);
 
 // How a job has ended, or that it has not; times in seconds.
 struct kvswap_result {

@@ -17,7 +17,8 @@ using kvswap::succeeds;
 Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
 
 // Runs the body with the context of the handler's device, if it has one. A lost device may refuse
-// it; what the handler knows can be asked for all the same.
+// it; what the handler knows can be asked for all the same. What only looks at jobs needs no
+// context: the driver is asked when something runs there.
 template <typename Body>
 bool succeeds_in(void* handler, const Body& body) {
   return succeeds([&] {
@@ -38,6 +39,22 @@ std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, in
   return read;
 }
 
+// What a job has come to, for Python.
+kvswap_result describe(const Job& job) {
+  kvswap_result result{};
+  result.id = job.id;
+  result.nbytes = job.nbytes;
+  result.submit_seconds = job.submit_seconds;
+  result.queue_seconds = job.queue_seconds;
+  result.copy_seconds = job.copy_seconds;
+  result.channel = job.channel;
+  result.layer_groups = job.layer_groups;
+  result.state = static_cast<int32_t>(job.state);
+  result.error = job.error ? job.error->c_str() : nullptr;
+  result.job = const_cast<Job*>(&job);
+  return result;
+}
+
 // Hands one of our references to Python.
 void* lend(const JobRef& job) {
   job->references.fetch_add(1);
@@ -48,7 +65,7 @@ int lend_results(const std::vector<JobRef>& jobs, kvswap_result* results, int ca
   int count = 0;
   for (const JobRef& job : jobs) {
     if (count == capacity) break;
-    results[count] = kvswap::describe(*job);
+    results[count] = describe(*job);
     results[count++].job = lend(job);
   }
   return count;
@@ -77,31 +94,38 @@ bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count)
                      [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
 }
 
-void* kvswap_handler_submit(void* handler, const kvswap_request* request) {
+void* kvswap_handler_submit(void* handler, kvswap_request* request) {
   void* job = nullptr;
-  succeeds_in(handler, [&](Handler& of) { job = lend(of.submit(*request)); });
+  succeeds_in(handler, [&](Handler& of) {
+    const JobRef submitted = of.submit(*request);
+    request->id = submitted->id;
+    job = lend(submitted);
+  });
   return job;
 }
 
 int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity) {
   int count = -1;
-  succeeds_in(handler,
-              [&](Handler& of) { count = lend_results(of.finished(capacity), results, capacity); });
+  succeeds(
+      [&] { count = lend_results(handler_at(handler).finished(capacity), results, capacity); });
   return count;
 }
 
 int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds) {
   int ended = -1;
-  succeeds_in(handler, [&](Handler& of) {
+  succeeds([&] {
     std::vector<Job*> list;
     for (int i = 0; i < count; ++i) list.push_back(static_cast<Job*>(jobs[i]));
-    ended = of.wait(list, jobs == nullptr, seconds);
+    ended = handler_at(handler).wait(list, jobs == nullptr, seconds);
   });
   return ended;
 }
 
 int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
-  return lend_results(handler_at(handler).unreported_failures(), results, capacity);
+  int count = -1;
+  succeeds(
+      [&] { count = lend_results(handler_at(handler).unreported_failures(), results, capacity); });
+  return count;
 }
 
 bool kvswap_handler_close(void* handler) {
@@ -111,8 +135,8 @@ bool kvswap_handler_close(void* handler) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result) {
-  return succeeds_in(handler,
-                     [&](Handler& of) { *result = of.result(static_cast<Job*>(job), poll); });
+  return succeeds(
+      [&] { *result = handler_at(handler).look(static_cast<Job*>(job), poll, describe); });
 }
 
 bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream, bool is_current) {
@@ -144,5 +168,5 @@ bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current) {
 }
 
 bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {
-  return succeeds_in(handler, [&](Handler& of) { *metrics = of.metrics(channel); });
+  return succeeds([&] { *metrics = handler_at(handler).metrics(channel); });
 }

@@ -26,6 +26,7 @@ constexpr Result kNotReady = 600;
 inline const Stream kLegacyStream = reinterpret_cast<Stream>(1);
 
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDefault = 0;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kRegisterPortable = 1;  // pinned for every device of the process
 constexpr int kCaptureRelaxed = 2;

@@ -289,21 +289,6 @@ def test_a_cancelled_running_load_opens_the_gate(rig: Rig) -> None:
     assert ended(rig.handler, job) == "cancelled"
 
 
-def test_a_cancelled_queued_load_opens_the_gate_at_once(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    busy = rig.slow_on(rig.side, ms=400)
-    for _ in range(100):
-        rig.handler.load([0], [0], after=busy)
-    job = rig.handler.load([1], [1], after=(), gate=gate)
-    event = replay(rig, graph)
-    assert not in_time(event.query, seconds=0.02)  # it is closed
-    assert rig.handler.cancel(job)
-    ends(rig, gate, event)
-    assert not busy.query()
-    assert only(rig.seen[1]) == OLD
-
-
 @pytest.mark.parametrize("running", [True, False], ids=["a load is running", "idle"])
 def test_a_replay_after_close_waits_for_nothing(rig: Rig, running: bool) -> None:
     gate = rig.handler.gate()

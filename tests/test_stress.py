@@ -274,7 +274,8 @@ class Model:
         states = Counter(state for _, state in self.reported)
         assert all(states[state] == self.counts[state] for state in states)
         assert self.counts["compared"] > 10
-        assert self.counts["loaded"] > 10
+        if self.cache.on_gpu:  # else a load has ended before anybody looks
+            assert self.counts["loaded"] > 10
 
 
 def _through(job: Job, content: Content | None) -> Content | None:

@@ -44,6 +44,7 @@ class Request(ctypes.Structure):
         ("blocks", _Int64s),
         ("pages", _Int64s),
         ("counts", _Int64s),
+        ("id", ctypes.c_int64),
     )
 
 

@@ -22,7 +22,7 @@ class Gate:
     """
 
     def __init__(self, handler: NativeHandler, parts: int) -> None:
-        self._handler = handler
+        self.handler = handler
         self.parts = operator.index(parts)
         if self.parts < 1:
             raise ValueError(f"a gate has at least one part, not {parts}")
@@ -39,5 +39,5 @@ class Gate:
         part = operator.index(part)
         if not 0 <= part < self.parts:
             raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
-        self._handler.check_process()
+        self.handler.check_process()
         capi.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))

@@ -49,7 +49,7 @@ class OffloadHandler:
         self._ranges = Ranges()
         self.native = NativeHandler(groups)
         # Holds the cache and the pools: neither may go before the jobs have ended.
-        self._finalizer = weakref.finalize(self, self.native.destroy)
+        weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool.attach(self)
 
@@ -181,8 +181,7 @@ class OffloadHandler:
     def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
         began = time.perf_counter()
         with self._ranges.submit(request.direction):
-            self.native.groups.check_unmoved()
-            request.read_ids(gpu_block_ids, page_ids, self.native.groups)
+            request.read_ids(gpu_block_ids, page_ids, self.native)
             job = Job(self, *self.native.submit(request, began))
         if self._ranges.enabled:
             self._ranges.begin(job.id, request.direction, job.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -50,10 +51,9 @@ class NativeHandler:
 
     def submit(self, request: Request, began: float) -> tuple[int, int]:
         """A native job, and its number."""
-        native: int = capi.call(
-            "kvswap_handler_submit", self.pointer, ctypes.byref(request.native(began))
-        )
-        return native, self.job(native).id
+        native = request.native(began)
+        job: int = capi.call("kvswap_handler_submit", self.pointer, ctypes.byref(native))
+        return job, native.id
 
     def job(self, native: int, poll: bool = False) -> capi.JobResult:
         """What has become of a job; poll: ask the device."""
@@ -115,7 +115,7 @@ class NativeHandler:
     def close(self) -> None:
         capi.call("kvswap_handler_close", self.pointer)
 
-    def destroy(self) -> None:
+    def destroy(self, owner: weakref.ref[object]) -> None:
         """The handler was dropped, or the process exits. A fork has nothing of it."""
         if not self._process.is_current or self._pointer is None:
             return
@@ -130,6 +130,8 @@ class NativeHandler:
                 stacklevel=2,
             )
             return
+        if owner() is not None:
+            return  # the process exits, and other threads may be in a call
         pointer, self._pointer = self._pointer, None
         _extension.library().kvswap_handler_destroy(pointer)
 

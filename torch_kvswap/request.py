@@ -12,6 +12,7 @@ from torch_kvswap.after import resolve_after
 from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.ids import read_ids
+from torch_kvswap.native import NativeHandler
 from torch_kvswap.result import Direction, direction_of
 
 
@@ -30,11 +31,15 @@ class Request:
         self._channel = channel
         self._first_block = first_block
         self._after = after
-        self._gate = gate
+        self.gate = gate
         self._layer_groups = layer_groups
 
-    def read_ids(self, gpu_block_ids: object, page_ids: object, groups: Groups) -> None:
-        """Raises TypeError and ValueError for what cannot be ids of these groups."""
+    def read_ids(self, gpu_block_ids: object, page_ids: object, handler: NativeHandler) -> None:
+        """Raises TypeError and ValueError for what cannot be moved by this handler."""
+        groups = handler.groups
+        groups.check_unmoved()
+        if self.gate is not None and self.gate.handler is not handler:
+            raise ValueError("the gate was made by another handler than this load's")
         self._grouped = groups.is_list
         self._after_kind, self._after_handle = resolve_after(self._after, groups.device)
         self._parts = self._layer_parts(groups)
@@ -57,14 +62,14 @@ class Request:
             self._after_kind,
             self._grouped,
             self._after_handle,
-            None if self._gate is None else self._gate.native,
+            None if self.gate is None else self.gate.native,
             self._blocks.buffer_info()[0],
             self._pages.buffer_info()[0],
             self._counts.buffer_info()[0],
         )
 
     def _layer_parts(self, groups: Groups) -> int:
-        gate, parts = self._gate, self._layer_groups
+        gate, parts = self.gate, self._layer_groups
         if parts is None:
             parts = 1 if gate is None else gate.parts
         parts = operator.index(parts)

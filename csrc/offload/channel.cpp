@@ -11,8 +11,7 @@
 
 namespace kvswap {
 
-Channel::Channel(int number, int device)
-    : number(number), device_(device), events_(0), moments_(cuda::kEventDisableTiming) {
+Channel::Channel(int number, int device) : number(number), device_(device) {
   if (device_ < 0) return;
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
@@ -36,19 +35,13 @@ std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
   return nullptr;
 }
 
-cuda::Event Channel::moment_of_stream(cuda::Stream stream) {
-  const cuda::Result state = cuda::driver().query_stream(stream);
-  if (state == cuda::kSuccess) return nullptr;
-  if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuStreamQuery");
-  const cuda::Event event = moments_.take();
-  const cuda::Result result = cuda::driver().record_event(event, stream);
-  if (result != cuda::kSuccess) moments_.give(event);
-  KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts behind");
-  return event;
+bool Channel::has_room_for(size_t fragments) const {
+  if (running.empty()) return true;
+  return running.size() < kMostRunning && fragments_ + fragments <= kMostFragments;
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
-cuda::Event Channel::moment_of_event(cuda::Event event) {
+Moment* Channel::moment_of_event(cuda::Event event) {
   const cuda::Result state = cuda::driver().query_event(event);
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
@@ -74,7 +67,16 @@ std::shared_ptr<Transfer> Channel::make_transfer(std::vector<JobRef> jobs) {
   return transfer;
 }
 
+void Channel::run(std::shared_ptr<Transfer> transfer) {
+  fragments_ += transfer->fragments;
+  running.push_back(std::move(transfer));
+}
+
 void Channel::retire(std::shared_ptr<Transfer> transfer) {
+  if (!running.empty() && running.front() == transfer) {
+    fragments_ -= transfer->fragments;
+    running.pop_front();
+  }
   retired_.push_back(std::move(transfer));
   for (auto& waiting : retired_) {
     if (waiting.use_count() > 1) continue;
@@ -139,7 +141,7 @@ void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>&
   if (device_ < 0) return copy_on_host(fragments);
   BatchOptions options;
   options.device = device_;
-  options.has_pageable = groups.front().host_is_pageable;
+  options.has_pageable = any_is_pageable(groups);
   copy_batch(fragments, stream_, options);
 }
 
@@ -173,7 +175,7 @@ void Channel::close() {
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
-  moments_.destroy_idle();
+  moments_.destroy();
   for (cuda::Stream* stream : {&stream_, &waiting_}) {
     if (*stream != nullptr) cuda::driver().destroy_stream(*stream);
     *stream = nullptr;

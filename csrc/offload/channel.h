@@ -10,13 +10,14 @@
 #include "event_pool.h"
 #include "group.h"
 #include "job.h"
+#include "moment.h"
 #include "transfer.h"
 
 namespace kvswap {
 
 // More in flight gain nothing, and a stream that is held up takes about 340 copies with their
-// events before the driver blocks whoever submits to it (H200).
-constexpr size_t kMostRunning = 64;
+// events, or 26,000 fragments, before the driver blocks whoever submits to it (H200).
+constexpr size_t kMostRunning = 64, kMostFragments = 16384;
 
 // One direction of transfers: the jobs that wait in software, the copies that run one after another
 // on a stream, and the events they need. The handler's lock guards it; only enqueue() and
@@ -30,6 +31,7 @@ class Channel {
   const int number;
   std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
   std::deque<std::shared_ptr<Transfer>> running;  // in the order of submission
+  size_t waiting = 0;                             // jobs in the queue that were not cancelled
   int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
   std::thread worker;       // empties the queue; started when there first is one
   std::condition_variable work;
@@ -40,15 +42,21 @@ class Channel {
   // The newest running transfer with a job up to this number; null when there is none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
 
-  // A moment behind all that the stream, or the event, stands for now; null when that is over. The
-  // wait for it must be enqueued on this channel in the order of these calls.
-  cuda::Event moment_of_stream(cuda::Stream stream);
-  cuda::Event moment_of_event(cuda::Event event);
-  void give_moment(cuda::Event event) { moments_.give(event); }
+  // Whether this many fragments more may be in flight.
+  bool has_room_for(size_t fragments) const;
+
+  // What a job starts behind: all that the stream, or the event, stands for now. Null when that is
+  // over. Events are waited for in the order of these calls.
+  Moment* moment_of_stream(cuda::Stream stream) { return moments_.take(stream); }
+  Moment* moment_of_event(cuda::Event event);
+  void give_moment(Moment* moment) { moments_.give(moment); }
+  bool is_over(const Moment& moment) const { return moments_.is_over(moment); }
 
   // A transfer of these jobs with its events. Throws, and takes nothing, when one cannot be made.
   std::shared_ptr<Transfer> make_transfer(std::vector<JobRef> jobs);
 
+  // A transfer is in flight.
+  void run(std::shared_ptr<Transfer> transfer);
   // Gives the events of a transfer back as soon as nobody else waits for them.
   void retire(std::shared_ptr<Transfer> transfer);
 
@@ -78,7 +86,9 @@ class Channel {
   const int device_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
-  EventPool events_, moments_;
+  EventPool events_;
+  Moments moments_;
+  size_t fragments_ = 0;                            // in flight
   std::vector<std::shared_ptr<Transfer>> retired_;  // somebody is about to wait for them
 };
 

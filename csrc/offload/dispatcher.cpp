@@ -26,18 +26,21 @@ Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device)
 
 Dispatcher::~Dispatcher() = default;
 
-bool Dispatcher::is_small(const Job& job) const {
+size_t Dispatcher::fragments_of(const Job& job) const {
   size_t fragments = 0;
-  for (const Part& part : job.parts) {
-    if (groups[part.group].host_is_pageable) return device < 0;  // the driver copies in the call
-    fragments += part.count * groups[part.group].gpu.count();
-  }
-  return device < 0 || fragments <= kSmallFragments;
+  for (const Part& part : job.parts) fragments += part.count * groups[part.group].gpu.count();
+  return fragments;
+}
+
+bool Dispatcher::is_small(const Job& job) const {
+  if (device < 0) return true;
+  if (any_is_pageable(groups)) return false;  // the driver copies in the call
+  return fragments_of(job) <= kSmallFragments;
 }
 
 bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
   if (channel.submitting >= 0) return false;
-  if (channel.running.size() >= kMostRunning && job.id > flush_until_) return false;
+  if (job.id > flush_until_ && !channel.has_room_for(fragments_of(job))) return false;
   for (const auto& other : channels) {
     if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
   }
@@ -46,7 +49,8 @@ bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
 
 void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   Channel& channel = channel_of(*job);
-  if (channel.running.size() >= kMostRunning) advance();
+  // A few at a time: who submits does not pay for all that has ended.
+  if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
   if (channel.queue.empty() && is_small(*job) && can_start(channel, *job)) {
     channel.submitting = job->id;
@@ -60,6 +64,7 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
     }
   }
   job->queued = true;
+  ++channel.waiting;
   channel.queue.push_back(job);
   channel.work.notify_one();
 }
@@ -96,7 +101,8 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
   if (error.empty()) {
     std::vector<cuda::Event> behind;
     for (const JobRef& job : jobs) {
-      if (job->after != nullptr) behind.push_back(job->after);
+      transfer->fragments += fragments_of(*job);
+      if (job->after != nullptr) behind.push_back(job->after->event);
       for (const auto& other : channels) {
         auto before =
             other.get() == &channel ? nullptr : other->newest_until(job->behind[other->number]);
@@ -141,13 +147,15 @@ void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& trans
     job->transfer = transfer;
     if (device < 0) ledger.finish(job, State::kDone, "");
   }
-  if (device >= 0) channel.running.push_back(transfer);
+  if (device >= 0) channel.run(transfer);
 }
 
 void Dispatcher::abandon(const JobRef& job, State state, const std::string& error) {
   if (job->gate != nullptr) job->gate->open_now();
   job->gate = nullptr;
-  channel_of(*job).give_moment(job->after);
+  Channel& channel = channel_of(*job);
+  channel.waiting -= job->queued && !job->enqueuing;
+  channel.give_moment(job->after);
   job->after = nullptr;
   const bool cancelled = state == State::kCancelled || job->cancelled;
   ledger.finish(job, cancelled ? State::kCancelled : state, error);

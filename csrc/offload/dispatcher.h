@@ -41,8 +41,8 @@ class Dispatcher {
   // Enqueues a job that is in the ledger, or queues it.
   void dispatch(Lock& lock, const JobRef& job);
 
-  // Ends the jobs whose copies have ended on the device.
-  void advance();
+  // Ends the jobs whose copies have ended on the device: those of so many copies at most.
+  void advance(int most = std::numeric_limits<int>::max());
 
   // Waits until a job has been enqueued, or has ended. What is ahead of it is not held back any
   // more, so that this does not wait for the device.
@@ -65,9 +65,11 @@ class Dispatcher {
 
  private:
   Channel& channel_of(const Job& job) { return *channels[job.channel]; }
+  size_t fragments_of(const Job& job) const;
   bool is_small(const Job& job) const;
   bool can_start(const Channel& channel, const Job& job) const;
-  bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, Job& next);
+  bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t fragments,
+             Job& next);
   std::vector<JobRef> take(Channel& channel);
   void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs);
   bool attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs);

@@ -1,17 +1,24 @@
+#include <algorithm>
+
 #include "../cuda_context.h"
 #include "dispatcher.h"
 
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 namespace kvswap {
 
-void Dispatcher::advance() {
-  if (device < 0 || !lost_.empty()) return;
+void Dispatcher::advance(int most) {
+  const auto is_idle = [](const auto& channel) { return channel->running.empty(); };
+  if (!lost_.empty() || std::all_of(channels.begin(), channels.end(), is_idle)) return;
   try {
+    const cuda::ContextGuard context(device);
     // Again, because a job that reads what one of a later channel wrote ends after it.
     for (bool again = true; again;) {
       again = false;
       for (const auto& channel : channels) {
-        while (retire_next(*channel)) again = true;
+        while (most > 0 && retire_next(*channel)) {
+          --most;
+          again = true;
+        }
       }
     }
   } catch (const std::exception& error) {
@@ -29,7 +36,6 @@ bool Dispatcher::retire_next(Channel& channel) {
     }
   }
   const double seconds = channel.copy_seconds(*transfer);
-  channel.running.pop_front();
   for (const JobRef& job : transfer->jobs) {
     job->copy_seconds = seconds;
     const std::string reason = ledger.failed_source(*job);

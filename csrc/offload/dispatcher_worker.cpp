@@ -10,7 +10,7 @@ namespace kvswap {
 namespace {
 
 // What is joined into one copy; more when somebody waits for all of it to be enqueued.
-constexpr size_t kJoinedBytes = size_t{32} << 20;
+constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedFragments = 4096;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 
 using Seconds = std::chrono::duration<double>;
@@ -45,13 +45,16 @@ void Dispatcher::work(Channel& channel) {
 
 std::vector<JobRef> Dispatcher::take(Channel& channel) {
   std::vector<JobRef> jobs;
-  size_t bytes = 0;
+  size_t bytes = 0, fragments = 0;
   channel.submitting = channel.queue.front()->id;
   while (!channel.queue.empty()) {
     Job& next = *channel.queue.front();
     if (!next.ended()) {  // else it was cancelled
-      if (!jobs.empty() && !joins(channel, jobs, bytes, next)) break;
+      if (!jobs.empty() && !joins(channel, jobs, bytes, fragments, next)) break;
       bytes += next.nbytes;
+      fragments += fragments_of(next);
+      --channel.waiting;
+      next.enqueuing = true;
       jobs.push_back(channel.queue.front());
     }
     channel.queue.pop_front();
@@ -59,10 +62,12 @@ std::vector<JobRef> Dispatcher::take(Channel& channel) {
   return jobs;
 }
 
-bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, Job& next) {
+bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes,
+                       size_t fragments, Job& next) {
   const bool flushing = next.id <= flush_until_;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
+  if (!flushing && fragments + fragments_of(next) > kJoinedFragments) return false;
   for (const Job* job : {jobs.front().get(), &next}) {
     if (job->layer_groups > 1 || job->gate != nullptr) return false;
   }
@@ -73,7 +78,7 @@ bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t
   }
   // What it starts behind may be behind the end of one of the others.
   if (next.after == nullptr) return true;
-  if (cuda::driver().query_event(next.after) != cuda::kSuccess) return false;
+  if (!channel.is_over(*next.after)) return false;
   channel.give_moment(next.after);
   next.after = nullptr;
   return true;

@@ -7,17 +7,16 @@
 
 namespace kvswap {
 
-// Events that are made once and recorded again and again. Whoever takes one gives it back when
+// Events with a time, made once and recorded again and again. Whoever takes one gives it back when
 // nobody will wait for what it stands for any more. Not thread safe: the handler has a lock. The
 // context of the device is current.
 class EventPool {
  public:
-  explicit EventPool(unsigned flags) : flags_(flags) {}
-
   cuda::Event take() {
     if (idle_.empty()) {
       cuda::Event event = nullptr;
-      KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, flags_), "cuEventCreate");
+      KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, cuda::kEventDefault),
+                          "cuEventCreate");
       ++created_;
       return event;
     }
@@ -42,7 +41,6 @@ class EventPool {
   }
 
  private:
-  const unsigned flags_;
   std::vector<cuda::Event> idle_;
   size_t created_ = 0;
 };

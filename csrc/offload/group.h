@@ -36,6 +36,14 @@ struct Group {
   }
 };
 
+// Whether the driver copies some of the pages inside of the call.
+inline bool any_is_pageable(const std::vector<Group>& groups) {
+  for (const Group& group : groups) {
+    if (group.host_is_pageable) return true;
+  }
+  return false;
+}
+
 // Reads what Python says of a group and asks the driver for the allocations. Throws for a cache
 // that is not on `device`.
 Group read_group(const kvswap_group& group, int device);

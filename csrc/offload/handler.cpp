@@ -58,7 +58,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   return job;
 }
 
-cuda::Event Handler::moment(Channel& channel, const kvswap_request& request) {
+Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
   if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
   if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
   return channel.moment_of_stream(stream_of(request));
@@ -129,12 +129,6 @@ void Handler::wait_on(Job* job, int layer_group, cuda::Stream stream) {
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, end, 0), "cuStreamWaitEvent");
 }
 
-kvswap_result Handler::result(Job* job, bool poll) {
-  const Lock lock(dispatcher_.mutex);
-  if (poll) dispatcher_.advance();
-  return describe(*job);
-}
-
 void Handler::rebind(std::vector<Group> groups) {
   const Lock lock(dispatcher_.mutex);
   check_open();
@@ -156,7 +150,7 @@ kvswap_metrics Handler::metrics(int number) {
   dispatcher_.advance();
   const Channel& channel = *dispatcher_.channels[number];
   kvswap_metrics metrics = dispatcher_.ledger.metrics(number);
-  for (const JobRef& job : channel.queue) metrics.queued += !job->ended();
+  metrics.queued = channel.waiting;
   for (const auto& transfer : channel.running) metrics.running += transfer->jobs.size();
   metrics.streams = channel.streams();
   metrics.events = channel.events();
@@ -179,21 +173,6 @@ void Handler::close() {
     lock.lock();
   }
   if (!std::exchange(stopped_, true)) dispatcher_.stop(lock);
-}
-
-kvswap_result describe(const Job& job) {
-  kvswap_result result{};
-  result.id = job.id;
-  result.nbytes = job.nbytes;
-  result.submit_seconds = job.submit_seconds;
-  result.queue_seconds = job.queue_seconds;
-  result.copy_seconds = job.copy_seconds;
-  result.channel = job.channel;
-  result.layer_groups = job.layer_groups;
-  result.state = static_cast<int32_t>(job.state);
-  result.error = job.error ? job.error->c_str() : nullptr;
-  result.job = const_cast<Job*>(&job);
-  return result;
 }
 
 }  // namespace kvswap

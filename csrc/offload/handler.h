@@ -23,7 +23,13 @@ class Handler {
   std::vector<JobRef> unreported_failures();
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
-  kvswap_result result(Job* job, bool poll);
+  // Reads what has become of the job; poll: asks the device first.
+  template <typename Read>
+  auto look(const Job* job, bool poll, const Read& read) {
+    const Lock lock(dispatcher_.mutex);
+    if (poll) dispatcher_.advance();
+    return read(*job);
+  }
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int parts);
   kvswap_metrics metrics(int channel);
@@ -37,7 +43,7 @@ class Handler {
 
  private:
   void check_open() const;
-  cuda::Event moment(Channel& channel, const kvswap_request& request);
+  Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first, or on which a gate is closed.
   cuda::Stream stream_of(const kvswap_request& request) const;
   void close_gate(Lock& lock, const kvswap_request& request);
@@ -48,8 +54,5 @@ class Handler {
   bool closed_ = false;   // takes no more jobs
   bool stopped_ = false;  // has no more threads
 };
-
-// What a job has come to, for Python.
-kvswap_result describe(const Job& job);
 
 }  // namespace kvswap

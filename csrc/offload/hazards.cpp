@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../check.h"
+
 namespace kvswap {
 
 Hazards::Hazards(const std::vector<Group>& groups) {

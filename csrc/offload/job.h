@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda_driver.h"
-
 namespace kvswap {
 
 enum Direction : int { kStore = 0, kLoad = 1 };
@@ -22,6 +20,7 @@ enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCan
 
 struct Transfer;
 class Gate;
+struct Moment;
 class JobRef;
 
 // What a job copies in one group: `count` blocks, whose ids follow those of the parts before it.
@@ -43,9 +42,9 @@ struct Job {
   bool reported = false;
   uint64_t nbytes = 0;
   std::vector<Part> parts;
-  std::vector<int64_t> ids;     // all GPU blocks, then the slot of a host page for each
-  cuda::Event after = nullptr;  // the moment that it starts behind; null: nothing
-  Gate* gate = nullptr;         // that was closed for it
+  std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each
+  Moment* after = nullptr;   // what it starts behind; null: nothing
+  Gate* gate = nullptr;      // that was closed for it
 
   // By data: the number, in each channel, of the latest job that must not overlap with this one;
   // -1 for none.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../check.h"
+
 namespace kvswap {
 namespace {
 
