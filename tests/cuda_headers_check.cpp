@@ -73,8 +73,7 @@ static_assert(cuda::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(cuda::kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cuda::kWaitUntilAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
-static_assert(cuda::kHas64BitMemoryOperations ==
-              CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
+static_assert(cuda::kHas64BitMemoryOperations == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);
