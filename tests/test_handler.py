@@ -408,12 +408,16 @@ def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
     before = give(handler, first, 1, 2)
     other = give(handler, second, 3, 0, after=())  # the control
     block, page = (1, 3) if shared == "block" else (5, 2)
+    row, slot = handler.layouts[0].tensors[0][block], handler.pools[0].pages[page]
+    target = slot if second == "store" else row
+    target_before = target.clone()
     behind = give(handler, second, block, page, after=())
     driver.run()
     assert other.done()
     assert not before.done()
     both_read = shared == "page" and "store" not in (first, second)
     assert behind.done() == both_read
+    assert torch.equal(target, target_before) != both_read
     driver.release(held)
     driver.run()
     handler.wait([before, behind], timeout=1)
