@@ -14,8 +14,13 @@ namespace kvswap {
 Channel::Channel(int number, int device) : number(number), device_(device) {
   if (device_ < 0) return;
   // Now, because a busy GPU can hold up the creation of a stream.
-  stream_ = cuda::create_stream();
-  waiting_ = cuda::create_stream();
+  try {
+    stream_ = cuda::create_stream();
+    waiting_ = cuda::create_stream();
+  } catch (...) {
+    close();
+    throw;
+  }
 }
 
 bool Channel::is_past(int64_t id) const {
@@ -166,14 +171,15 @@ bool Channel::is_alive() const {
 }
 
 void Channel::close() {
-  if (device_ < 0 || stream_ == nullptr) return;
+  if (device_ < 0) return;
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
   moments_.destroy();
-  cuda::driver().destroy_stream(stream_);
-  cuda::driver().destroy_stream(waiting_);
-  stream_ = waiting_ = nullptr;
+  for (cuda::Stream* stream : {&stream_, &waiting_}) {
+    if (*stream != nullptr) cuda::driver().destroy_stream(*stream);
+    *stream = nullptr;
+  }
 }
 
 }  // namespace kvswap

@@ -26,6 +26,7 @@ class Channel {
  public:
   // device: -1 where both sides are host memory.
   Channel(int number, int device);
+  ~Channel() { close(); }
 
   const int number;
   std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
@@ -73,7 +74,7 @@ class Channel {
   // Whether the device still answers.
   bool is_alive() const;
 
-  size_t streams() const { return device_ < 0 ? 0 : 2; }
+  size_t streams() const { return stream_ == nullptr ? 0 : 2; }
   size_t events() const { return moments_.created() + events_.created(); }
   // Lets streams and events go; nothing runs any more, or the device is lost.
   void close();

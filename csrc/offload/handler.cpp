@@ -177,9 +177,7 @@ void Handler::close() {
     pause_since(began);
     lock.lock();
   }
-  if (stopped_) return;
-  stopped_ = true;
-  dispatcher_.stop(lock);
+  if (!std::exchange(stopped_, true)) dispatcher_.stop(lock);
 }
 
 }  // namespace kvswap
