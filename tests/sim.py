@@ -1,0 +1,178 @@
+"""A handler on the simulated driver, in manual mode: nothing runs until the test says so."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from stub import Driver, place, pool
+from torch import Tensor
+
+from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.metrics import ChannelMetrics
+
+CURRENT, SIDE = 42, 43  # streams of the caller
+STREAMS = {  # in the order in which a handler creates them
+    "101": "stores",
+    "102": "stores' waiting",
+    "103": "loads",
+    "104": "loads' waiting",
+    "105": "expedited",
+    "106": "expedited's waiting",
+    str(CURRENT): "current",
+    str(SIDE): "side",
+}
+LIMIT = 64  # transfers in flight of a channel
+CHANNELS = ("store", "load", "expedited")
+
+
+class Stream(torch.cuda.Stream):
+    """A stream of the stub for PyTorch."""
+
+    def __new__(cls, *_: object) -> Stream:
+        return object.__new__(cls)
+
+    def __init__(self, handle: int, index: int = 0) -> None:
+        self.cuda_stream = handle
+        self.device = torch.device("cuda", index)
+
+
+class Event(torch.cuda.Event):
+    """An event of the stub for PyTorch; 0 is one that was never recorded."""
+
+    def __new__(cls, *_: object) -> Event:
+        return object.__new__(cls)
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
+
+
+class Rig:
+    """A cache of random blocks, pages of other random bytes, and a handler. Block b of the cache is
+    `block(b)`, what is in slot s of page p is `page(p, s)`."""
+
+    def __init__(
+        self, driver: Driver, blocks: int = 16, pages: int = 16, per_page: int = 1, layers: int = 1
+    ) -> None:
+        self.driver = driver
+        driver.set_mode("manual")
+        driver.set_stream(0, CURRENT)
+        self.tensors = [torch.randint(256, (blocks, 64), dtype=torch.uint8) for _ in range(layers)]
+        self.layout = place(driver, PagedLayout(self.tensors))
+        self.host = pool(driver, self.layout, pages, per_page)
+        self.host.pages.random_(256)
+        self._events: dict[str, int] = {}
+        self.handler = OffloadHandler(self.layout, self.host)
+        driver.log()
+
+    # Bytes.
+
+    def block(self, block: int) -> Tensor:
+        return torch.cat([tensor[block] for tensor in self.tensors])
+
+    def page(self, page: int, slot: int = 0) -> Tensor:
+        return self.host.pages[page, slot].clone()
+
+    def holds(self, page: int, block: Tensor) -> bool:
+        return torch.equal(self.page(page), block)
+
+    # Jobs.
+
+    def submit(self, kind: str, blocks: list[int], pages: list[int], **options: Any) -> Job:
+        """kind: store, load or expedited. Behind nothing, unless the options say so."""
+        options.setdefault("after", ())
+        if kind == "store":
+            return self.handler.store(blocks, pages, **options)
+        return self.handler.load(pages, blocks, expedited=kind == "expedited", **options)
+
+    def store(self, block: int, page: int, **options: Any) -> Job:
+        return self.submit("store", [block], [page], **options)
+
+    def load(self, page: int, block: int, **options: Any) -> Job:
+        return self.submit("load", [block], [page], **options)
+
+    def fill(self, kind: str, count: int = LIMIT, block: int = 0, page: int = 0) -> list[Job]:
+        """So many transfers of one block and page on the device that the next one is queued."""
+        return [self.submit(kind, [block], [page]) for _ in range(count)]
+
+    def metrics(self, kind: str) -> ChannelMetrics:
+        metrics = self.handler.metrics()
+        of = {"store": metrics.stores, "load": metrics.loads, "expedited": metrics.expedited}
+        return of[kind]
+
+    def finish(self) -> list[Result]:
+        """Runs the device until all jobs have ended; what finished() says then."""
+        return run_until(self.driver, self.has_ended) and self.handler.finished()
+
+    def has_ended(self) -> bool:
+        try:
+            self.handler.wait(timeout=0.001)
+        except TimeoutError:
+            return False
+        except TransferError:
+            return True
+        return True
+
+    # The device.
+
+    def held(self, stream: int = CURRENT) -> int:
+        """Holds a stream up: the number by which release() lets it go on."""
+        return self.driver.hold(stream)
+
+    def hold_up(self, kind: str, block: int = 0, page: int = 0) -> tuple[int, Job]:
+        """A job that nothing in its channel can pass until the hold is released."""
+        hold = self.held(SIDE)
+        return hold, self.submit(kind, [block], [page], after=Stream(SIDE))
+
+    def release(self, hold: int) -> None:
+        self.driver.release(hold)
+
+    def event(self, stream: int) -> Event:
+        event = Event(self.driver.cuda.create_event())
+        self.driver.cuda.record(event.cuda_event, stream)
+        return event
+
+    def log(self) -> str:
+        """The driver's log with streams by what they are for, and events by their first use."""
+
+        def event(match: re.Match[str]) -> str:
+            return f"event {self._events.setdefault(match[1], len(self._events) + 1)}"
+
+        def stream(match: re.Match[str]) -> str:
+            return STREAMS.get(match[1], match[0])
+
+        log = re.sub(r", source order.*|p\w+ context.*\n", "", self.driver.log())
+        return re.sub(r"stream (\w+)", stream, re.sub(r"event (\d+)", event, log))
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        self.driver.set_mode("immediate")  # all that is not held up runs
+        if failure is None:
+            self.handler.close()
+
+
+def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = 20) -> bool:
+    """Runs the device until the condition holds; fails when it does not for that long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        driver.run()
+        if condition():
+            return True
+        assert time.monotonic() < deadline, f"this hangs:\n{driver.pending()}"
+        time.sleep(0.0002)
+
+
+def states(results: list[Result]) -> list[str]:
+    return [result.state for result in results]
+
+
+def number_of_threads() -> int:
+    """All, also those that Python does not know."""
+    return len(list(Path("/proc/self/task").iterdir()))
