@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,19 @@ STREAMS = {  # in the order in which a handler creates them
     str(CURRENT): "current",
     str(SIDE): "side",
 }
-LIMIT = 64  # transfers in flight of a channel
 CHANNELS = ("store", "load", "expedited")
+SHARE = {  # kind, block and page of two jobs that must not overlap
+    "store, load of its page": (("store", 1, 2), ("load", 3, 2)),
+    "store, load into its block": (("store", 1, 2), ("load", 1, 3)),
+    "load, store of its block": (("load", 1, 2), ("store", 1, 3)),
+    "load, store into its page": (("load", 1, 2), ("store", 3, 2)),
+    "load, expedited into its block": (("load", 1, 2), ("expedited", 1, 3)),
+    "expedited, load into its block": (("expedited", 1, 2), ("load", 1, 3)),
+    "store, expedited of its page": (("store", 1, 2), ("expedited", 3, 2)),
+    "store, expedited into its block": (("store", 1, 2), ("expedited", 1, 3)),
+    "expedited, store of its block": (("expedited", 1, 2), ("store", 1, 3)),
+    "expedited, store into its page": (("expedited", 1, 2), ("store", 3, 2)),
+}
 
 
 class Stream(torch.cuda.Stream):
@@ -66,6 +77,8 @@ class Rig:
         self.layout = place(driver, PagedLayout(self.tensors))
         self.host = pool(driver, self.layout, pages, per_page)
         self.host.pages.random_(256)
+        self._start = torch.cat(self.tensors, 1), self._slots(self.host.pages).clone()
+        self._moves: list[tuple[int, str, list[int], list[int]]] = []
         self._events: dict[str, int] = {}
         self.handler = OffloadHandler(self.layout, self.host)
         driver.log()
@@ -81,14 +94,40 @@ class Rig:
     def holds(self, page: int, block: Tensor) -> bool:
         return torch.equal(self.page(page), block)
 
+    def is_right(self, without: Sequence[Job] = (), pages: Tensor | None = None) -> bool:
+        """Whether all bytes are those that the jobs leave when they run one after another. pages:
+        the memory of a pool that is closed."""
+        blocks, slots = (part.clone() for part in self._start)
+        left_out = {job.id for job in without}
+        for number, kind, of_gpu, of_host in self._moves:
+            if number in left_out:
+                continue
+            if kind == "store":
+                slots[of_host] = blocks[of_gpu]
+            else:
+                blocks[of_gpu] = slots[of_host]
+        found = self._slots(self.host.pages if pages is None else pages)
+        return torch.equal(torch.cat(self.tensors, 1), blocks) and torch.equal(found, slots)
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        return pages.view(-1, pages.shape[-1])
+
     # Jobs.
 
-    def submit(self, kind: str, blocks: list[int], pages: list[int], **options: Any) -> Job:
+    def submit(self, kind: str, blocks: Any, pages: Any, **options: Any) -> Job:
         """kind: store, load or expedited. Behind nothing, unless the options say so."""
         options.setdefault("after", ())
         if kind == "store":
-            return self.handler.store(blocks, pages, **options)
-        return self.handler.load(pages, blocks, expedited=kind == "expedited", **options)
+            job = self.handler.store(blocks, pages, **options)
+        else:
+            job = self.handler.load(pages, blocks, expedited=kind == "expedited", **options)
+        per_page, first = self.host.blocks_per_page, options.get("first_block", 0)
+        slots = [
+            int(pages[i // per_page]) * per_page + i % per_page
+            for i in range(first, first + len(blocks))
+        ]
+        self._moves.append((job.id, kind, [int(block) for block in blocks], slots))
+        return job
 
     def store(self, block: int, page: int, **options: Any) -> Job:
         return self.submit("store", [block], [page], **options)
@@ -96,9 +135,13 @@ class Rig:
     def load(self, page: int, block: int, **options: Any) -> Job:
         return self.submit("load", [block], [page], **options)
 
-    def fill(self, kind: str, count: int = LIMIT, block: int = 0, page: int = 0) -> list[Job]:
-        """So many transfers of one block and page on the device that the next one is queued."""
-        return [self.submit(kind, [block], [page]) for _ in range(count)]
+    def fill(self, kind: str, block: int = 0, page: int = 0) -> list[Job]:
+        """As many jobs as the device takes, and one more, which is queued."""
+        jobs = []
+        while not self.metrics(kind).queued:
+            jobs.append(self.submit(kind, [block], [page]))
+            assert len(jobs) < 5000
+        return jobs
 
     def metrics(self, kind: str) -> ChannelMetrics:
         metrics = self.handler.metrics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from sim import CHANNELS, CURRENT, SIDE, Rig, Stream, states
+from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, states
 from stub import Driver, stubbed
 
 # Behind what a transfer starts
@@ -147,7 +147,7 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
         hold, later = rig.held(stream), rig.held(SIDE)
         event = rig.event(stream)
         job = rig.store(1, 2, after=event)
-        assert rig.metrics("store").queued == queued
+        assert (rig.metrics("store").queued > 0) == queued
         if change == "records it again":
             driver.cuda.record(event.cuda_event, SIDE)
         elif change == "destroys it":
@@ -294,27 +294,13 @@ record event 9 on loads
         assert torch.equal(rig.block(3), rig.block(1))
 
 
-SHARE = {  # blocks and pages of a first and a second job, which must not overlap
-    "store, load of its page": ("store", (1, 2), "load", (3, 2)),
-    "store, load into its block": ("store", (1, 2), "load", (1, 3)),
-    "load, store of its block": ("load", (1, 2), "store", (1, 3)),
-    "load, store into its page": ("load", (1, 2), "store", (3, 2)),
-    "load, expedited into its block": ("load", (1, 2), "expedited", (1, 3)),
-    "expedited, load into its block": ("expedited", (1, 2), "load", (1, 3)),
-    "store, expedited of its page": ("store", (1, 2), "expedited", (3, 2)),
-    "store, expedited into its block": ("store", (1, 2), "expedited", (1, 3)),
-    "expedited, store of its block": ("expedited", (1, 2), "store", (1, 3)),
-    "expedited, store into its page": ("expedited", (1, 2), "store", (3, 2)),
-}
-
-
 @pytest.mark.parametrize("between", [0, 3])
 @pytest.mark.parametrize("pair", SHARE)
 @stubbed
 def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     driver: Driver, pair: str, between: int
 ) -> None:
-    first, (block, page), second, (other_block, other_page) = SHARE[pair]
+    (first, block, page), (second, other_block, other_page) = SHARE[pair]
     with Rig(driver) as rig:
         hold, earlier = rig.hold_up(first, block, page)
         for i in range(between):
@@ -434,7 +420,7 @@ def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
         hold = rig.held()
         for kind in CHANNELS:
             rig.submit(kind, [1], [1], after=None)
-        rig.fill("load", 100)
+        rig.fill("load", block=5, page=5)
         driver.fail("cuMemcpyAsync", nth=3)
         rig.store(3, 3)
         assert driver.live("streams") > before[0]
