@@ -70,6 +70,7 @@ class Rig:
     def __init__(
         self, driver: Driver, blocks: int = 16, pages: int = 16, per_page: int = 1, layers: int = 1
     ) -> None:
+        torch.set_num_threads(1)  # number_of_threads() is to change by those of the handler
         self.driver = driver
         driver.set_mode("manual")
         driver.set_stream(0, CURRENT)
@@ -79,6 +80,7 @@ class Rig:
         self.host.pages.random_(256)
         self._start = torch.cat(self.tensors, 1), self._slots(self.host.pages).clone()
         self._moves: list[tuple[int, str, list[int], list[int]]] = []
+        self._holds: list[int] = []
         self._events: dict[str, int] = {}
         self.handler = OffloadHandler(self.layout, self.host)
         driver.log()
@@ -165,7 +167,8 @@ class Rig:
 
     def held(self, stream: int = CURRENT) -> int:
         """Holds a stream up: the number by which release() lets it go on."""
-        return self.driver.hold(stream)
+        self._holds.append(self.driver.hold(stream))
+        return self._holds[-1]
 
     def hold_up(self, kind: str, block: int = 0, page: int = 0) -> tuple[int, Job]:
         """A job that nothing in its channel can pass until the hold is released."""
@@ -179,6 +182,11 @@ class Rig:
         event = Event(self.driver.cuda.create_event())
         self.driver.cuda.record(event.cuda_event, stream)
         return event
+
+    def start_log(self) -> None:
+        """The next log() begins here, with event 1."""
+        self._events.clear()
+        self.driver.log()
 
     def log(self) -> str:
         """The driver's log with streams by what they are for, and events by their first use."""
@@ -196,7 +204,9 @@ class Rig:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        self.driver.set_mode("immediate")  # all that is not held up runs
+        for hold in self._holds:
+            self.release(hold)
+        self.driver.set_mode("immediate")
         if failure is None:
             self.handler.close()
 
