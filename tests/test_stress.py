@@ -48,15 +48,13 @@ class Content:
 
     version: int
     jobs: tuple[Job, ...] = ()
-    was_moved: bool = False  # by jobs, those that have ended too
 
     def settled(self) -> Content | None:
         """The same without the jobs that are done; None when one of them is not."""
         ended = [job for job in self.jobs if job.result is not None]
         if any(not job.result.ok for job in ended):
             return None
-        running = tuple(job for job in self.jobs if job.result is None)
-        return Content(self.version, running, self.was_moved)
+        return Content(self.version, tuple(job for job in self.jobs if job.result is None))
 
 
 @dataclass
@@ -241,7 +239,7 @@ class Model:
             if all(job.result.ok for job in content.jobs):
                 assert not differs, f"a block does not hold version {content.version}"
                 self.counts["compared"] += 1
-                self.counts["loaded"] += content.was_moved
+                self.counts["loaded"] += bool(content.jobs)
         self.jobs.clear()
         self.checks.clear()
 
@@ -282,9 +280,7 @@ def _through(job: Job, content: Content | None) -> Content | None:
     """What the job's destination holds when its source holds this."""
     if content is not None:
         content = content.settled()
-    return (
-        None if content is None else Content(content.version, (*content.jobs, job), was_moved=True)
-    )
+    return None if content is None else Content(content.version, (*content.jobs, job))
 
 
 def run(device: str, *loops: Callable[[], object]) -> None:
