@@ -53,9 +53,10 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
         result(capi.CANCELLED),
         result(capi.FAILED, capi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
     ]
-    error = TransferError(iter(results))  # type: ignore[arg-type]
+    error = TransferError(results)
     assert_expected_inline(str(error), """""")
     assert isinstance(error, RuntimeError)
     assert isinstance(results[0].error, RuntimeError)
     assert str(results[0].error) == "no copy engine"
-    assert TransferError(results).results == results
+    assert error.results == results
+    assert error.results is not results
