@@ -54,7 +54,10 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
         result(capi.FAILED, capi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
     ]
     error = TransferError(results)
-    assert_expected_inline(str(error), """""")
+    assert_expected_inline(
+        str(error),
+        """store 7 failed: no copy engine; load 7 was cancelled; load 7 failed: 7 µs too late""",
+    )
     assert isinstance(error, RuntimeError)
     assert isinstance(results[0].error, RuntimeError)
     assert str(results[0].error) == "no copy engine"
