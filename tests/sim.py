@@ -45,7 +45,7 @@ SHARE = {  # kind, block and page of two jobs that must not overlap
 class Stream(torch.cuda.Stream):
     """A stream of the stub for PyTorch."""
 
-    def __new__(cls, *_: object) -> Stream:
+    def __new__(cls, *_: object, **__: object) -> Stream:
         return object.__new__(cls)
 
     def __init__(self, handle: int, index: int = 0) -> None:
