@@ -310,7 +310,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
                 rig.handler.wait(jobs, timeout=0.02)
             assert 0.02 <= time.monotonic() - began < 5
         assert refusal(rig.handler.wait, job, timeout=0) == (
-            f"TimeoutError: after 0 s these jobs still run: store {job.id}"
+            f"TimeoutError: after 0 s some jobs still run: store {job.id}"
         )
         rig.release(hold)
         driver.set_mode("threaded")

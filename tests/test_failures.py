@@ -389,3 +389,52 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
         assert len(told) == 1
         assert "the device is lost" in told[0]
         assert_lost(rig, jobs)
+
+
+# What a failure must not leave behind
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+@stubbed
+def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) -> None:
+    with Rig(driver) as rig:
+        before = driver.live("streams")
+        driver.fail("cuStreamCreate", nth)
+        with pytest.raises(RuntimeError, match="cuStreamCreate"):
+            OffloadHandler(rig.layout, rig.host)
+        assert driver.live("streams") == before
+
+
+@stubbed
+def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        before = driver.live("streams"), driver.live("events")
+        driver.fail("cuEventCreate", 2)
+        with pytest.raises(RuntimeError, match="cuEventCreate"):
+            rig.handler.gate()
+        assert (driver.live("streams"), driver.live("events")) == before
+
+
+@stubbed
+def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        rig.store(1, 1)
+        driver.lose()
+        rig.handler.finished()
+    assert driver.live("events") == 0
+    assert rig.metrics("store").streams == 0
+
+
+@stubbed
+def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        job = rig.store(1, 1)
+        driver.run()
+        driver.fail("cuEventElapsedTime")
+        assert job.done()
+        assert "cuEventElapsedTime" in failure(job)
+        after = rig.store(2, 2)
+        driver.run()
+        assert [result.state for result in rig.handler.finished()] == ["failed", "done"]
+        assert after.result == after.result
+        assert job.result == job.result

@@ -372,7 +372,7 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) ->
     assert jobs[0].result is None
     assert_expected_inline(
         refusal(handler.wait, jobs, timeout=0.01),
-        """TimeoutError: after 0.01 s these jobs still run: store 0, load 1""",
+        """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
     )
     with pytest.raises(TimeoutError):
         handler.wait(timeout=0.01)

@@ -295,8 +295,8 @@ def test_a_failed_registration_leaves_no_error_for_the_next_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = make_layout(device="cuda:0")
-    memory = HostPool(layout, num_pages=1).pages
-    monkeypatch.setattr(host_memory, "_map", lambda nbytes: memory.view(-1)[:nbytes])
+    pinned = HostPool(layout, num_pages=1)
+    monkeypatch.setattr(host_memory, "_map", lambda nbytes: pinned.pages.view(-1)[:nbytes])
     with pytest.raises(RuntimeError, match="did not pin"):  # it is pinned already
         HostPool(layout, num_pages=1)
     ones = torch.ones(1000, device="cuda:0").add_(1)

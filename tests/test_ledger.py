@@ -249,3 +249,25 @@ def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
         job = rig.load(2, 3)
         rig.finish()
         assert state(job) == "done"
+
+
+@stubbed
+def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        load = rig.load(1, 4)
+        rig.handler.cancel(load)
+        driver.run()
+        rig.handler.rebind(rig.layout)
+        store = rig.store(4, 2)
+        driver.run()
+        assert store.done()
+        assert error(store) == reason(load)
+
+
+@stubbed
+def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        first = rig.load(2, 1)
+        second = rig.store(3, 2)
+        driver.run()
+        assert [result.job_id for result in rig.handler.finished()] == [first.id, second.id]

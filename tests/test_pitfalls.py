@@ -24,7 +24,7 @@ PITFALLS = {
         "swap_blocks_batch.every_kind_of_stream_orders_the_copies_after_its_work",
     ],
     "two GPU blocks went into one host page (TensorRT-LLM#8813, #9056)": [
-        "request.a_page_that_occurs_twice_in_a_store_is_refused_with_its_positions",
+        "request.a_wrong_request_is_refused_with_what_is_wrong",
         "channel.two_jobs_of_which_one_writes_what_both_have_run_in_order",
         "dispatcher.no_two_jobs_that_write_the_same_are_joined",
     ],

@@ -1,4 +1,4 @@
-"""The variables of the environment change how a handler copies, from one job to the next."""
+"""The variables of the environment change how a handler copies that is made while they are set."""
 
 from __future__ import annotations
 
@@ -14,62 +14,53 @@ from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
 
 
-def store_apart(driver: Driver, handler: OffloadHandler) -> str:
-    """Stores three blocks that are no neighbours; returns what the driver copied."""
+def store_apart(driver: Driver, handler: OffloadHandler) -> list[str]:
+    """Stores three blocks that are no neighbours; returns how the driver copied them."""
     driver.log()
     handler.wait(handler.store([1, 3, 5], [5, 1, 3]))
     for block, page in ((1, 5), (3, 1), (5, 3)):
         expected = torch.cat([tensor[block] for tensor in handler.layouts[0].tensors])
         assert torch.equal(handler.pools[0].pages[page, 0], expected)
-    return "".join(re.findall(r"(?:copy|batch) .*\n", driver.log()))
+    return re.findall(r"^(?:copy|batch) .*", driver.log(), re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("variables", "copies"),
+    [
+        ({}, ["batch of 6"]),
+        ({"KVSWAP_BATCH_LIMIT": "4"}, ["batch of 4", "batch of 2"]),
+        ({"KVSWAP_BATCH": "0"}, ["copy 64 bytes"] * 6),
+    ],
+    ids=["as it is", "smaller", "left out"],
+)
 @stubbed
-def test_the_batch_call_is_left_out_or_made_smaller_when_asked(driver: Driver) -> None:
-    with OffloadHandler(*cache(driver)) as handler, pytest.MonkeyPatch.context() as patch:
-        assert_expected_inline(
-            store_apart(driver, handler),
-            """\
-batch of 6 on stream 101, source order 1 from 0
-""",
-        )
-        patch.setenv("KVSWAP_BATCH_LIMIT", "4")
-        assert_expected_inline(
-            store_apart(driver, handler),
-            """\
-batch of 4 on stream 101, source order 1 from 0
-batch of 2 on stream 101, source order 1 from 0
-""",
-        )
-        patch.setenv("KVSWAP_BATCH", "0")
-        assert_expected_inline(
-            store_apart(driver, handler),
-            """\
-copy 64 bytes on stream 101
-copy 64 bytes on stream 101
-copy 64 bytes on stream 101
-copy 64 bytes on stream 101
-copy 64 bytes on stream 101
-copy 64 bytes on stream 101
-""",
-        )
+def test_the_batch_call_is_made_smaller_or_left_out_when_asked(
+    driver: Driver, variables: dict[str, str], copies: list[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        handler = OffloadHandler(*cache(driver))
+    # Changed later, they change nothing for this handler.
+    assert [line.partition(" on ")[0] for line in store_apart(driver, handler)] == copies
+    handler.close()
 
 
 @pytest.mark.parametrize(
     "variable", ["KVSWAP_BATCH", "KVSWAP_BATCH_LIMIT", "KVSWAP_CHECK_ADDRESSES"]
 )
 @stubbed
-def test_a_variable_that_says_nothing_known_fails_the_job_and_is_named(
+def test_a_variable_that_says_nothing_known_is_named_and_there_is_no_handler(
     driver: Driver, variable: str
 ) -> None:
-    with OffloadHandler(*cache(driver)) as handler:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(variable, "off")
-            job = handler.store([0, 2], [0, 2])
-            assert job.result is not None
-            assert str(job.result.error).startswith(f"{variable} is 'off'; expected ")
-        assert not handler.pools[0].pages.any()
-        store_apart(driver, handler)
+    gpu, host = cache(driver)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable, "off")
+        with pytest.raises(RuntimeError, match=f"{variable} is 'off'; expected "):
+            OffloadHandler(gpu, host)
+    assert driver.live("streams") == 0
+    with OffloadHandler(gpu, host) as handler:
+        assert store_apart(driver, handler)
 
 
 def half_a_cache(driver: Driver) -> tuple[PagedLayout, HostPool]:
@@ -82,18 +73,21 @@ def half_a_cache(driver: Driver) -> tuple[PagedLayout, HostPool]:
 
 @stubbed
 def test_addresses_are_checked_against_their_allocations_when_asked(driver: Driver) -> None:
-    with OffloadHandler(*half_a_cache(driver)) as handler:
+    gpu, host = half_a_cache(driver)
+    with OffloadHandler(gpu, host) as handler:
         handler.wait(handler.store([2], [0]))  # the control: nobody looks
         handler.pools[0].pages.zero_()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
-            handler.wait(handler.store([0], [1]))
-            job = handler.store([2], [2])
-            assert job.result is not None
-            assert_expected_inline(
-                re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
-                """src_ptrs[0] is 0x~ (device 0, allocation 0x~ + 160 bytes), and of its 64 bytes only the first 32 lie in memory that can be read""",
-            )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
+        handler = OffloadHandler(gpu, host)
+    with handler:
+        handler.wait(handler.store([0], [1]))
+        job = handler.store([2], [2])
+        assert job.result is not None
+        assert_expected_inline(
+            re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
+            """src_ptrs[0] is 0x~ (device 0, allocation 0x~ + 160 bytes), and of its 64 bytes only the first 32 lie in memory that can be read""",
+        )
         assert handler.pools[0].pages.sum(dim=(1, 2)).tolist() == [0, 64, 0, 0]
 
 

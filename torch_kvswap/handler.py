@@ -133,8 +133,8 @@ class OffloadHandler:
         well = self.native.wait(waited, timeout)
         if well is None:
             running = [job for job in waited or () if not job.done()]
-            names = ", ".join(f"{job.direction} {job.id}" for job in running) or "some of all"
-            raise TimeoutError(f"after {timeout} s these jobs still run: {names}")
+            names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
+            raise TimeoutError(f"after {timeout} s some jobs still run{names if running else ''}")
         if not well:
             results = [job.result for job in waited or ()]
             failed = [result for result in results if result and not result.ok]

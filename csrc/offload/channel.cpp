@@ -7,7 +7,6 @@
 #include "../copy/batch.h"
 #include "../copy/host.h"
 #include "../cuda_context.h"
-#include "../environment.h"
 
 namespace kvswap {
 
@@ -134,12 +133,12 @@ void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>&
     }
   }
   if (fragments.empty()) return;
-  if (address_check_is_on()) {
+  if (environment_.check_addresses) {
     AddressMap addresses;
     check_addresses(fragments, addresses);
   }
   if (device_ < 0) return copy_on_host(fragments);
-  BatchOptions options;
+  BatchOptions options(environment_);
   options.device = device_;
   options.has_pageable = any_is_pageable(groups);
   copy_batch(fragments, stream_, options);

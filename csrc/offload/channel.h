@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "../environment.h"
 #include "event_pool.h"
 #include "group.h"
 #include "job.h"
@@ -84,6 +85,7 @@ class Channel {
   void give_events(Transfer& transfer);
 
   const int device_;
+  const Environment environment_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   EventPool events_;

@@ -32,7 +32,7 @@ JobRef Handler::submit(const kvswap_request& request) {
     refuse_capture(stream_of(request), "the stream that the job would start behind");
   }
   if (request.gate != nullptr) close_gate(lock, request);
-  job->id = ++last_id_;
+  job->id = last_id_ + 1;
   job->gate = static_cast<Gate*>(request.gate);
   job->submitted_at = now();
   std::string error;
@@ -44,6 +44,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   }
   dispatcher_.hazards.order(*job);
   const std::string doomed = dispatcher_.ledger.enter(job);
+  last_id_ = job->id;
   dispatcher_.hazards.note(*job);
   if (!error.empty() || !doomed.empty()) {
     dispatcher_.abandon(job, State::kFailed, error.empty() ? doomed : error);
@@ -172,12 +173,18 @@ void Handler::close() {
   closed_ = true;
   for (const double began = now();;) {
     dispatcher_.advance();
-    if (stopped_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
+    if (stopping_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
     lock.unlock();
     pause_since(began);
     lock.lock();
   }
-  if (!std::exchange(stopped_, true)) dispatcher_.stop(lock);
+  if (std::exchange(stopping_, true)) {  // another thread does it
+    dispatcher_.progress.wait(lock, [&] { return stopped_; });
+    return;
+  }
+  dispatcher_.stop(lock);
+  stopped_ = true;
+  dispatcher_.progress.notify_all();
 }
 
 }  // namespace kvswap

@@ -51,8 +51,8 @@ class Handler {
   Dispatcher dispatcher_;
   RequestReader reader_;
   int64_t last_id_ = -1;
-  bool closed_ = false;   // takes no more jobs
-  bool stopped_ = false;  // has no more threads
+  bool closed_ = false;                      // takes no more jobs
+  bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none
 };
 
 }  // namespace kvswap
