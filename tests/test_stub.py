@@ -238,6 +238,17 @@ def test_synchronizing_runs_what_is_needed_and_no_more(driver):
 
 
 @stubbed
+def test_synchronizing_finds_the_write_that_a_wait_is_for_on_another_stream(driver):
+    driver.set_mode("manual")
+    value = word(driver)
+    driver.cuda.wait_value(42, value, 1)
+    driver.cuda.write_value(42, value, 0)
+    driver.cuda.write_value(43, value, 1)
+    driver.cuda.synchronize(stream=42)
+    assert int(value) == 0
+
+
+@stubbed
 def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
     driver.set_mode("manual")
     hold = driver.hold(42)

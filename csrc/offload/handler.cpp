@@ -72,7 +72,7 @@ cuda::Stream Handler::stream_of(const kvswap_request& request) const {
 
 void Handler::close_gate(Lock& lock, const kvswap_request& request) {
   Gate* gate = static_cast<Gate*>(request.gate);
-  const cuda::Stream stream = stream_of(request);
+  const cuda::Stream stream = cuda::current_stream(device());
   refuse_capture(stream, "the stream on which the gate is to be closed");
   dispatcher_.progress.wait(lock, [&] { return !gate->busy; });
   check_open();

@@ -44,7 +44,7 @@ class Handler {
  private:
   void check_open() const;
   Moment* moment(Channel& channel, const kvswap_request& request);
-  // Whose work is to come first, or on which a gate is closed.
+  // Whose work is to come first.
   cuda::Stream stream_of(const kvswap_request& request) const;
   void close_gate(Lock& lock, const kvswap_request& request);
 

@@ -74,6 +74,7 @@ bool Device::advance(uint64_t handle, size_t depth) {
   if (blocked.kind == Operation::kWait) return advance(blocked.record->stream, depth + 1);
   if (blocked.kind != Operation::kWaitValue) return false;
   for (const auto& [other, stream] : streams_) {
+    if (other == handle) continue;  // what it writes later does not let it go on
     for (const Operation& operation : stream->queue) {
       const bool writes = operation.kind == Operation::kWriteValue;
       if (writes && operation.address == blocked.address) return advance(other, depth + 1);

@@ -1,0 +1,38 @@
+"""Streams and events of the stub as PyTorch objects, which a PyTorch without CUDA cannot make."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Stream(torch.cuda.Stream):
+    """Of GPU 0; any handle, as in `Driver`."""
+
+    def __new__(cls, handle: int) -> Stream:
+        made: Stream = object.__new__(cls)
+        made.cuda_stream, made.device = handle, torch.device("cuda", 0)
+        return made
+
+    def __init__(self, handle: int) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"Stream({self.cuda_stream})"
+
+    def __del__(self) -> None:
+        pass
+
+
+class Event(torch.cuda.Event):
+    """From `driver.cuda.create_event()`; the test destroys it."""
+
+    def __new__(cls, handle: int) -> Event:
+        made: Event = object.__new__(cls)
+        made.cuda_event = handle
+        return made
+
+    def __init__(self, handle: int) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
