@@ -1,4 +1,4 @@
-#include <memory>
+#include <functional>
 #include <optional>
 
 #include "c_error.h"
@@ -61,15 +61,21 @@ void* lend(const JobRef& job) {
   return job.get();
 }
 
-int lend_results(const std::vector<JobRef>& jobs, kvswap_result* results, int capacity) {
-  int count = 0;
-  for (const JobRef& job : jobs) {
-    if (count == capacity) break;
-    results[count] = describe(*job);
-    results[count++].job = lend(job);
+// Writes results one after another, each with a reference to its job.
+class Results {
+ public:
+  explicit Results(kvswap_result* results) : results_(results) {}
+
+  void operator()(const JobRef& job) {
+    results_[count] = describe(*job);
+    results_[count++].job = lend(job);
   }
-  return count;
-}
+
+  int count = 0;
+
+ private:
+  kvswap_result* results_;
+};
 
 kvswap::cuda::Stream resolve(int device, void* stream, bool is_current) {
   return is_current ? kvswap::cuda::current_stream(device) : stream;
@@ -105,10 +111,9 @@ void* kvswap_handler_submit(void* handler, kvswap_request* request) {
 }
 
 int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity) {
-  int count = -1;
-  succeeds(
-      [&] { count = lend_results(handler_at(handler).finished(capacity), results, capacity); });
-  return count;
+  Results found(results);
+  const bool well = succeeds([&] { handler_at(handler).report(capacity, std::ref(found)); });
+  return well ? found.count : -1;
 }
 
 int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds) {
@@ -122,10 +127,10 @@ int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seco
 }
 
 int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
-  int count = -1;
-  succeeds(
-      [&] { count = lend_results(handler_at(handler).unreported_failures(), results, capacity); });
-  return count;
+  Results found(results);
+  const bool well =
+      succeeds([&] { handler_at(handler).look_at_failures(capacity, std::ref(found)); });
+  return well ? found.count : -1;
 }
 
 bool kvswap_handler_close(void* handler) {

@@ -59,7 +59,7 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   if (!channel.worker.joinable()) {
     try {
       channel.worker = std::thread([this, &channel] { work(channel); });
-    } catch (const std::system_error& error) {
+    } catch (const std::exception& error) {
       return abandon(job, State::kFailed, std::string("no thread can be started: ") + error.what());
     }
   }
@@ -70,16 +70,23 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
 }
 
 void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs) {
-  for (JobRef& job : jobs) {
-    const std::string reason = ledger.failed_source(*job);
-    if (!reason.empty()) abandon(job, State::kFailed, reason);
-    job->enqueuing = true;
-  }
-  const auto has_ended = [](const JobRef& job) { return job->ended(); };
-  jobs.erase(std::remove_if(jobs.begin(), jobs.end(), has_ended), jobs.end());
-  if (!jobs.empty() && !attempt(lock, channel, jobs)) {
-    // One of several that were joined: each by itself, so that only that one fails.
-    for (const JobRef& job : jobs) attempt(lock, channel, {job});
+  const std::vector<JobRef> all = jobs;
+  try {
+    for (const JobRef& job : all) {
+      const std::string reason = ledger.failed_source(*job);
+      if (!reason.empty()) abandon(job, State::kFailed, reason);
+      job->enqueuing = true;
+    }
+    const auto has_ended = [](const JobRef& job) { return job->ended(); };
+    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), has_ended), jobs.end());
+    if (!jobs.empty() && !attempt(lock, channel, jobs)) {
+      // One of several that were joined: each by itself, so that only that one fails.
+      for (const JobRef& job : jobs) attempt(lock, channel, {job});
+    }
+  } catch (const std::exception& error) {  // no memory, before anything was enqueued
+    for (const JobRef& job : all) {
+      if (job->state == State::kQueued) abandon(job, State::kFailed, error.what());
+    }
   }
   channel.submitting = -1;
   progress.notify_all();
@@ -151,7 +158,11 @@ void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& trans
 }
 
 void Dispatcher::abandon(const JobRef& job, State state, const std::string& error) {
-  if (job->gate != nullptr) job->gate->open_now();
+  if (job->gate != nullptr && !lost_.empty()) {
+    job->gate->let_through();
+  } else if (job->gate != nullptr && !job->gate->open()) {
+    unopened_.push_back(job->gate);
+  }
   job->gate = nullptr;
   Channel& channel = channel_of(*job);
   channel.waiting -= job->queued && !job->enqueuing;

@@ -54,6 +54,11 @@ class Dispatcher {
   // Ends a job that was never enqueued.
   void abandon(const JobRef& job, State state, const std::string& error);
 
+  // Whether all jobs up to this number have ended, and all gates will open.
+  bool has_nothing_left(int64_t id) const {
+    return ledger.all_ended_until(id) && unopened_.empty();
+  }
+
   // Takes new groups while no job is outstanding.
   void rebind(std::vector<Group> groups);
 
@@ -83,6 +88,7 @@ class Dispatcher {
   const int64_t layers_;
   std::string lost_;
   int64_t flush_until_ = -1;
+  std::vector<Gate*> unopened_;  // whose load has failed, and the driver did not open them
   bool stopping_ = false;
 };
 

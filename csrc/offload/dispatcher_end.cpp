@@ -2,15 +2,19 @@
 
 #include "../cuda_context.h"
 #include "dispatcher.h"
+#include "gate.h"
 
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 namespace kvswap {
 
 void Dispatcher::advance(int most) {
   const auto is_idle = [](const auto& channel) { return channel->running.empty(); };
-  if (!lost_.empty() || std::all_of(channels.begin(), channels.end(), is_idle)) return;
+  const bool idle = std::all_of(channels.begin(), channels.end(), is_idle) && unopened_.empty();
+  if (!lost_.empty() || idle) return;
   try {
     const cuda::ContextGuard context(device);
+    const auto opens = [](Gate* gate) { return gate->open(); };
+    unopened_.erase(std::remove_if(unopened_.begin(), unopened_.end(), opens), unopened_.end());
     Channel* next;
     do {
       next = next_to_retire();
@@ -70,7 +74,9 @@ void Dispatcher::lose(const std::string& reason) {
   for (const auto& channel : channels) {
     while (!channel->running.empty()) {
       const std::shared_ptr<Transfer> transfer = channel->running.front();
-      for (const JobRef& job : transfer->jobs) ledger.finish(job, State::kFailed, lost_);
+      for (const JobRef& job : transfer->jobs) {
+        ledger.finish(job, job->cancelled ? State::kCancelled : State::kFailed, lost_);
+      }
       channel->retire(transfer);
     }
     for (const JobRef& job : channel->queue) {
@@ -78,6 +84,8 @@ void Dispatcher::lose(const std::string& reason) {
     }
     channel->queue.clear();
   }
+  for (Gate* gate : unopened_) gate->let_through();
+  unopened_.clear();
   progress.notify_all();
 }
 

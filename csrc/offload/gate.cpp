@@ -67,15 +67,20 @@ std::string Gate::open_behind(const Transfer& transfer) {
   }
 }
 
-void Gate::open_now() {
+bool Gate::open() {
   try {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
     for (int part = 0; part < parts; ++part) set(part, 1, opener_);
     finish_opening();
+    busy = false;
+    return true;
   } catch (const std::exception&) {
-    // Nothing will run on this device any more. Whoever still looks at the words is let through.
-    for (int part = 0; part < parts; ++part) words_[part] = 1;
+    return false;  // once more later, or the device is lost
   }
+}
+
+void Gate::let_through() {
+  for (int part = 0; part < parts; ++part) words_[part] = 1;
   busy = false;
 }
 

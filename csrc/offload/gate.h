@@ -29,8 +29,10 @@ class Gate {
   void close(cuda::Stream current);
   // Opens each part when a group of layers has landed. Returns why it could not, or "".
   std::string open_behind(const Transfer& transfer);
-  // Opens all parts behind the closing, without a load.
-  void open_now();
+  // Opens all parts behind the closing, without a load. False when the driver did not take it.
+  bool open();
+  // Lets go whoever still looks at the words of a device that runs nothing any more.
+  void let_through();
   void wait(int part, cuda::Stream stream) const;
 
  private:

@@ -49,6 +49,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   if (!error.empty() || !doomed.empty()) {
     dispatcher_.abandon(job, State::kFailed, error.empty() ? doomed : error);
   } else {
+    job->submit_seconds = now() - request.began;  // another thread may see it end at once
     dispatcher_.dispatch(lock, job);
     // A graph that waits for the gate may not be launched before the load is on the device: if a
     // kernel is loaded meanwhile, the driver puts all later work behind that graph.
@@ -80,16 +81,6 @@ void Handler::close_gate(Lock& lock, const kvswap_request& request) {
   gate->busy = true;
 }
 
-std::vector<JobRef> Handler::finished(size_t most) {
-  const Lock lock(dispatcher_.mutex);
-  dispatcher_.advance();
-  std::vector<JobRef> jobs;
-  while (jobs.size() < most && !dispatcher_.ledger.ended().empty()) {
-    jobs.push_back(dispatcher_.ledger.report());
-  }
-  return jobs;
-}
-
 int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   const double began = now();
   size_t ended = 0;
@@ -107,15 +98,6 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
     }
     if (now() - began >= seconds) return 0;
   }
-}
-
-std::vector<JobRef> Handler::unreported_failures() {
-  const Lock lock(dispatcher_.mutex);
-  std::vector<JobRef> failed;
-  for (const JobRef& job : dispatcher_.ledger.ended()) {
-    if (job->state != State::kDone) failed.push_back(job);
-  }
-  return failed;
 }
 
 bool Handler::cancel(Job* job) {
@@ -173,7 +155,7 @@ void Handler::close() {
   closed_ = true;
   for (const double began = now();;) {
     dispatcher_.advance();
-    if (stopping_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
+    if (stopping_ || dispatcher_.has_nothing_left(last_id_)) break;
     lock.unlock();
     pause_since(began);
     lock.lock();

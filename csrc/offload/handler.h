@@ -18,9 +18,29 @@ class Handler {
   Handler(std::vector<Group> groups, int64_t layers, int device);
 
   JobRef submit(const kvswap_request& request);
-  std::vector<JobRef> finished(size_t most);
+  // Reads the jobs that have ended and were not reported, which they are now: so many at most.
+  template <typename Read>
+  void report(size_t most, const Read& read) {
+    const Lock lock(dispatcher_.mutex);
+    dispatcher_.advance();
+    for (; most > 0 && !dispatcher_.ledger.ended().empty(); --most) {
+      read(dispatcher_.ledger.report());
+    }
+  }
+
+  // Reads those of them that are not done, and that stay unreported.
+  template <typename Read>
+  void look_at_failures(size_t most, const Read& read) {
+    const Lock lock(dispatcher_.mutex);
+    for (const JobRef& job : dispatcher_.ledger.ended()) {
+      if (most == 0) break;
+      if (job->state == State::kDone) continue;
+      read(job);
+      --most;
+    }
+  }
+
   int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
-  std::vector<JobRef> unreported_failures();
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
   // Reads what has become of the job; poll: asks the device first.
