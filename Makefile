@@ -1,6 +1,6 @@
 # On a bare machine with Python 3.10, g++ and a package index these commands do everything. What they
 # need is found, made or installed by tools/environment.py, which says so and prints the Python to use.
-# ARGS is passed on: make test ARGS="tests/test_plan.py -x", make demo ARGS="--device cuda".
+# ARGS is passed on: make test ARGS="tests/test_layout.py -x", make demo ARGS="--device cuda".
 
 PYTHON ?= python3
 environment = $(PYTHON) tools/environment.py

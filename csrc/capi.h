@@ -94,7 +94,8 @@ struct kvswap_result {
 // its job. -1 on failure.
 KVSWAP_API int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity);
 
-// Waits until the jobs have ended: 1, or 0 after `seconds`; -1 on failure. jobs: null for all.
+// Waits until the jobs have ended: 1, or 2 when one of them is not done, or 0 after `seconds`; -1
+// on failure. jobs: null for all that were not reported.
 KVSWAP_API int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds);
 
 // Up to `capacity` results of jobs that have failed or were cancelled and were not reported yet,

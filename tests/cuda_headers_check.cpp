@@ -46,21 +46,38 @@ SAME(pop_context, cuCtxPopCurrent);
 SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
 SAME(copy_peer_async, cuMemcpyPeerAsync);
+SAME(copy_strided_async, cuMemcpy3DAsync);
 SAME(create_stream, cuStreamCreate);
 SAME(destroy_stream, cuStreamDestroy);
 SAME(synchronize_stream, cuStreamSynchronize);
+SAME(query_stream, cuStreamQuery);
 SAME(is_capturing, cuStreamIsCapturing);
+SAME(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
 SAME(create_event, cuEventCreate);
 SAME(destroy_event, cuEventDestroy);
 SAME(record_event, cuEventRecord);
+SAME(query_event, cuEventQuery);
+SAME(elapsed_time, cuEventElapsedTime);
 SAME(wait_event, cuStreamWaitEvent);
+SAME(allocate_host, cuMemHostAlloc);
+SAME(register_host, cuMemHostRegister);
+SAME(unregister_host, cuMemHostUnregister);
+SAME(get_device_attribute, cuDeviceGetAttribute);
+SAME(wait_value, cuStreamWaitValue64);
+SAME(write_value, cuStreamWriteValue64);
 
 static_assert(SameAbi<cuda::GetProcAddress, decltype(&cuGetProcAddress_v2)>::value);
 static_assert(cuda::kLegacyStreamFlag == CU_GET_PROC_ADDRESS_LEGACY_STREAM);
 static_assert(cuda::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(cuda::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(cuda::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
+static_assert(cuda::kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
+static_assert(cuda::kWaitUntilAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
+static_assert(cuda::kHas64BitMemoryOperations == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
+static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);
 static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(cuda::kRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
@@ -70,6 +87,18 @@ static_assert(cuda::kMappingBase == CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR);
 static_assert(cuda::kHostMemory == CU_MEMORYTYPE_HOST);
 static_assert(cuda::kDeviceMemory == CU_MEMORYTYPE_DEVICE);
 static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));
+
+static_assert(sizeof(cuda::StridedCopy) == sizeof(CUDA_MEMCPY3D));
+static_assert(offsetof(cuda::StridedCopy, src.memory_type) ==
+              offsetof(CUDA_MEMCPY3D, srcMemoryType));
+static_assert(offsetof(cuda::StridedCopy, src.host) == offsetof(CUDA_MEMCPY3D, srcHost));
+static_assert(offsetof(cuda::StridedCopy, src.device) == offsetof(CUDA_MEMCPY3D, srcDevice));
+static_assert(offsetof(cuda::StridedCopy, src.pitch) == offsetof(CUDA_MEMCPY3D, srcPitch));
+static_assert(offsetof(cuda::StridedCopy, src.height) == offsetof(CUDA_MEMCPY3D, srcHeight));
+static_assert(offsetof(cuda::StridedCopy, dst.host) == offsetof(CUDA_MEMCPY3D, dstHost));
+static_assert(offsetof(cuda::StridedCopy, dst.height) == offsetof(CUDA_MEMCPY3D, dstHeight));
+static_assert(offsetof(cuda::StridedCopy, width) == offsetof(CUDA_MEMCPY3D, WidthInBytes));
+static_assert(offsetof(cuda::StridedCopy, depth) == offsetof(CUDA_MEMCPY3D, Depth));
 
 // The batch call came with 12.8, and CUDA 13 declares the signature that lost an argument.
 #if CUDA_VERSION >= 12080

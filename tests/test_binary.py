@@ -132,3 +132,9 @@ def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path)
     source = ROOT / "tests" / "cuda_headers_check.cpp"
     done = subprocess.run([*command, *folders, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_driver_function_is_left_out_of_the_comparison():
+    header = (ROOT / "csrc" / "cuda_driver.h").read_text()
+    check = (ROOT / "tests" / "cuda_headers_check.cpp").read_text()
+    assert re.findall(r"Result \(\*(\w+)\)", header) == re.findall(r"SAME\((\w+), cu", check)

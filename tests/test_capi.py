@@ -1,38 +1,120 @@
-"""The C interface: what it says of the driver, and the streams that it makes."""
+"""The C interface: that Python has it right, its errors, and what it says of the driver."""
+
+import ctypes
+import os
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import stub
 import torch
 from expecttest import assert_expected_inline
+from stub import stubbed, without_cuda
 
-from torch_kvswap import _extension
+from torch_kvswap import _extension, capi, metrics
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_memory import HostPool
+from torch_kvswap.layout import PagedLayout
 
-without_cuda = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
-)
+HEADER = Path(__file__).parent.parent / "csrc" / "capi.h"
+STRUCTURES = {
+    "kvswap_group": capi.Group,
+    "kvswap_request": capi.Request,
+    "kvswap_result": capi.JobResult,
+    "kvswap_histogram": metrics.NativeHistogram,
+    "kvswap_metrics": metrics.NativeMetrics,
+}
 
 
-@pytest.mark.gpu
-def test_a_stream_is_of_its_own_and_does_not_wait_for_the_default_stream():
+def failure() -> tuple[str, str]:
+    """Type and text of the calling thread's last error."""
     library = _extension.library()
-    handles = [library.kvswap_stream_create(0) for _ in range(40)]
-    assert len(set(handles)) == 40
-    stream = torch.cuda.ExternalStream(handles[0])
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1000)
-    stream.synchronize()
-    assert not torch.cuda.default_stream().query()
-    torch.cuda.synchronize()
-    assert all(library.kvswap_stream_destroy(0, handle) for handle in handles)
+    return library.kvswap_last_error_type().decode(), library.kvswap_last_error().decode()
+
+
+# What Python believes of it
+
+
+def test_python_knows_every_function_and_how_many_arguments_it_takes():
+    declared = re.findall(r"KVSWAP_API [\w *]+?\b(kvswap_\w+)\(([^)]*)\);", HEADER.read_text())
+    assert {
+        name: len(arguments.split(",")) if arguments else 0 for name, arguments in declared
+    } == {name: len(types) - 1 for name, types in _extension.PROTOTYPES.items()}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_the_same_in_python_and_in_the_header(name, tmp_path):
+    structure = STRUCTURES[name]
+    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
+    for field, *_ in structure._fields_:
+        place = getattr(structure, field)
+        lines += [
+            f"static_assert(offsetof({name}, {field}) == {place.offset});",
+            f"static_assert(sizeof({name}::{field}) == {place.size});",
+        ]
+    source = tmp_path / "check.cpp"
+    source.write_text("\n".join(["#include <stddef.h>", f'#include "{HEADER}"', *lines]))
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Errors
+
+
+def test_an_error_says_which_exception_stands_for_it():
+    layout = PagedLayout([torch.zeros(4, 6)])
+    with OffloadHandler(layout, HostPool(layout, num_pages=1)) as handler:
+        with pytest.raises(IndexError):
+            handler.store([4], [0])
+        assert failure() == ("IndexError", "gpu_block_ids[0] is 4; there are 4 GPU blocks, 0 to 3")
+        with pytest.raises(ValueError, match="are both 0"):
+            handler.load([0, 0], [0, 0])
+        assert failure()[0] == "ValueError"
+    with pytest.raises(RuntimeError):
+        handler.store([0], [0])
+    assert failure() == ("RuntimeError", "the handler is closed; make a new one")
+
+
+def test_each_thread_has_an_error_of_its_own():
+    layout = PagedLayout([torch.zeros(4, 6)])
+    with OffloadHandler(layout, HostPool(layout, num_pages=1)) as handler:
+        with pytest.raises(IndexError):
+            handler.store([4], [0])
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(ValueError, match="page_ids has 0"):
+                pool.submit(handler.store, [0], []).result()
+            assert pool.submit(failure).result()[0] == "ValueError"
+        assert failure()[0] == "IndexError"
+
+
+@stubbed
+def test_a_driver_call_that_fails_is_named_with_its_code(driver):
+    library, memory = _extension.library(), torch.zeros(4096, dtype=torch.uint8)
+    driver.fail("cuMemHostRegister", code=2)
+    assert not library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
+    assert failure() == (
+        "RuntimeError",
+        "cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub",
+    )
+    assert not library.kvswap_host_unregister(0, memory.data_ptr())
+    assert "cuMemHostUnregister: " in failure()[1]
+    assert library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
+    assert driver.cuda.memory_type(memory) == stub.HOST
+    assert library.kvswap_host_unregister(0, memory.data_ptr())
+    assert driver.cuda.memory_type(memory) == 0
 
 
 @pytest.mark.gpu
 def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
-    library = _extension.library()
-    assert library.kvswap_stream_create(97) is None
-    assert "CUDA device 97: CUDA_ERROR_INVALID_DEVICE" in library.kvswap_last_error().decode()
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert not _extension.library().kvswap_host_register(97, memory.data_ptr(), memory.nbytes)
+    assert "CUDA device 97: CUDA_ERROR_INVALID_DEVICE" in failure()[1]
+
+
+# What it says of the driver
 
 
 @without_cuda

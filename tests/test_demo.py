@@ -95,7 +95,9 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
     class FailingLoads(demo.OffloadHandler):
         def finished(self):
             return [
-                replace(result, ok=False, error=reason) if result.direction == "load" else result
+                replace(result, state="failed", error=reason)
+                if result.direction == "load"
+                else result
                 for result in super().finished()
             ]
 

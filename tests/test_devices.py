@@ -104,7 +104,8 @@ def test_a_gate_is_captured_on_the_caches_device(rig: Rig) -> None:
     gate = rig.handler.gate()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(1):
-        with torch.cuda.graph(graph):
+        # Not the stream that torch makes for all captures: it would be of this device ever after.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             gate.wait(0)
             rig.look()
         graph.replay()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import subprocess
-import sys
-import textwrap
+import threading
 import weakref
-from pathlib import Path
+from typing import Any
 
 import pytest
+import stub
 import torch
 from caches import LAYOUTS, NUM_BLOCKS, Cache
 from expecttest import assert_expected_inline
-from fake_device import FakeDevice, FakeEvent
 from refusal import refusal
+from rigs import run_script
+from stub import Driver, place, stubbed
+from stub.cuda import CudaError
 
-from torch_kvswap import handler as handler_module
+from torch_kvswap import native
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -103,7 +103,7 @@ def test_ids_that_change_after_the_call_change_nothing(device: str) -> None:
     blocks.fill_(0)
     pages.fill_(1)
     handler.wait()
-    stored = handler.host.pages.view(torch.int16)
+    stored = handler.pools[0].pages.view(torch.int16)
     assert stored[0, 0].tolist() == list(range(12, 18))
     assert stored[3, 0].tolist() == list(range(30, 36))
     assert not stored[1:3].any()
@@ -116,18 +116,18 @@ def test_a_job_may_have_very_many_blocks(device: str) -> None:
     blocks, pages = torch.randperm(20_000), torch.randperm(20_000)
     with OffloadHandler(layout, HostPool(layout, 20_000)) as handler:
         handler.wait(handler.store(blocks, pages))
-        assert torch.equal(handler.host.pages[pages, 0], rows[blocks])
+        assert torch.equal(handler.pools[0].pages[pages, 0], rows[blocks])
 
 
 def test_several_handlers_share_a_pool(device: str) -> None:
     one = make_handler(device)
     other = OffloadHandler(
-        PagedLayout([torch.zeros(3, 6, dtype=torch.int16, device=device)]), one.host
+        PagedLayout([torch.zeros(3, 6, dtype=torch.int16, device=device)]), one.pools[0]
     )
     one.wait(one.store([7], [2]))
     other.wait(other.load([2], [1]))
-    assert other.gpu.tensors[0].tolist() == [[0] * 6, list(range(42, 48)), [0] * 6]
-    one.host.close()
+    assert other.layouts[0].tensors[0].tolist() == [[0] * 6, list(range(42, 48)), [0] * 6]
+    one.pools[0].close()
     for handler in (one, other):
         with pytest.raises(RuntimeError, match="the handler is closed"):
             handler.store([0], [0])
@@ -148,10 +148,10 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(device: str) -> None:
     results = handler.finished()
     assert results == [store.result, load.result]
     for result in results:
-        assert result.ok
-        assert result.error is None
+        assert (result.state, result.ok, result.error) == ("done", True, None)
         assert result.path == ("host" if device == "cpu" else "batch")
-        assert 0 <= result.seconds < 10
+        assert 0 <= result.copy_seconds < 10
+        assert 0 <= result.queue_seconds < 10
         assert 0 < result.submit_seconds < 10
     handler.close()
 
@@ -175,11 +175,14 @@ def test_a_thousand_jobs_leave_nothing_behind(device: str) -> None:
             handler.load([1], [5]).wait_on()
         handler.wait()
     assert len(handler.finished()) == 1000
-    for channel in (handler._stores, handler._loads):
-        assert channel.events.in_use == 0
-        assert channel.events.created <= 3 * 25
+    metrics = handler.metrics()
+    for channel in (metrics.stores, metrics.loads):
+        assert (channel.done, channel.queued, channel.running) == (500, 0, 0)
+        assert channel.events <= 3 * 64
     handler.close()
-    assert handler._stores.events.created == 0
+    metrics = handler.metrics()
+    for channel in (metrics.stores, metrics.loads, metrics.expedited):
+        assert (channel.events, channel.streams) == (0, 0)
 
 
 def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
@@ -194,58 +197,54 @@ def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
 # Failures
 
 
-@pytest.fixture
-def copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("no copy engine")
-
-    monkeypatch.setattr(handler_module, "swap_blocks_batch", fail)
-
-
-@pytest.mark.usefixtures("copy_fails")
-def test_a_copy_that_fails_makes_a_failed_job(device: str) -> None:
-    handler = make_handler(device)
+@stubbed
+def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail_copy(0)
     job = handler.store([1], [0])
     assert job.done()
     assert job.result is not None
-    assert (job.result.ok, job.result.nbytes, str(job.result.error)) == (
-        False,
-        12,
-        "no copy engine",
-    )
+    assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
+    assert isinstance(job.result.error, RuntimeError)
     handler.drain()
     assert handler.finished() == [job.result]
-    assert handler._stores.events.in_use == 0
+    handler.wait(handler.store([1], [0]))
+    assert_stored(handler, [(1, 0)])
     handler.close()
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
-@pytest.mark.usefixtures("copy_fails")
-def test_waiting_for_failed_jobs_names_them(device: str) -> None:
-    handler = make_handler(device)
-    jobs = [handler.store([1], [0]), handler.load([0], [1])]
-    assert jobs[0].result is not None
+@stubbed
+def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail("cuMemcpyAsync", code=1)
+    jobs = [handler.store([1], [0]), handler.load([0], [1]), handler.store([2], [2])]
     for _ in range(2):
         with pytest.raises(TransferError) as failure:
             handler.wait()
-        assert failure.value.results == [job.result for job in jobs]
-        assert failure.value.__cause__ is jobs[0].result.error
+        assert failure.value.results == [job.result for job in jobs[:2]]
+        assert failure.value.__cause__ is not None
+        assert str(failure.value.__cause__) == str(jobs[0].result.error)  # type: ignore[union-attr]
     assert_expected_inline(
-        refusal(handler.wait),
-        """\
-TransferError: store 0 failed: RuntimeError: no copy engine; load 1 failed:
-RuntimeError: no copy engine""",
+        stub.error_of(handler.wait),
+        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
     )
-    assert len(handler.finished()) == 2
+    assert len(handler.finished()) == 3
     handler.wait()  # what was reported is nobody's surprise any more
+    with pytest.raises(TransferError, match="load 1 failed: store 0 failed"):
+        handler.wait(jobs[1])  # but for those who ask
     handler.close()
 
 
-@pytest.mark.usefixtures("copy_fails")
-def test_no_stream_waits_for_a_failed_job(device: str) -> None:
-    handler = make_handler(device)
+@stubbed
+def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail("cuMemcpyAsync", code=1)
     job = handler.load([0], [1])
-    with pytest.raises(TransferError, match="load 0 failed: RuntimeError: no copy engine"):
+    driver.log()
+    with pytest.raises(TransferError, match="load 0 failed: cuMemcpyAsync"):
         job.wait_on()
+    assert "wait for event" not in driver.log()
     handler.close()
 
 
@@ -277,14 +276,14 @@ def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
     assert [result.job_id for result in handler.finished()] == [0]
     assert job.done()
     job.wait_on()
-    assert not handler._finalizer.alive
+    handler.wait(job)
 
 
 def test_a_closed_pool_takes_no_handler(device: str) -> None:
     handler = make_handler(device)
-    handler.host.close()
+    handler.pools[0].close()
     with pytest.raises(RuntimeError, match="the host pool is closed"):
-        OffloadHandler(handler.gpu, handler.host)
+        OffloadHandler(handler.layouts[0], handler.pools[0])
 
 
 def test_a_pool_of_another_number_of_planes_is_refused() -> None:
@@ -313,12 +312,16 @@ def test_what_is_no_layout_and_no_pool_is_refused() -> None:
     assert_expected_inline(
         refusal(OffloadHandler, host, layout),
         """\
-TypeError: a handler takes a PagedLayout and a HostPool, in this order, not HostPool and
-PagedLayout""",
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; a HostPool is in the place of a PagedLayout""",
     )
     assert_expected_inline(
         refusal(OffloadHandler(layout, host).wait, [0]),
-        """TypeError: store() and load() return Jobs to wait for, not 0""",
+        """TypeError: store() and load() return Jobs, not 0""",
+    )
+    assert_expected_inline(
+        refusal(OffloadHandler(layout, host).cancel, 0),
+        """TypeError: store() and load() return Jobs, not 0""",
     )
     assert_expected_inline(
         refusal(HostPool, [torch.zeros(4, 6)], 1),
@@ -336,168 +339,232 @@ def test_a_cache_that_moved_is_refused() -> None:
     assert handler.finished() == []
 
 
-# What only shows while jobs run: a device that ends nothing until it is told to
+# What only shows while jobs run: a driver that ends nothing until it is told to
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    fake = FakeDevice()
-    monkeypatch.setattr(handler_module, "open_device", lambda device: fake)
-    return fake
+STREAM = 42  # what is current
 
 
-def test_waiting_with_a_timeout_names_the_jobs_that_still_run(fake: FakeDevice) -> None:
-    handler = make_handler()
+def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
+    """A handler on a GPU of the stub, whose work is done as the mode says."""
+    cache = torch.arange(8 * 6, dtype=torch.int16).view(8, 6)
+    layout = place(driver, PagedLayout([cache]))
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=4))
+    driver.set_mode(mode)
+    driver.set_stream(0, STREAM)
+    return handler
+
+
+def assert_stored(handler: OffloadHandler, pairs: list[tuple[int, int]]) -> None:
+    """That these blocks are in these pages, and zeros in the others."""
+    pages = handler.pools[0].pages.view(torch.int16)[:, 0]
+    expected = torch.zeros_like(pages)
+    for block, page in pairs:
+        expected[page] = handler.layouts[0].tensors[0][block]
+    assert torch.equal(pages, expected)
+
+
+@stubbed
+def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
     jobs = [handler.store([0], [0]), handler.load([1], [1])]
     assert not jobs[0].done()
     assert jobs[0].result is None
     assert_expected_inline(
-        refusal(handler.wait, timeout=0.01),
-        """TimeoutError: after 0.01 s these jobs still run: store 0, load 1""",
+        refusal(handler.wait, jobs, timeout=0.01),
+        """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
     )
-    fake.run()
+    with pytest.raises(TimeoutError):
+        handler.wait(timeout=0.01)
+    driver.run()
     handler.wait(jobs, timeout=0)
     assert [result.job_id for result in handler.finished()] == [0, 1]
 
 
-def waits(fake: FakeDevice) -> list[str]:
-    """The events that the transfer submitted last waits for."""
-    steps = fake.take_log().splitlines()
-    return [step.partition("waits for ")[2] for step in steps if "waits for" in step]
+def give(handler: OffloadHandler, what: str, block: int, page: int, **options: Any) -> Job:
+    if what == "store":
+        return handler.store([block], [page], **options)
+    return handler.load([page], [block], expedited=what == "expedited load", **options)
 
 
-def end(job: Job) -> str:
-    return str(job._transfer.end.name)
-
-
-def test_a_store_and_a_load_wait_for_each_other_where_they_share_a_block_or_a_page(
-    fake: FakeDevice,
+@pytest.mark.parametrize("shared", ["block", "page"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("store", "load"),
+        ("load", "store"),
+        ("store", "expedited load"),
+        ("expedited load", "store"),
+        ("load", "expedited load"),
+        ("expedited load", "load"),
+    ],
+)
+@stubbed
+def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
+    driver: Driver, first: str, second: str, shared: str
 ) -> None:
-    handler = make_handler()
-    store = handler.store([0], [3], after=())
-    assert waits(fake) == []
-    load = handler.load([1], [2], after=())
-    assert waits(fake) == []
-    reload = handler.load([3], [4], after=())  # the page that the store fills
-    assert waits(fake) == [end(load), end(store)]
-    handler.load([0], [0], after=())  # into the block that the store reads
-    assert waits(fake) == [end(reload), end(store)]
-    second = handler.store([2], [0], after=())  # of the block that the load fills
-    assert waits(fake)[0] == end(store)
-    handler.store([7], [1], after=())  # into the page that the load reads
-    assert waits(fake) == [end(second), end(load)]
+    handler = on_gpu(driver, "manual")
+    held = driver.hold(STREAM)
+    before = give(handler, first, 1, 2)
+    other = give(handler, second, 3, 0, after=())  # the control
+    block, page = (1, 3) if shared == "block" else (5, 2)
+    row, slot = handler.layouts[0].tensors[0][block], handler.pools[0].pages[page]
+    target = slot if second == "store" else row
+    target_before = target.clone()
+    behind = give(handler, second, block, page, after=())
+    driver.run()
+    assert other.done()
+    assert not before.done()
+    both_read = shared == "page" and "store" not in (first, second)
+    assert behind.done() == both_read
+    assert torch.equal(target, target_before) != both_read
+    driver.release(held)
+    driver.run()
+    handler.wait([before, behind], timeout=1)
+    handler.close()
 
 
-def test_a_transfer_that_has_ended_or_failed_is_not_waited_for(fake: FakeDevice) -> None:
-    handler = make_handler()
+@stubbed
+def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
     handler.store([0], [3], after=())
-    fake.run()
-    fake.fail = {"make stream1 current": RuntimeError("no")}
-    assert handler.store([1], [2], after=()).done()
-    fake.take_log()
-    handler.load([3, 2], [2, 1], after=())
-    assert waits(fake) == []
+    waiting = handler.load([3], [1], after=())
+    assert "wait for event" in driver.pending()  # the control
+    driver.run()
+    assert waiting.done()
+    handler.load([3, 2], [2, 4], after=())
+    assert "wait for event" not in driver.pending()
+    driver.run()
 
 
-def test_each_direction_reports_in_the_order_of_submission(fake: FakeDevice) -> None:
-    handler = make_handler()
+@stubbed
+def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    held = driver.hold(STREAM)
     for j in range(3):
         handler.store([j], [j])
-        handler.load([3], [j])
-    fake.run()
+        handler.load([3], [3 + j], after=())
+        driver.run()
+        assert [(r.direction, r.job_id) for r in handler.finished()] == [("load", 2 * j + 1)]
+    driver.release(held)
+    driver.run()
     assert [(r.direction, r.job_id) for r in handler.finished()] == [
         ("store", 0),
         ("store", 2),
         ("store", 4),
-        ("load", 1),
-        ("load", 3),
-        ("load", 5),
     ]
 
 
-def test_a_failed_look_at_one_direction_loses_no_result_of_the_other(fake: FakeDevice) -> None:
-    handler = make_handler()
+@stubbed
+def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothing(
+    driver: Driver,
+) -> None:
+    handler = on_gpu(driver, "manual")
     handler.store([0], [0])
-    fake.run()
+    driver.run()
+    driver.set_global_capture(True)
     handler.load([1], [1])
-    error = RuntimeError("operation not permitted when stream is capturing")
-    error.error_code = 900  # type: ignore[attr-defined]
-    handler._stores.poll()
-    fake.broken = error
-    with pytest.raises(RuntimeError, match="capturing"):
-        handler.finished()
-    fake.broken = None
-    fake.run()
-    assert [result.job_id for result in handler.finished()] == [0, 1]
+    assert [result.job_id for result in handler.finished()] == [0]
+    driver.run()
+    assert [result.job_id for result in handler.finished()] == [1]
+    assert driver.capture_spoilt == 0
+    with pytest.raises(CudaError):  # the control: not in our mode
+        driver.cuda.is_done(event=driver.cuda.create_event())
+    driver.set_global_capture(False)
+    driver.violations()
 
 
-def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(fake: FakeDevice) -> None:
-    handler = make_handler()
-    job = handler.store([0], [0])
-    handler.host.close()
+def soon(call: Any) -> threading.Thread:
+    """Calls it in another thread in a moment."""
+    thread = threading.Timer(0.05, call)
+    thread.start()
+    return thread
+
+
+@stubbed
+def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> None:
+    handler = on_gpu(driver, "threaded")
+    held = driver.hold(STREAM)
+    job = handler.store([5], [3])
+    thread = soon(lambda: driver.release(held))
+    pages = handler.pools[0].pages
+    handler.pools[0].close()
+    assert pages[3, 0].view(torch.int16).tolist() == list(range(30, 36))
     assert job.result is not None
     assert handler.finished() == [job.result]
+    thread.join()
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
+@stubbed
 def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
-    fake: FakeDevice, in_a_cycle: bool
+    driver: Driver, in_a_cycle: bool
 ) -> None:
-    handler = make_handler()
-    alive = [weakref.ref(handler.gpu.tensors[0]), weakref.ref(handler.host)]
+    layout = PagedLayout([torch.ones(4, 6)])
+    place(driver, layout)
+    driver.set_mode("threaded")
+    driver.set_stream(0, STREAM)
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=4))
+    alive = [weakref.ref(layout), weakref.ref(handler.pools[0])]
+    del layout
+    held = driver.hold(STREAM)
     seen = []
 
-    def look(event: FakeEvent) -> None:
+    def release() -> None:
         seen.append([reference() is not None for reference in alive])
-        fake.run()
+        driver.release(held)
 
-    fake.on_synchronize = look
     handler.store([0], [0])
     if in_a_cycle:
         handler.itself = handler  # type: ignore[attr-defined]
+    thread = soon(release)
     del handler
     gc.collect()
     assert seen == [[True, True]]
+    thread.join()
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
-def test_a_job_keeps_its_handler(fake: FakeDevice) -> None:
-    job: Job = make_handler().store([0], [0])
+@stubbed
+def test_a_job_keeps_its_handler(driver: Driver) -> None:
+    job: Job = on_gpu(driver, "manual").store([0], [0])
     gc.collect()
     assert not job.done()
-    fake.run()
+    driver.run()
     assert job.done()
 
 
-def run_script(script: str) -> str:
-    """Runs it in a process of its own that imports what this one does; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{script}"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
+@stub.without_cuda
 def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
-    script = """
-        from fake_device import FakeDevice
-        from torch_kvswap import handler as handler_module
-        fake = FakeDevice()
-        handler_module.open_device = lambda device: fake
-        from test_handler import make_handler
-        handler = make_handler()
+    def body(driver):  # type: ignore[no-untyped-def]
+        import atexit
+        import threading
+
+        from stub import cache
+
+        atexit.unregister(driver.library.stub_reset)
+        layout, host = cache(driver)
+        driver.set_mode("threaded")
+        driver.set_stream(0, 42)
+        held = driver.hold(42)
+        global handler, job
+        from torch_kvswap import OffloadHandler
+
+        handler = OffloadHandler(layout, host)
         job = handler.store([0], [0])
-        fake.on_synchronize = lambda event: (print("waits"), fake.run())
-        print("ends")
-    """
-    assert run_script(textwrap.dedent(script)).split() == ["ends", "waits"]
+
+        def release() -> None:
+            print("still at work", flush=True)
+            driver.release(held)
+
+        thread = threading.Timer(0.3, release)
+        thread.daemon = True  # or Python would wait for it by itself
+        thread.start()
+        print("ends", flush=True)
+
+    assert stub.run(body).splitlines() == ["ends", "still at work"]
 
 
 def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
@@ -512,8 +579,10 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
         if child == 0:
             for call in (
                 lambda: handler.store([0], [0]), lambda: handler.load([0], [0]), handler.finished,
-                handler.wait, handler.drain, handler.close, handler.host.close, job.done,
-                job.wait_on,
+                handler.wait, lambda: handler.wait(job), lambda: handler.cancel(job),
+                handler.drain, handler.metrics, lambda: handler.rebind(handler.layouts[0]),
+                handler.close, handler.pools[0].close, job.done, job.wait_on,
+                lambda: job.wait_layer(0), lambda: job.result, lambda: job.nbytes,
             ):
                 try:
                     call()
@@ -526,7 +595,7 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
         handler.close()
         print("closed")
     """
-    assert run_script(textwrap.dedent(script)).split() == ["closed"]
+    assert run_script(script).split() == ["closed"]
 
 
 def test_importing_the_handler_leaves_cuda_alone() -> None:
@@ -534,35 +603,40 @@ def test_importing_the_handler_leaves_cuda_alone() -> None:
     assert run_script(script).split() == ["False"]
 
 
-def test_a_handler_that_gets_no_streams_for_loads_frees_those_for_stores_and_the_pool_closes(
-    fake: FakeDevice,
+@pytest.mark.parametrize("nth", range(1, 7))
+@stubbed
+def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_closes(
+    driver: Driver, nth: int
 ) -> None:
-    layout = PagedLayout([torch.zeros(4, 6)])
-    fake.fail = {"new stream5": MemoryError("no streams")}
+    layout = place(driver, PagedLayout([torch.zeros(4, 6)]))
+    driver.fail("cuStreamCreate", nth, code=2)
     with (
-        pytest.raises(MemoryError, match="no streams"),
+        pytest.raises(RuntimeError, match="cuStreamCreate: CUDA_ERROR_STUB"),
         HostPool(layout, num_pages=1) as host,
         OffloadHandler(layout, host),
     ):
         raise AssertionError("it was made")
-    assert sum(line.startswith("free") for line in fake.log) == 5
+    assert driver.live("streams") == 0
+    with HostPool(layout, num_pages=1) as host, OffloadHandler(layout, host) as handler:
+        handler.wait(handler.store([0], [0]))
 
 
 def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
     handler.store([0], [0])
-    kept = weakref.ref(handler.host)
-    monkeypatch.setattr(handler_module, "_kept", [])
+    kept, handler_of_nobody = weakref.ref(handler.pools[0]), weakref.ref(handler)
+    close = handler.native.close
 
-    def capturing() -> None:
-        raise RuntimeError("a graph is captured")
+    def cannot() -> None:
+        raise RuntimeError("no thread can be joined")
 
-    fake.check_not_capturing = capturing  # type: ignore[method-assign]
-    handler_of_nobody = weakref.ref(handler)
-    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: a graph is captured"):
+    handler.native.close = cannot  # type: ignore[method-assign]
+    monkeypatch.setattr(native, "_kept", [])
+    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
         del handler
     assert handler_of_nobody() is None
     assert kept() is not None
+    close()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import re
+import textwrap
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
+from stub import HOST, Driver, place, stubbed
+from stub.cuda import CudaError
 
-from torch_kvswap import host_memory
+from torch_kvswap import _extension, host_memory
 from torch_kvswap.host_memory import HostPool
-from torch_kvswap.layout import PagedLayout, Planes
+from torch_kvswap.layout import PagedLayout
 
 
 def make_layout(row_bytes: int = 656, device: str = "cpu") -> PagedLayout:
@@ -33,6 +34,11 @@ def mapped_bytes(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
+def whole_pages(nbytes: int) -> int:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return -(-nbytes // page) * page
+
+
 def test_pages_have_the_asked_size_and_are_zero() -> None:
     pool = HostPool(make_layout(), num_pages=5, blocks_per_page=3)
     assert pool.pages.shape == (5, 3, 656)
@@ -44,8 +50,7 @@ def test_pages_have_the_asked_size_and_are_zero() -> None:
 
 def test_the_memory_is_not_rounded_up_to_a_power_of_two() -> None:
     pool = HostPool(make_layout(), num_pages=100_000)
-    page = os.sysconf("SC_PAGE_SIZE")
-    assert mapped_bytes(pool.pages.data_ptr()) == -(-pool.nbytes // page) * page
+    assert mapped_bytes(pool.pages.data_ptr()) == whole_pages(pool.nbytes)
 
 
 def test_planes_of_a_block_lie_one_after_another() -> None:
@@ -121,79 +126,79 @@ def test_pinning_for_a_cache_on_the_cpu_is_refused() -> None:
     )
 
 
-class FakeCudart:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.code = 0
-        self.address = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        self.address = address
-        self.log.append(f"register {nbytes} bytes, flags {flags}")
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self.log.append("unregister")
-        return self.code
-
-    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
-        return "out of memory"
+# Pinning, where the simulated driver writes down what it is told
 
 
-@pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
-    fake = FakeCudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(
-        host_memory, "_clear_last_error", lambda device: fake.log.append("clear the error")
-    )
-    return fake
+def on_gpu(driver: Driver, row_bytes: int = 128) -> PagedLayout:
+    return place(driver, make_layout(row_bytes))
 
 
-def make_cuda_layout() -> PagedLayout:
-    """Stands for a layout on a GPU, which the fake runtime never touches."""
-    sizes = np.array([100, 28], np.int64)
-    planes = Planes(bases=sizes, strides=sizes, sizes=sizes, num_blocks=4)
-    planes.device = torch.device("cuda:0")  # type: ignore[attr-defined]
-    return planes  # type: ignore[return-value]
-
-
-def test_the_whole_range_is_registered_once_and_unregistered_once(cudart: FakeCudart) -> None:
-    pool = HostPool(make_cuda_layout(), num_pages=10, blocks_per_page=2)
-    assert cudart.log == ["register 2560 bytes, flags 1"]
+@stubbed
+def test_the_whole_range_is_registered_once_and_unregistered_once(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=10, blocks_per_page=2)
+    assert driver.cuda.memory_type(pool.pages) == HOST
+    view = pool.pages
     pool.close()
     pool.close()
+    assert driver.cuda.memory_type(view) == 0
     del pool
     gc.collect()
-    assert cudart.log == ["register 2560 bytes, flags 1", "unregister"]
+    assert_expected_inline(
+        driver.log(),
+        """\
+push context of device 0
+register 2560 bytes of host memory
+pop context
+push context of device 0
+unregister 2560 bytes of host memory
+pop context
+""",
+    )
 
 
-def test_pageable_memory_is_not_registered(cudart: FakeCudart) -> None:
-    HostPool(make_cuda_layout(), num_pages=1, pinned=False).close()
-    assert cudart.log == []
+@stubbed
+def test_pageable_memory_is_not_registered(driver: Driver) -> None:
+    HostPool(on_gpu(driver), num_pages=1, pinned=False).close()
+    assert driver.calls("cuMemHostRegister") == 0
 
 
-def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(
-    cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = HostPool(make_cuda_layout(), num_pages=10)
-    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda p: int(mapped_bytes(p) < 1280))
-    del pool
-    gc.collect()  # a code that is not 0 would warn, and warnings are errors
+@stubbed
+def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=1000)
+    address = pool.pages.data_ptr()
+    library = _extension.library()
+    unregister = library.kvswap_host_unregister
+    mapped = []
+
+    def look(device: int, address: int) -> bool:
+        mapped.append(mapped_bytes(address))
+        return bool(unregister(device, address))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "kvswap_host_unregister", look)
+        del pool
+        gc.collect()
+    assert mapped == [whole_pages(128_000)]
+    assert driver.calls("cuMemHostUnregister") == 1
+    with pytest.raises(AssertionError, match="nothing is mapped"):
+        mapped_bytes(address)
 
 
-def test_handlers_are_closed_before_the_memory_is_unregistered(cudart: FakeCudart) -> None:
+@stubbed
+def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -> None:
     class Handler:
         def close(self) -> None:
-            cudart.log.append("close the handler")
+            closed.append(driver.cuda.memory_type(view))
 
-    pool = HostPool(make_cuda_layout(), num_pages=1)
+    closed: list[int] = []
+    pool = HostPool(on_gpu(driver), num_pages=1)
+    view = pool.pages
     handlers = [Handler(), Handler()]
     for handler in handlers:
-        pool.attach(handler)  # type: ignore[arg-type]
+        pool.attach(handler)
     pool.close()
-    assert cudart.log[1:] == ["close the handler", "close the handler", "unregister"]
+    assert closed == [HOST, HOST]
+    assert driver.cuda.memory_type(view) == 0
 
 
 def test_the_pool_does_not_keep_its_handlers() -> None:
@@ -208,26 +213,54 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
     assert reference() is None
 
 
-def test_a_failed_registration_says_why_and_leaves_nothing(cudart: FakeCudart) -> None:
-    cudart.code = 2
+def shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/zero (deleted)")
+
+
+@stubbed
+def test_a_failed_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
+    layout = on_gpu(driver)
+    before = shared_mappings()
+    driver.fail("cuMemHostRegister", code=2)
     assert_expected_inline(
-        refusal(HostPool, make_cuda_layout(), 10),
+        refusal(HostPool, layout, 10),
         """\
-RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0: out of memory
-(error 2); ask for fewer pages, raise the limit on locked memory (ulimit -l), or pass
-pinned=False for pageable memory""",
+RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
+cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, raise
+the limit on locked memory (ulimit -l), or pass pinned=False for pageable memory""",
     )
     gc.collect()
-    assert cudart.log == ["register 1280 bytes, flags 1", "clear the error"]
-    with pytest.raises(AssertionError, match="nothing is mapped"):
-        mapped_bytes(cudart.address)
+    assert shared_mappings() == before
+    assert driver.calls("cuMemHostUnregister") == 0
+    with HostPool(layout, 10) as pool:  # the next one finds nothing in its way
+        assert shared_mappings() == before + 1
+        assert driver.cuda.memory_type(pool.pages) == HOST
 
 
-def test_a_failed_unregistration_warns(cudart: FakeCudart) -> None:
-    pool = HostPool(make_cuda_layout(), num_pages=1)
-    cudart.code = 2
-    with pytest.warns(RuntimeWarning, match=r"did not unpin 128 bytes.*out of memory \(error 2\)"):
+@stubbed
+def test_a_failed_unregistration_warns_and_names_the_bytes(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=1)
+    driver.fail("cuMemHostUnregister", code=2)
+    with pytest.warns(RuntimeWarning) as warned:
         pool.close()
+    assert_expected_inline(
+        textwrap.fill(str(warned[0].message), 88),
+        """\
+the driver did not unpin 128 bytes of host memory: cuMemHostUnregister: CUDA_ERROR_STUB
+(2): made up by the stub; they stay locked until the process ends""",
+    )
+
+
+@stubbed
+def test_a_pool_is_pinned_while_another_thread_captures_a_graph(driver: Driver) -> None:
+    layout = on_gpu(driver)
+    driver.set_global_capture(True)
+    pool = HostPool(layout, num_pages=1)
+    pool.close()
+    assert driver.capture_spoilt == 0
+    with pytest.raises(CudaError):  # the control: without our mode
+        driver.cuda.check("cuMemHostRegister", layout.tensors[0].data_ptr(), 1, 1)
+    assert driver.capture_spoilt == 1
 
 
 @pytest.mark.gpu
@@ -262,8 +295,9 @@ def test_a_failed_registration_leaves_no_error_for_the_next_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = make_layout(device="cuda:0")
-    monkeypatch.setattr(host_memory, "_REGISTER_PORTABLE", 0x7FFF)  # flags no driver knows
-    with pytest.raises(RuntimeError, match="did not pin"):
+    pinned = HostPool(layout, num_pages=1)
+    monkeypatch.setattr(host_memory, "_map", lambda nbytes: pinned.pages.view(-1)[:nbytes])
+    with pytest.raises(RuntimeError, match="did not pin"):  # it is pinned already
         HostPool(layout, num_pages=1)
     ones = torch.ones(1000, device="cuda:0").add_(1)
     torch.cuda.synchronize()

@@ -37,6 +37,15 @@ def test_several_dimensions_before_the_blocks_are_all_planes() -> None:
     assert layout.bases.tolist() == [cache[i, j].data_ptr() for i in range(3) for j in range(2)]
 
 
+def test_every_plane_knows_its_tensor() -> None:
+    tensors = [torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), torch.zeros(3, 5, 2)]
+    layout = PagedLayout(tensors, block_dim=1)
+    assert layout.tensor_of_plane.tolist() == [0, 0, 1, 2, 2, 2]
+    for base, tensor in zip(layout.bases, layout.tensor_of_plane, strict=True):
+        begin = tensors[tensor].data_ptr()
+        assert begin <= base < begin + tensors[tensor].nbytes
+
+
 def test_tensors_of_different_widths_and_dtypes_share_a_layout() -> None:
     tensors = [
         torch.zeros(6, 656, dtype=torch.uint8),

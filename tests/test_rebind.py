@@ -86,7 +86,7 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
 ValueError: a block has 41 bytes in plane 0 of the cache and 40 in the host pool; make
 the pool from this layout
 ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
-ValueError: 2 layouts and 1 host pools: each layout needs one pool""",
+TypeError: pass a PagedLayout and a HostPool, or a list of each""",
         )
         handler.wait(handler.store([0], [0]))
 

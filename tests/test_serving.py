@@ -1,5 +1,6 @@
 import random
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,11 @@ from torch_kvswap.cli.swapper import Swapper
 from torch_kvswap.handler import Result
 
 JUNK = 77.0
+
+
+def ended(number, direction, nbytes):
+    """A Result after a second of copying."""
+    return Result(number, direction, "done", nbytes, "host", 0.0, 0.0, 1.0, None)
 
 
 class LateJob:
@@ -33,6 +39,7 @@ class LateHandler:
 
     def __init__(self, cache, num_pages, blocks_per_page=1, seed=0):
         self.host = SimpleNamespace(num_pages=num_pages, blocks_per_page=blocks_per_page)
+        self.pools = (self.host,)
         self.cache = cache
         slots = num_pages * blocks_per_page
         self.memory = [torch.full((2, slots, *t.shape[2:]), JUNK) for t in cache]
@@ -71,7 +78,7 @@ class LateHandler:
                 kv_cache[:, job.blocks] = memory[:, slots]
                 memory[:, slots] = JUNK
         nbytes = len(slots) * 8
-        self.results.append(Result(job.id, job.direction, True, nbytes, 1.0, 0.0, "host", None))
+        self.results.append(ended(job.id, job.direction, nbytes))
 
     def finished(self):
         for direction, jobs in self.pending.items():
@@ -232,9 +239,7 @@ def test_a_failed_transfer_stops_the_server_and_names_the_request(direction):
 
     def fail():
         return [
-            Result(r.job_id, direction, False, 0, 0.0, 0.0, "host", reason)
-            if r.direction == direction
-            else r
+            replace(r, state="failed", error=reason) if r.direction == direction else r
             for r in finished()
         ]
 

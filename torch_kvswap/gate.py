@@ -15,10 +15,11 @@ class Gate:
     """What a captured graph waits for on each replay: open, or closed until a load has landed.
 
     Capture `wait(part)` in front of the kernels that read loaded layers. `load(..., gate=gate)`
-    closes all parts in the order of the stream that is current at the call, on which the graph must
-    be replayed afterwards, and opens part g as soon as its g-th group of layers has landed, failed
-    or been cancelled. Without a load the graph does not wait. The memory behind a gate is never
-    freed, so that graphs may outlive it. Any thread may call. parts: their number.
+    closes all parts in the order of the current stream (of `after`, where that is a stream), on
+    which the graph must be replayed afterwards, and opens part g as soon as its g-th group of
+    layers has landed, failed or been cancelled. Without a load the graph does not wait. The memory
+    behind a gate is never freed, so that graphs may outlive it. Any thread may call. parts: their
+    number.
     """
 
     def __init__(self, handler: NativeHandler, parts: int) -> None:

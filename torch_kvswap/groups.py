@@ -26,6 +26,8 @@ class Groups:
         host: HostPool | Sequence[HostPool],
     ) -> None:
         self.is_list = isinstance(gpu, Sequence)
+        if self.is_list != isinstance(host, Sequence):
+            raise TypeError("pass a PagedLayout and a HostPool, or a list of each")
         self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
         self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
         _check_match(self.layouts, self.pools)

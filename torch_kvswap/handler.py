@@ -130,16 +130,17 @@ class OffloadHandler:
         when some still run after the timeout, ValueError for a job of another handler.
         """
         waited = None if jobs is None else self._own(jobs)
-        if not self.native.wait(waited, timeout):
+        well = self.native.wait(waited, timeout)
+        if well is None:
             running = [job for job in waited or () if not job.done()]
-            names = ", ".join(f"{job.direction} {job.id}" for job in running) or "some of all"
-            raise TimeoutError(f"after {timeout} s these jobs still run: {names}")
-        if waited is None:
-            failed = self.native.unreported_failures()
-        else:
-            failed = [result for job in waited if (result := job.result) and not result.ok]
-        if failed:
-            raise TransferError(failed) from failed[0].error
+            names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
+            raise TimeoutError(f"after {timeout} s some jobs still run{names if running else ''}")
+        if not well:
+            results = [job.result for job in waited or ()]
+            failed = [result for result in results if result and not result.ok]
+            failed = self.native.unreported_failures() if waited is None else failed
+            if failed:  # else another thread has been told
+                raise TransferError(failed) from failed[0].error
 
     def cancel(self, job: Job) -> bool:
         """Whether the job is, or will be, reported as cancelled; False when it has ended before.

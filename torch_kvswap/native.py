@@ -76,8 +76,8 @@ class NativeHandler:
                 return found
             capacity *= 2
 
-    def wait(self, jobs: Sequence[Job] | None, timeout: float | None) -> bool:
-        """Whether the jobs, None for all, have ended in time."""
+    def wait(self, jobs: Sequence[Job] | None, timeout: float | None) -> bool | None:
+        """Whether the jobs, None for all, have ended well; None when they have not in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
         array = ctypes.c_void_p * count
@@ -85,10 +85,11 @@ class NativeHandler:
         while True:
             left = _PATIENCE if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _PATIENCE)
-            if capi.call("kvswap_handler_wait", self.pointer, pointers, count, seconds):
-                return True
+            ended = capi.call("kvswap_handler_wait", self.pointer, pointers, count, seconds)
+            if ended:
+                return bool(ended == 1)
             if left <= seconds and deadline is not None:
-                return False
+                return None
 
     def wait_on(self, job: int, layer_group: int, stream: int | None, is_current: bool) -> None:
         capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, is_current)

@@ -92,8 +92,8 @@ def _lists(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
         return read, [len(read)]
     if not isinstance(ids, Sequence) or len(ids) != len(groups.layouts):
         raise ValueError(
-            f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups, some "
-            "of them empty"
+            f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "
+            "those without blocks in the job are empty"
         )
     lists = [read_ids(f"{name}[{group}]", of_group) for group, of_group in enumerate(ids)]
     joined = array("q")

@@ -100,9 +100,9 @@ void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Str
 
 void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
             const BatchOptions& options, bool capturing) {
-  const size_t limit = batch_limit();
+  const size_t limit = options.environment.batch_limit;
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
-                          !batch_is_on() || cuda::driver().copy_batch_async == nullptr;
+                          !options.environment.batch || cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
     copy_between_devices(fragments, stream, options);
   } else if (one_by_one) {

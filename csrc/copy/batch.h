@@ -1,11 +1,16 @@
 #pragma once
 
 #include "../cuda_driver.h"
+#include "../environment.h"
 #include "fragment.h"
 
 namespace kvswap {
 
 struct BatchOptions {
+  explicit BatchOptions(const Environment& environment = Environment())
+      : environment(environment) {}
+
+  Environment environment;
   int device = 0;                      // whose context and stream are used
   int src_device = -1;                 // of the sources, where they lie on another GPU
   bool has_pageable = false;           // some address is pageable host memory
@@ -13,7 +18,7 @@ struct BatchOptions {
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 
-// Copies on `stream`, whose device's context is current: one driver call per batch_limit()
+// Copies on `stream`, whose device's context is current: one driver call per batch_limit
 // fragments where the driver has the batch call and it is on, else a call per fragment. While the
 // stream is being captured, pinned and device memory are recorded as one graph node per fragment,
 // and pageable memory is refused.

@@ -7,7 +7,6 @@
 #include "../copy/batch.h"
 #include "../copy/host.h"
 #include "../cuda_context.h"
-#include "../environment.h"
 #include "path.h"
 
 namespace kvswap {
@@ -15,8 +14,13 @@ namespace kvswap {
 Channel::Channel(int number, int device) : number(number), device_(device) {
   if (device_ < 0) return;
   // Now, because a busy GPU can hold up the creation of a stream.
-  stream_ = cuda::create_stream();
-  waiting_ = cuda::create_stream();
+  try {
+    stream_ = cuda::create_stream();
+    waiting_ = cuda::create_stream();
+  } catch (...) {
+    close();
+    throw;
+  }
 }
 
 bool Channel::is_past(int64_t id) const {
@@ -112,7 +116,6 @@ std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>&
 void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>& groups,
                    int64_t layers) {
   FragmentList fragments(0);
-  const bool check = address_check_is_on();
   const int parts = transfer.jobs.front()->layer_groups;
   for (const JobRef& job : transfer.jobs) {
     const int64_t *blocks = job->blocks(), *slots = job->slots();
@@ -124,7 +127,7 @@ void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>&
           number == kStores
               ? BlockCopy{&group.gpu, &group.host, blocks, slots, of_job.count, device_ < 0}
               : BlockCopy{&group.host, &group.gpu, slots, blocks, of_job.count, true};
-      if (plan.path == Path::kStrided && !check)
+      if (plan.path == Path::kStrided && !environment_.check_addresses)
         copy_strided(copy, plan.runs, stream_);
       else
         add_fragments(fragments, copy, planes);
@@ -133,12 +136,12 @@ void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>&
     }
   }
   if (fragments.empty()) return;
-  if (check) {
+  if (environment_.check_addresses) {
     AddressMap addresses;
     check_addresses(fragments, addresses);
   }
   if (device_ < 0) return copy_on_host(fragments);
-  BatchOptions options;
+  BatchOptions options(environment_);
   options.device = device_;
   options.has_pageable = any_is_pageable(groups);
   copy_batch(fragments, stream_, options);
@@ -170,14 +173,15 @@ bool Channel::is_alive() const {
 }
 
 void Channel::close() {
-  if (device_ < 0 || stream_ == nullptr) return;
+  if (device_ < 0) return;
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
   moments_.destroy();
-  cuda::driver().destroy_stream(stream_);
-  cuda::driver().destroy_stream(waiting_);
-  stream_ = waiting_ = nullptr;
+  for (cuda::Stream* stream : {&stream_, &waiting_}) {
+    if (*stream != nullptr) cuda::driver().destroy_stream(*stream);
+    *stream = nullptr;
+  }
 }
 
 }  // namespace kvswap

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "../environment.h"
 #include "event_pool.h"
 #include "group.h"
 #include "job.h"
@@ -26,6 +27,7 @@ class Channel {
  public:
   // device: -1 where both sides are host memory.
   Channel(int number, int device);
+  ~Channel() { close(); }
 
   const int number;
   std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
@@ -73,7 +75,7 @@ class Channel {
   // Whether the device still answers.
   bool is_alive() const;
 
-  size_t streams() const { return device_ < 0 ? 0 : 2; }
+  size_t streams() const { return stream_ == nullptr ? 0 : 2; }
   size_t events() const { return moments_.created() + events_.created(); }
   // Lets streams and events go; nothing runs any more, or the device is lost.
   void close();
@@ -83,6 +85,7 @@ class Channel {
   void give_events(Transfer& transfer);
 
   const int device_;
+  const Environment environment_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   EventPool events_;

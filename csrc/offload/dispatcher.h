@@ -76,7 +76,9 @@ class Dispatcher {
   void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs);
   bool attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs);
   void settle(Channel& channel, const std::shared_ptr<Transfer>& transfer, double seconds);
-  bool retire_next(Channel& channel);
+  Channel* next_to_retire();
+  bool sources_have_ended(const Transfer& transfer) const;
+  void retire_first(Channel& channel);
   void lose(const std::string& reason);
   void work(Channel& channel);
 

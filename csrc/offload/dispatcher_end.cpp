@@ -11,34 +11,51 @@ void Dispatcher::advance(int most) {
   if (!lost_.empty() || std::all_of(channels.begin(), channels.end(), is_idle)) return;
   try {
     const cuda::ContextGuard context(device);
-    // Again, because a job that reads what one of a later channel wrote ends after it.
-    for (bool again = true; again;) {
-      again = false;
-      for (const auto& channel : channels) {
-        while (most > 0 && retire_next(*channel)) {
-          --most;
-          again = true;
-        }
-      }
-    }
+    Channel* next;
+    do {
+      next = next_to_retire();
+      if (next != nullptr) retire_first(*next);
+    } while (next != nullptr && --most > 0);
   } catch (const std::exception& error) {
     lose(error.what());
   }
 }
 
-bool Dispatcher::retire_next(Channel& channel) {
-  if (channel.running.empty()) return false;
-  const std::shared_ptr<Transfer> transfer = channel.running.front();
-  if (!channel.has_ended(*transfer)) return false;
-  for (const JobRef& job : transfer->jobs) {
+// Of the copies that have ended the one that was submitted first: a job ends after those that it
+// waited for.
+Channel* Dispatcher::next_to_retire() {
+  Channel* next = nullptr;
+  for (const auto& channel : channels) {
+    if (channel->running.empty()) continue;
+    Transfer& transfer = *channel->running.front();
+    if (next != nullptr && transfer.first_id() > next->running.front()->first_id()) continue;
+    if (channel->has_ended(transfer) && sources_have_ended(transfer)) next = channel.get();
+  }
+  return next;
+}
+
+bool Dispatcher::sources_have_ended(const Transfer& transfer) const {
+  for (const JobRef& job : transfer.jobs) {
     for (const JobRef& source : job->sources) {
       if (!source->ended()) return false;
     }
   }
-  const double seconds = channel.copy_seconds(*transfer);
+  return true;
+}
+
+void Dispatcher::retire_first(Channel& channel) {
+  const std::shared_ptr<Transfer> transfer = channel.running.front();
+  std::string error;
+  double seconds = 0;
+  try {
+    seconds = channel.copy_seconds(*transfer);
+  } catch (const std::exception& problem) {
+    if (!channel.is_alive()) throw;
+    error = problem.what();
+  }
   for (const JobRef& job : transfer->jobs) {
     job->copy_seconds = seconds;
-    const std::string reason = ledger.failed_source(*job);
+    const std::string reason = error.empty() ? ledger.failed_source(*job) : error;
     const State state = job->cancelled   ? State::kCancelled
                         : reason.empty() ? State::kDone
                                          : State::kFailed;
@@ -46,16 +63,16 @@ bool Dispatcher::retire_next(Channel& channel) {
   }
   channel.retire(transfer);
   progress.notify_all();
-  return true;
 }
 
 void Dispatcher::lose(const std::string& reason) {
   lost_ = "the device is lost: " + reason + "; only a new process can use it again";
   for (const auto& channel : channels) {
-    for (const auto& transfer : channel->running) {
+    while (!channel->running.empty()) {
+      const std::shared_ptr<Transfer> transfer = channel->running.front();
       for (const JobRef& job : transfer->jobs) ledger.finish(job, State::kFailed, lost_);
+      channel->retire(transfer);
     }
-    channel->running.clear();
     for (const JobRef& job : channel->queue) {
       if (!job->ended()) abandon(job, State::kFailed, lost_);
     }
@@ -78,7 +95,7 @@ void Dispatcher::check_alive(const std::string& error) {
 
 void Dispatcher::rebind(std::vector<Group> of) {
   groups = std::move(of);
-  hazards = Hazards(groups);
+  hazards.rebind(groups);
   plans_ = make_plans();
 }
 

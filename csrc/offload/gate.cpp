@@ -14,16 +14,24 @@ Gate::Gate(int device, int parts) : device(device), parts(parts) {
       supported && driver.wait_value && driver.write_value, "the driver of CUDA device ", device,
       " has no 64-bit stream memory operations, which a gate is made of; wait for each job "
       "with wait_on() or wait_layer() instead");
-  void* memory = nullptr;
-  KVSWAP_DRIVER_CHECK(
-      driver.allocate_host(&memory, parts * sizeof(uint64_t), cuda::kRegisterPortable),
-      "cuMemHostAlloc of a gate");
-  words_ = static_cast<volatile uint64_t*>(memory);
-  for (int part = 0; part < parts; ++part) words_[part] = 1;
-  opener_ = cuda::create_stream();
-  for (cuda::Event* event : {&closed_, &opened_}) {
-    KVSWAP_DRIVER_CHECK(driver.create_event(event, cuda::kEventDisableTiming), "cuEventCreate");
+  try {
+    opener_ = cuda::create_stream();
+    for (cuda::Event* event : {&closed_, &opened_}) {
+      KVSWAP_DRIVER_CHECK(driver.create_event(event, cuda::kEventDisableTiming), "cuEventCreate");
+    }
+    void* memory = nullptr;
+    KVSWAP_DRIVER_CHECK(
+        driver.allocate_host(&memory, parts * sizeof(uint64_t), cuda::kRegisterPortable),
+        "cuMemHostAlloc of a gate");
+    words_ = static_cast<volatile uint64_t*>(memory);
+  } catch (...) {
+    for (const cuda::Event event : {closed_, opened_}) {
+      if (event != nullptr) driver.destroy_event(event);
+    }
+    if (opener_ != nullptr) driver.destroy_stream(opener_);
+    throw;
   }
+  for (int part = 0; part < parts; ++part) words_[part] = 1;
 }
 
 void Gate::set(int part, uint64_t value, cuda::Stream stream) const {

@@ -32,7 +32,7 @@ JobRef Handler::submit(const kvswap_request& request) {
     refuse_capture(stream_of(request), "the stream that the job would start behind");
   }
   if (request.gate != nullptr) close_gate(lock, request);
-  job->id = ++last_id_;
+  job->id = last_id_ + 1;
   job->gate = static_cast<Gate*>(request.gate);
   job->submitted_at = now();
   std::string error;
@@ -44,6 +44,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   }
   dispatcher_.hazards.order(*job);
   const std::string doomed = dispatcher_.ledger.enter(job);
+  last_id_ = job->id;
   dispatcher_.hazards.note(*job);
   if (!error.empty() || !doomed.empty()) {
     dispatcher_.abandon(job, State::kFailed, error.empty() ? doomed : error);
@@ -89,17 +90,22 @@ std::vector<JobRef> Handler::finished(size_t most) {
   return jobs;
 }
 
-bool Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   const double began = now();
   size_t ended = 0;
+  bool failed = false;
   int64_t last = -1;
   for (;; pause_since(began)) {
     const Lock lock(dispatcher_.mutex);
     if (last < 0) last = last_id_;
     dispatcher_.advance();
-    while (ended < jobs.size() && jobs[ended]->ended()) ++ended;
-    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) return true;
-    if (now() - began >= seconds) return false;
+    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
+      failed |= jobs[ended]->state != State::kDone;
+    }
+    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) {
+      return failed || (for_all && dispatcher_.ledger.has_failures()) ? 2 : 1;
+    }
+    if (now() - began >= seconds) return 0;
   }
 }
 
@@ -167,14 +173,18 @@ void Handler::close() {
   closed_ = true;
   for (const double began = now();;) {
     dispatcher_.advance();
-    if (stopped_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
+    if (stopping_ || dispatcher_.ledger.all_ended_until(last_id_)) break;
     lock.unlock();
     pause_since(began);
     lock.lock();
   }
-  if (stopped_) return;
-  stopped_ = true;
+  if (std::exchange(stopping_, true)) {  // another thread does it
+    dispatcher_.progress.wait(lock, [&] { return stopped_; });
+    return;
+  }
   dispatcher_.stop(lock);
+  stopped_ = true;
+  dispatcher_.progress.notify_all();
 }
 
 }  // namespace kvswap

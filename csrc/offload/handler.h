@@ -19,7 +19,7 @@ class Handler {
 
   JobRef submit(const kvswap_request& request);
   std::vector<JobRef> finished(size_t most);
-  bool wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   std::vector<JobRef> unreported_failures();
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
@@ -51,8 +51,8 @@ class Handler {
   Dispatcher dispatcher_;
   RequestReader reader_;
   int64_t last_id_ = -1;
-  bool closed_ = false;   // takes no more jobs
-  bool stopped_ = false;  // has no more threads
+  bool closed_ = false;                      // takes no more jobs
+  bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none
 };
 
 }  // namespace kvswap

@@ -26,6 +26,18 @@ Hazards::Hazards(const std::vector<Group>& groups) {
   }
 }
 
+void Hazards::rebind(const std::vector<Group>& groups) {
+  const Hazards fresh(groups);
+  for (int channel = 0; channel < kChannels; ++channel) {
+    auto& of_blocks = latest_[channel].of_blocks;
+    of_blocks.resize(fresh.latest_[channel].of_blocks.size());
+    for (size_t space = 0; space < of_blocks.size(); ++space) {
+      of_blocks[space].resize(fresh.latest_[channel].of_blocks[space].size(), -1);
+    }
+  }
+  block_space_ = fresh.block_space_;
+}
+
 template <typename Visit>
 void Hazards::for_each(const Job& job, const Visit& visit) const {
   size_t i = 0;

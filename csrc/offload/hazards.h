@@ -20,6 +20,9 @@ class Hazards {
  public:
   explicit Hazards(const std::vector<Group>& groups);
 
+  // Goes on with as many blocks as the groups have now.
+  void rebind(const std::vector<Group>& groups);
+
   // Sets `behind` of a new job.
   void order(Job& job) const;
 

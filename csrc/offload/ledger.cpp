@@ -64,6 +64,7 @@ std::string Ledger::failed_source(const Job& job) const {
 void Ledger::finish(const JobRef& job, State state, const std::string& error) {
   job->state = state;
   if (state == State::kFailed) job->error = std::make_unique<std::string>(error);
+  failures_ += spoils(*job);
   ChannelMetrics& metrics = metrics_[job->channel];
   if (state == State::kDone) {
     ++metrics.done;
@@ -90,6 +91,7 @@ void Ledger::finish(const JobRef& job, State state, const std::string& error) {
 JobRef Ledger::report() {
   JobRef job = ended_.front();
   ended_.pop_front();
+  failures_ -= spoils(*job);
   job->reported = true;
   failed_loads_.erase(job->id);
   return job;

@@ -36,6 +36,9 @@ class Ledger {
   // The jobs that have ended and were not reported, in the order in which they ended.
   const std::deque<JobRef>& ended() const { return ended_; }
 
+  // Whether one of them is not done.
+  bool has_failures() const { return failures_ > 0; }
+
   // Takes the first of them: it has been reported.
   JobRef report();
 
@@ -54,6 +57,7 @@ class Ledger {
   std::deque<std::optional<JobRef>> open_;
   int64_t first_open_ = 0;
   std::deque<JobRef> ended_;
+  size_t failures_ = 0;                               // among them
   std::unordered_map<int64_t, JobRef> failed_loads_;  // not reported yet, by number
   std::unordered_map<int64_t, std::string> invalid_;  // why, by slot key
   ChannelMetrics metrics_[kChannels] = {};

@@ -1,0 +1,66 @@
+"""How a job has ended, and what is raised for those that have not ended well."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from torch_kvswap import capi
+from torch_kvswap.result import Result, TransferError, result_of
+
+
+def native(state: int, channel: int = capi.LOADS, error: bytes | None = None) -> capi.JobResult:
+    return capi.JobResult(
+        id=7,
+        nbytes=4096,
+        submit_seconds=1,
+        queue_seconds=2,
+        copy_seconds=3,
+        channel=channel,
+        path=2,
+        state=state,
+        error=error,
+    )
+
+
+def result(state: int, channel: int = capi.LOADS, error: bytes | None = None) -> Result:
+    found = result_of(native(state, channel, error))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("state", [capi.QUEUED, capi.RUNNING])
+def test_a_job_that_has_not_ended_has_no_result(state: int) -> None:
+    assert result_of(native(state)) is None
+
+
+def test_a_result_has_what_the_native_side_says() -> None:
+    assert result(capi.DONE) == Result(7, "load", "done", 4096, "batch", 1, 2, 3, None)
+    assert result(capi.DONE, capi.STORES).direction == "store"
+    assert result(capi.DONE, capi.EXPEDITED).direction == "load"
+
+
+@pytest.mark.parametrize(
+    ("state", "name"), [(capi.DONE, "done"), (capi.FAILED, "failed"), (capi.CANCELLED, "cancelled")]
+)
+def test_only_a_job_that_is_done_is_ok(state: int, name: str) -> None:
+    found = result(state)
+    assert (found.state, found.ok) == (name, name == "done")
+
+
+def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
+    results = [
+        result(capi.FAILED, capi.STORES, b"no copy engine"),
+        result(capi.CANCELLED),
+        result(capi.FAILED, capi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
+    ]
+    error = TransferError(results)
+    assert_expected_inline(
+        str(error),
+        """store 7 failed: no copy engine; load 7 was cancelled; load 7 failed: 7 µs too late""",
+    )
+    assert isinstance(error, RuntimeError)
+    assert isinstance(results[0].error, RuntimeError)
+    assert str(results[0].error) == "no copy engine"
+    assert error.results == results
+    assert error.results is not results
