@@ -31,6 +31,8 @@ void Dispatcher::work(Channel& channel) {
     channel.work.wait(lock, [&] { return stopping_ || !channel.queue.empty(); });
     if (channel.queue.empty()) return;
     advance();
+    // The first must be one that will be enqueued: whether it may start is asked next.
+    while (!channel.queue.empty() && channel.queue.front()->ended()) channel.queue.pop_front();
     if (channel.queue.empty()) continue;
     if (can_start(channel, *channel.queue.front())) {
       start(lock, channel, take(channel));
