@@ -35,7 +35,7 @@ def test_a_job_that_has_not_ended_has_no_result(state: int) -> None:
 
 
 def test_a_result_has_what_the_native_side_says() -> None:
-    assert result(capi.DONE) == Result(7, "load", "done", 4096, "batch", 1, 2, 3, None)
+    assert result(capi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
     assert result(capi.DONE, capi.STORES).direction == "store"
     assert result(capi.DONE, capi.EXPEDITED).direction == "load"
 
