@@ -84,6 +84,7 @@ struct kvswap_result {
   double submit_seconds, queue_seconds, copy_seconds;
   int32_t channel;
   int32_t layer_groups;
+  int32_t path;       // 0 host, 1 batch, 2 strided
   int32_t state;      // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
   const char* error;  // of a failed job, valid as long as the job
   void* job;
@@ -133,7 +134,7 @@ struct kvswap_metrics {
   uint64_t queued, running;                     // jobs: in software, on the device
   uint64_t transfers;                           // copies given to the device
   uint64_t streams, events;                     // that exist
-  uint64_t jobs_by_path[4];                     // that are done: host, batch, and two to come
+  uint64_t jobs_by_path[4];                     // that are done: host, batch, strided, one to come
   kvswap_histogram submit, queue, copy;         // seconds
 };
 

@@ -49,6 +49,7 @@ kvswap_result describe(const Job& job) {
   result.copy_seconds = job.copy_seconds;
   result.channel = job.channel;
   result.layer_groups = job.layer_groups;
+  result.path = job.path;
   result.state = static_cast<int32_t>(job.state);
   result.error = job.error ? job.error->c_str() : nullptr;
   result.job = const_cast<Job*>(&job);

@@ -52,6 +52,7 @@ struct Lookup {
     require(table.get_pointer_attributes, "cuPointerGetAttributes", 7000);
     require(table.copy_async, "cuMemcpyAsync", 4000);
     require(table.copy_peer_async, "cuMemcpyPeerAsync", 4000);
+    require(table.copy_strided_async, "cuMemcpy3DAsync", 3020);
     require(table.create_stream, "cuStreamCreate", 2000);
     require(table.destroy_stream, "cuStreamDestroy", 4000);
     require(table.synchronize_stream, "cuStreamSynchronize", 2000);

@@ -63,6 +63,22 @@ struct CopyAttributes {
   unsigned flags = 0;
 };
 
+// CUDA_MEMCPY3D: rows of `width` bytes, `pitch` apart, in slices of `height` rows.
+struct StridedSide {
+  size_t x = 0, y = 0, z = 0, level_of_detail = 0;
+  unsigned memory_type = 0;
+  void* host = nullptr;
+  Address device = 0;
+  void* array = nullptr;
+  void* reserved = nullptr;
+  size_t pitch = 0, height = 0;
+};
+
+struct StridedCopy {
+  StridedSide src, dst;
+  size_t width = 0, height = 0, depth = 0;
+};
+
 struct Driver {
   Result (*get_error_name)(Result, const char**);
   Result (*get_error_string)(Result, const char**);
@@ -74,6 +90,7 @@ struct Driver {
   Result (*copy_async)(Address dst, Address src, size_t bytes, Stream);
   Result (*copy_peer_async)(Address dst, Context dst_context, Address src, Context src_context,
                             size_t bytes, Stream);
+  Result (*copy_strided_async)(const StridedCopy*, Stream);
   Result (*create_stream)(Stream*, unsigned flags);
   Result (*destroy_stream)(Stream);
   Result (*synchronize_stream)(Stream);

@@ -46,6 +46,7 @@ SAME(pop_context, cuCtxPopCurrent);
 SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
 SAME(copy_peer_async, cuMemcpyPeerAsync);
+SAME(copy_strided_async, cuMemcpy3DAsync);
 SAME(create_stream, cuStreamCreate);
 SAME(destroy_stream, cuStreamDestroy);
 SAME(synchronize_stream, cuStreamSynchronize);
@@ -86,6 +87,18 @@ static_assert(cuda::kMappingBase == CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR);
 static_assert(cuda::kHostMemory == CU_MEMORYTYPE_HOST);
 static_assert(cuda::kDeviceMemory == CU_MEMORYTYPE_DEVICE);
 static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));
+
+static_assert(sizeof(cuda::StridedCopy) == sizeof(CUDA_MEMCPY3D));
+static_assert(offsetof(cuda::StridedCopy, src.memory_type) ==
+              offsetof(CUDA_MEMCPY3D, srcMemoryType));
+static_assert(offsetof(cuda::StridedCopy, src.host) == offsetof(CUDA_MEMCPY3D, srcHost));
+static_assert(offsetof(cuda::StridedCopy, src.device) == offsetof(CUDA_MEMCPY3D, srcDevice));
+static_assert(offsetof(cuda::StridedCopy, src.pitch) == offsetof(CUDA_MEMCPY3D, srcPitch));
+static_assert(offsetof(cuda::StridedCopy, src.height) == offsetof(CUDA_MEMCPY3D, srcHeight));
+static_assert(offsetof(cuda::StridedCopy, dst.host) == offsetof(CUDA_MEMCPY3D, dstHost));
+static_assert(offsetof(cuda::StridedCopy, dst.height) == offsetof(CUDA_MEMCPY3D, dstHeight));
+static_assert(offsetof(cuda::StridedCopy, width) == offsetof(CUDA_MEMCPY3D, WidthInBytes));
+static_assert(offsetof(cuda::StridedCopy, depth) == offsetof(CUDA_MEMCPY3D, Depth));
 
 // The batch call came with 12.8, and CUDA 13 declares the signature that lost an argument.
 #if CUDA_VERSION >= 12080

@@ -74,7 +74,7 @@ running=1006,
 transfers=1007,
 streams=1008,
 events=1009,
-path_jobs={'host': 1010, 'batch': 1011}""",
+path_jobs={'host': 1010, 'batch': 1011, 'strided': 1012}""",
     )
 
     for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):

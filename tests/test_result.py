@@ -17,24 +17,25 @@ def native(state: int, channel: int = capi.LOADS, error: bytes | None = None) ->
         queue_seconds=2,
         copy_seconds=3,
         channel=channel,
+        path=2,
         state=state,
         error=error,
     )
 
 
 def result(state: int, channel: int = capi.LOADS, error: bytes | None = None) -> Result:
-    found = result_of(native(state, channel, error), "batch")
+    found = result_of(native(state, channel, error))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("state", [capi.QUEUED, capi.RUNNING])
 def test_a_job_that_has_not_ended_has_no_result(state: int) -> None:
-    assert result_of(native(state), "batch") is None
+    assert result_of(native(state)) is None
 
 
 def test_a_result_has_what_the_native_side_says() -> None:
-    assert result(capi.DONE) == Result(7, "load", "done", 4096, "batch", 1, 2, 3, None)
+    assert result(capi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
     assert result(capi.DONE, capi.STORES).direction == "store"
     assert result(capi.DONE, capi.EXPEDITED).direction == "load"
 

@@ -57,6 +57,7 @@ class JobResult(ctypes.Structure):
         ("copy_seconds", ctypes.c_double),
         ("channel", ctypes.c_int32),
         ("layer_groups", ctypes.c_int32),
+        ("path", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("job", ctypes.c_void_p),

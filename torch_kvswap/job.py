@@ -46,7 +46,7 @@ class Job:
     @property
     def result(self) -> Result | None:
         """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
-        return result_of(self._ask(), self.handler.native.path)
+        return result_of(self._ask())
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Waits for nothing."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 BUCKETS = 26
-PATHS = ("host", "batch")  # the names of jobs_by_path; the places behind them are reserved
+PATHS = ("host", "batch", "strided")  # ways of copying, by number
 # Seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
 

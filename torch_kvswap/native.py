@@ -29,7 +29,6 @@ class NativeHandler:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.device = groups.device
-        self.path = "host" if groups.device.type == "cpu" else "batch"
         self._process = Process()
         self._pointer: int | None = capi.call(
             "kvswap_handler_create",
@@ -140,7 +139,7 @@ class NativeHandler:
         answers = (capi.JobResult * capacity)()
         results = []
         for answer in answers[: capi.call(function, self.pointer, answers, capacity)]:
-            result = result_of(answer, self.path)
+            result = result_of(answer)
             _extension.library().kvswap_job_release(answer.job)
             if result is not None:
                 results.append(result)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torch_kvswap import capi
+from torch_kvswap.metrics import PATHS
 
 Direction = Literal["store", "load"]
 State = Literal["done", "failed", "cancelled"]
@@ -23,8 +24,9 @@ class Result:
     """How a job has ended.
 
     state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
-    what it was to copy. path: the way of copying, "batch" (copy engine, in one driver call or in
-    one per fragment where doctor says so) or "host" (memcpy). submit_seconds: host time in the call
+    what it was to copy. path: the way of copying, "strided" (copy engine, a driver call for a
+    block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so)
+    or "host" (memcpy). submit_seconds: host time in the call
     that submitted it. queue_seconds: how long it waited for its turn to be given to the driver.
     copy_seconds: the copy on the device without the waits before it, for a job that was joined with
     others that of all of them; 0 when it was never copied. error: why it failed; else None.
@@ -64,7 +66,7 @@ def direction_of(channel: int) -> Direction:
     return "store" if channel == capi.STORES else "load"
 
 
-def result_of(native: capi.JobResult, path: str) -> Result | None:
+def result_of(native: capi.JobResult) -> Result | None:
     """None while the job has not ended."""
     if native.state not in _STATES:
         return None
@@ -73,7 +75,7 @@ def result_of(native: capi.JobResult, path: str) -> Result | None:
         direction=direction_of(native.channel),
         state=_STATES[native.state],
         nbytes=native.nbytes,
-        path=path,
+        path=PATHS[native.path],
         submit_seconds=native.submit_seconds,
         queue_seconds=native.queue_seconds,
         copy_seconds=native.copy_seconds,

@@ -15,6 +15,9 @@ struct Planes {
   std::vector<uint64_t> allocations;
 
   size_t count() const { return bases.size(); }
+  uint64_t address(size_t plane, int64_t block) const {
+    return bases[plane] + static_cast<uint64_t>(block) * strides[plane];
+  }
 };
 
 struct PlaneRange {

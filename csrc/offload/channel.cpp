@@ -7,6 +7,7 @@
 #include "../copy/batch.h"
 #include "../copy/host.h"
 #include "../cuda_context.h"
+#include "path.h"
 
 namespace kvswap {
 
@@ -34,9 +35,9 @@ std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
   return nullptr;
 }
 
-bool Channel::has_room_for(size_t fragments) const {
+bool Channel::has_room_for(size_t entries) const {
   if (running.empty()) return true;
-  return running.size() < kMostRunning && fragments_ + fragments <= kMostFragments;
+  return running.size() < kMostRunning && entries_ + entries <= kMostEntries;
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
@@ -67,13 +68,13 @@ std::shared_ptr<Transfer> Channel::make_transfer(std::vector<JobRef> jobs) {
 }
 
 void Channel::run(std::shared_ptr<Transfer> transfer) {
-  fragments_ += transfer->fragments;
+  entries_ += transfer->entries;
   running.push_back(std::move(transfer));
 }
 
 void Channel::retire(std::shared_ptr<Transfer> transfer) {
   if (!running.empty() && running.front() == transfer) {
-    fragments_ -= transfer->fragments;
+    entries_ -= transfer->entries;
     running.pop_front();
   }
   retired_.push_back(std::move(transfer));
@@ -121,13 +122,15 @@ void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>&
     for (const Part& of_job : job->parts) {
       const Group& group = groups[of_job.group];
       const PlaneRange planes = group.planes_of(part, parts, layers);
-      if (number == kStores) {
-        add_fragments(fragments,
-                      {&group.gpu, &group.host, blocks, slots, of_job.count, device_ < 0}, planes);
-      } else {
-        add_fragments(fragments, {&group.host, &group.gpu, slots, blocks, of_job.count, true},
-                      planes);
-      }
+      const CopyPlan plan = plan_copy(group, planes, device_);
+      const BlockCopy copy =
+          number == kStores
+              ? BlockCopy{&group.gpu, &group.host, blocks, slots, of_job.count, device_ < 0}
+              : BlockCopy{&group.host, &group.gpu, slots, blocks, of_job.count, true};
+      if (plan.path == Path::kStrided && !environment_.check_addresses)
+        copy_strided(copy, plan.runs, stream_);
+      else
+        add_fragments(fragments, copy, planes);
       blocks += of_job.count;
       slots += of_job.count;
     }

@@ -16,9 +16,9 @@
 
 namespace kvswap {
 
-// More in flight gain nothing, and a stream that is held up takes about 340 copies with their
-// events, or 26,000 fragments, before the driver blocks whoever submits to it (H200).
-constexpr size_t kMostRunning = 64, kMostFragments = 16384;
+// More in flight gain nothing, and a stream that is held up has room for 1,020 entries, of which a
+// copy with its events takes three, before the driver blocks whoever submits to it (H200).
+constexpr size_t kMostRunning = 64, kMostEntries = 700;
 
 // One direction of transfers: the jobs that wait in software, the copies that run one after another
 // on a stream, and the events they need. The handler's lock guards it; only enqueue() and
@@ -43,8 +43,8 @@ class Channel {
   // The newest running transfer with a job up to this number; null when there is none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
 
-  // Whether this many fragments more may be in flight.
-  bool has_room_for(size_t fragments) const;
+  // Whether this many entries more of the driver's queue may be in flight.
+  bool has_room_for(size_t entries) const;
 
   // What a job starts behind: all that the stream, or the event, stands for now. Null when that is
   // over. Events are waited for in the order of these calls.
@@ -90,7 +90,7 @@ class Channel {
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   EventPool events_;
   Moments moments_;
-  size_t fragments_ = 0;                            // in flight
+  size_t entries_ = 0;                              // in flight
   std::vector<std::shared_ptr<Transfer>> retired_;  // somebody is about to wait for them
 };
 

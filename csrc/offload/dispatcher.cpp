@@ -8,8 +8,8 @@
 namespace kvswap {
 namespace {
 
-// What is enqueued by the thread that submits it: the driver takes up to 4 us a fragment.
-constexpr size_t kSmallFragments = 256;
+// What is enqueued by the thread that submits it: to wake another one takes about ten.
+constexpr double kSmallSeconds = 50e-6;
 
 }  // namespace
 
@@ -17,8 +17,9 @@ Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device)
     : device(device),
       groups(std::move(of)),
       hazards(groups),
-      ledger(hazards, device < 0 ? 0 : 1),
-      layers_(layers) {
+      ledger(hazards),
+      layers_(layers),
+      plans_(make_plans()) {
   for (int number = 0; number < kChannels; ++number) {
     channels.push_back(std::make_unique<Channel>(number, device));
   }
@@ -26,21 +27,34 @@ Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device)
 
 Dispatcher::~Dispatcher() = default;
 
-size_t Dispatcher::fragments_of(const Job& job) const {
-  size_t fragments = 0;
-  for (const Part& part : job.parts) fragments += part.count * groups[part.group].gpu.count();
-  return fragments;
+std::vector<CopyPlan> Dispatcher::make_plans() const {
+  std::vector<CopyPlan> plans;
+  for (const Group& group : groups)
+    plans.push_back(plan_copy(group, {0, group.gpu.count()}, device));
+  return plans;
+}
+
+size_t Dispatcher::entries_of(const Job& job) const {
+  size_t entries = 0;
+  for (const Part& part : job.parts) {
+    entries += plans_[part.group].queue_entries(part.count, groups[part.group].gpu.count());
+  }
+  return entries;
 }
 
 bool Dispatcher::is_small(const Job& job) const {
   if (device < 0) return true;
-  if (any_is_pageable(groups)) return false;  // the driver copies in the call
-  return fragments_of(job) <= kSmallFragments;
+  double seconds = 0;
+  for (const Part& part : job.parts) {
+    if (groups[part.group].host_is_pageable) return false;  // the driver copies in the call
+    seconds += plans_[part.group].submit_seconds(part.count, groups[part.group].gpu.count());
+  }
+  return seconds <= kSmallSeconds;
 }
 
 bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
   if (channel.submitting >= 0) return false;
-  if (job.id > flush_until_ && !channel.has_room_for(fragments_of(job))) return false;
+  if (job.id > flush_until_ && !channel.has_room_for(entries_of(job))) return false;
   for (const auto& other : channels) {
     if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
   }
@@ -49,6 +63,7 @@ bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
 
 void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   Channel& channel = channel_of(*job);
+  job->path = static_cast<int>(plans_[job->parts.empty() ? 0 : job->parts.front().group].path);
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
@@ -108,7 +123,7 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
   if (error.empty()) {
     std::vector<cuda::Event> behind;
     for (const JobRef& job : jobs) {
-      transfer->fragments += fragments_of(*job);
+      transfer->entries += entries_of(*job);
       if (job->after != nullptr) behind.push_back(job->after->event);
       for (const auto& other : channels) {
         auto before =

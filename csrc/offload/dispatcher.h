@@ -10,6 +10,7 @@
 #include "group.h"
 #include "hazards.h"
 #include "ledger.h"
+#include "path.h"
 
 namespace kvswap {
 
@@ -70,10 +71,11 @@ class Dispatcher {
 
  private:
   Channel& channel_of(const Job& job) { return *channels[job.channel]; }
-  size_t fragments_of(const Job& job) const;
+  std::vector<CopyPlan> make_plans() const;
+  size_t entries_of(const Job& job) const;
   bool is_small(const Job& job) const;
   bool can_start(const Channel& channel, const Job& job) const;
-  bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t fragments,
+  bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t entries,
              Job& next);
   std::vector<JobRef> take(Channel& channel);
   void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs);
@@ -86,6 +88,7 @@ class Dispatcher {
   void work(Channel& channel);
 
   const int64_t layers_;
+  std::vector<CopyPlan> plans_;  // of each group, for all of its planes
   std::string lost_;
   int64_t flush_until_ = -1;
   std::vector<Gate*> unopened_;  // whose load has failed, and the driver did not open them

@@ -104,6 +104,7 @@ void Dispatcher::check_alive(const std::string& error) {
 void Dispatcher::rebind(std::vector<Group> of) {
   groups = std::move(of);
   hazards.rebind(groups);
+  plans_ = make_plans();
 }
 
 void Dispatcher::stop(Lock& lock) {

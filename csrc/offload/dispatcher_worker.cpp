@@ -10,7 +10,7 @@ namespace kvswap {
 namespace {
 
 // What is joined into one copy; more when somebody waits for all of it to be enqueued.
-constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedFragments = 4096;
+constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 
 using Seconds = std::chrono::duration<double>;
@@ -47,14 +47,14 @@ void Dispatcher::work(Channel& channel) {
 
 std::vector<JobRef> Dispatcher::take(Channel& channel) {
   std::vector<JobRef> jobs;
-  size_t bytes = 0, fragments = 0;
+  size_t bytes = 0, entries = 0;
   channel.submitting = channel.queue.front()->id;
   while (!channel.queue.empty()) {
     Job& next = *channel.queue.front();
     if (!next.ended()) {  // else it was cancelled
-      if (!jobs.empty() && !joins(channel, jobs, bytes, fragments, next)) break;
+      if (!jobs.empty() && !joins(channel, jobs, bytes, entries, next)) break;
       bytes += next.nbytes;
-      fragments += fragments_of(next);
+      entries += entries_of(next);
       --channel.waiting;
       next.enqueuing = true;
       jobs.push_back(channel.queue.front());
@@ -65,11 +65,11 @@ std::vector<JobRef> Dispatcher::take(Channel& channel) {
 }
 
 bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes,
-                       size_t fragments, Job& next) {
+                       size_t entries, Job& next) {
   const bool flushing = next.id <= flush_until_;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
-  if (!flushing && fragments + fragments_of(next) > kJoinedFragments) return false;
+  if (!flushing && entries + entries_of(next) > kJoinedEntries) return false;
   for (const Job* job : {jobs.front().get(), &next}) {
     if (job->layer_groups > 1 || job->gate != nullptr) return false;
   }

@@ -36,6 +36,7 @@ struct Job {
   int channel = 0;
   int layer_groups = 1;
   State state = State::kQueued;
+  int path = 0;            // kvswap::Path
   bool queued = false;     // ever, in software
   bool enqueuing = false;  // or enqueued
   bool cancelled = false;  // after that

@@ -69,7 +69,7 @@ void Ledger::finish(const JobRef& job, State state, const std::string& error) {
   if (state == State::kDone) {
     ++metrics.done;
     metrics.bytes += job->nbytes;
-    ++metrics.jobs_by_path[path_];
+    ++metrics.jobs_by_path[job->path];
     observe(metrics.queue, job->queue_seconds);
     observe(metrics.copy, job->copy_seconds);
   } else {

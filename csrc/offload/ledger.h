@@ -20,8 +20,7 @@ namespace kvswap {
 // Not thread safe: the handler has a lock.
 class Ledger {
  public:
-  // path: the index in kvswap_metrics::jobs_by_path.
-  Ledger(const Hazards& hazards, int path) : hazards_(hazards), path_(path) {}
+  explicit Ledger(const Hazards& hazards) : hazards_(hazards) {}
 
   // Enters a new job, before Hazards::note. Sets its sources; gives the reason why it cannot
   // succeed, or "".
@@ -54,7 +53,6 @@ class Ledger {
   void invalidate_slots(const Job& job, const std::string& reason);
 
   const Hazards& hazards_;
-  const int path_;
   // The jobs from the oldest that has not ended on, by number; empty where one has.
   std::deque<std::optional<JobRef>> open_;
   int64_t first_open_ = 0;

@@ -13,7 +13,7 @@ struct Transfer {
   std::vector<JobRef> jobs;  // in the order of submission
   cuda::Event start = nullptr;
   std::vector<cuda::Event> ends;  // one for each group of layers; the last is the end of all
-  size_t fragments = 0;
+  size_t entries = 0;             // of the driver's queue
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front()->id; }

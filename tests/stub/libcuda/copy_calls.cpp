@@ -23,6 +23,49 @@ int copy_peer_async(unsigned long long, void*, unsigned long long, void*, size_t
   return kInvalidValue;  // no test copies between two GPUs of the stub
 }
 
+// CUDA_MEMCPY3D.
+struct StridedSide {
+  size_t x, y, z, level_of_detail;
+  unsigned memory_type;
+  void* host;
+  unsigned long long device;
+  void *array, *reserved;
+  size_t pitch, height;
+
+  unsigned long long address(size_t row, size_t slice) const {
+    const auto base = memory_type == 1 ? reinterpret_cast<unsigned long long>(host) : device;
+    return base + (slice * height + row) * pitch;
+  }
+};
+
+struct StridedCopy {
+  StridedSide src, dst;
+  size_t width, height, depth;
+};
+
+int copy_strided_async(const StridedCopy* of, void* handle) {
+  const Call call("cuMemcpy3DAsync");
+  if (call.result) return call.result;
+  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
+  if (stream == nullptr) return kInvalidHandle;
+  for (const StridedSide* side : {&of->src, &of->dst}) {
+    if (side->pitch < of->width || side->pitch > 0x7fffffff) return kInvalidValue;
+  }
+  if (device().faults.copy_fails()) return kInvalidValue;
+  Operation operation;
+  for (size_t slice = 0; slice < of->depth; ++slice) {
+    for (size_t row = 0; row < of->height; ++row) {
+      operation.copies.push_back(
+          {of->dst.address(row, slice), of->src.address(row, slice), of->width, {}});
+    }
+  }
+  operation.name = "strided copy of " + std::to_string(operation.copies.size()) + " x " +
+                   std::to_string(of->width) + " bytes";
+  device().log.add(operation.name, " on stream ", device().name(handle));
+  stream->push(std::move(operation));
+  return kSuccess;
+}
+
 struct Attributes {
   int order, hints[4];
   unsigned flags;
@@ -68,6 +111,7 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
 Functions copy_calls() {
   return {
       {"cuMemcpyAsync", reinterpret_cast<void*>(&copy_async)},
+      {"cuMemcpy3DAsync", reinterpret_cast<void*>(&copy_strided_async)},
       {"cuMemcpyPeerAsync", reinterpret_cast<void*>(&copy_peer_async)},
       {"cuMemcpyBatchAsync", reinterpret_cast<void*>(&copy_batch_async)},
   };
