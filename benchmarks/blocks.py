@@ -11,19 +11,21 @@ from torch import Tensor
 from torch_kvswap import HostPool, PagedLayout
 
 _ODD = -7046029254386353131  # multiplying by it gives every number other bytes
-_CHUNK = 4096  # blocks at a time
+_CHUNK_BYTES = 64 << 20  # looked at in one go
 
 
 class NumberedBlocks:
-    """`count` blocks in tensors on the device, and as many host pages of one block each."""
+    """`count` blocks in tensors on the device, and as many host pages of one block each.
+
+    The tensors are slices of one allocation, so that all of them are equally far apart.
+    """
 
     def __init__(self, device: torch.device, count: int, layers: int, fragment_bytes: int) -> None:
         self.count = count
         self.device = device
         self._words = fragment_bytes // 8
-        self._tensors = [
-            torch.zeros(count, self._words, dtype=torch.int64, device=device) for _ in range(layers)
-        ]
+        whole = torch.zeros(layers, count, self._words, dtype=torch.int64, device=device)
+        self._tensors = list(whole)
         self.layout = PagedLayout(self._tensors)
         self.host = HostPool(self.layout, count)
         self._fills = 0
@@ -37,7 +39,7 @@ class NumberedBlocks:
         for chunk, blocks, pages in self._expected():
             for tensor, part in zip(self._tensors, blocks.split(self._words, dim=1), strict=True):
                 tensor[chunk] = part
-            self._pages[chunk] = pages.cpu()
+            self._pages[chunk].copy_(pages)
         synchronize(self.device)  # a job that waits for an event does not wait for these kernels
 
     def note_store(self, blocks: Tensor, pages: Tensor) -> None:
@@ -61,8 +63,9 @@ class NumberedBlocks:
         return self.host.pages.view(torch.int64).squeeze(1)
 
     def _expected(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for start in range(0, self.count, _CHUNK):
-            chunk = slice(start, start + _CHUNK)
+        step = max(1, _CHUNK_BYTES // self.layout.block_bytes)
+        for start in range(0, self.count, step):
+            chunk = slice(start, start + step)
             yield chunk, self._bytes(self._in_blocks[chunk]), self._bytes(self._in_pages[chunk])
 
     def _bytes(self, numbers: Tensor) -> Tensor:

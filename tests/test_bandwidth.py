@@ -1,0 +1,268 @@
+"""The benchmark of scattered blocks judges its figures, and sees bytes that are wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bandwidth
+import pytest
+import torch
+from bandwidth_report import Cell, Kind, Shape, counts, tables
+from blocks import NumberedBlocks
+from expecttest import assert_expected_inline
+from timing import BigCopy
+
+from torch_kvswap import OffloadHandler
+
+CPU = torch.device("cpu")
+TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "8", "1", "--samples", "2"]
+
+
+def a_cell(kib: int, direction: str, blocks: int, total: float, big: float, submit: float) -> Cell:
+    kind = Kind(Shape(2, kib), direction, blocks)
+    return Cell(kind, [total, 2 * total], [big, 2 * big], [submit] * 2, ["strided"], wrong=0)
+
+
+# Targets
+
+
+@pytest.mark.parametrize(
+    ("kib", "blocks", "target"),
+    [(8, 8, 1.15), (4, 8, 1.22), (8, 64, 1.05), (4, 64, 1.08), (32, 512, 1.02), (2, 512, 1.05)],
+)
+def test_smaller_fragments_may_take_longer(kib: int, blocks: int, target: float) -> None:
+    cell = a_cell(kib, "store", blocks, 100 * target - 0.01, 100, 1)
+    assert cell.ratio_target == target
+    assert cell.verdicts[0].met
+    assert not a_cell(kib, "store", blocks, 100 * target + 0.01, 100, 1).verdicts[0].met
+
+
+def test_one_block_may_take_12_us_more_than_the_big_copy() -> None:
+    kind = Kind(Shape(2, 8), "load", 1)
+    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3, [], 0)
+    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3, [], 0)
+    assert (met.verdicts[0].met, missed.verdicts[0].met) == (True, False)
+
+
+@pytest.mark.parametrize(("blocks", "us"), [(1, 20), (8, 35), (64, 60), (512, 100)])
+def test_the_call_may_take_longer_for_more_blocks(blocks: int, us: float) -> None:
+    assert a_cell(8, "load", blocks, 1, 1, us).verdicts[1].met
+    assert not a_cell(8, "load", blocks, 1, 1, us + 0.1).verdicts[1].met
+
+
+def test_figures_are_medians_of_pairs() -> None:
+    kind = Kind(Shape(2, 8), "store", 8)
+    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [], 0)
+    assert (cell.ratio, cell.submit) == (1.5, 5)
+
+
+CELLS = [
+    a_cell(8, "store", 1, 30, 20, 19),
+    a_cell(8, "store", 8, 24, 20, 36),
+    a_cell(4, "store", 1, 33, 20, 19),
+    a_cell(4, "store", 8, 24, 20, 30),
+    a_cell(8, "load", 8, 22, 20, 30),
+]
+
+
+def test_the_tables_have_the_targets_beside_the_figures() -> None:
+    assert_expected_inline(
+        tables(CELLS, "one big copy", judged=True),
+        """\
+ratio: total time / one big copy; submit: host time in the call; in brackets at most, ! is a miss
+
+store      1 block: ratio  submit, us     path     8 blocks: ratio  submit, us       path
+2 x 8 KiB  1.50 (1.40) !   19.00 (20.00)  strided  1.20 (1.15) !    36.00 (35.00) !  strided
+2 x 4 KiB  1.65 (1.40) !   19.00 (20.00)  strided  1.20 (1.22)      30.00 (35.00)    strided
+
+load       8 blocks: ratio  submit, us     path
+2 x 8 KiB  1.10 (1.15)      30.00 (35.00)  strided""",
+    )
+
+
+def test_nothing_is_judged_without_a_gpu() -> None:
+    assert_expected_inline(
+        tables(CELLS[-1:], "one copy of PyTorch", judged=False),
+        """\
+ratio: total time / one copy of PyTorch; submit: host time in the call
+
+load       8 blocks: ratio  submit, us  path
+2 x 8 KiB  1.10             30.00       strided""",
+    )
+
+
+def test_targets_that_are_met_and_missed_are_counted() -> None:
+    assert_expected_inline(
+        counts(CELLS),
+        """\
+total over big copy: 2 met, 3 missed
+submit: 4 met, 1 missed""",
+    )
+
+
+def test_a_shape_is_layers_and_kib() -> None:
+    assert Shape.parse("160x8") == Shape(160, 8)
+    assert str(Shape.parse("160x8")) == "160 x 8 KiB"
+
+
+# Bytes
+
+
+class Spoiling:
+    """A handler that moves what `spoil` makes of the blocks and pages."""
+
+    def __init__(self, handler: OffloadHandler, spoil: Any) -> None:
+        self.handler = handler
+        self.spoil = spoil
+
+    def store(self, blocks: list[int], pages: list[int]) -> Any:
+        return self.handler.store(*self.spoil(blocks, pages))
+
+    def load(self, pages: list[int], blocks: list[int]) -> Any:
+        return self.handler.load(*self.spoil(pages, blocks))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handler, name)
+
+
+def wrong_of(direction: str, spoil: Any) -> int:
+    torch.manual_seed(0)  # a page may get a block that it has, and nothing is wrong without it
+    blocks = NumberedBlocks(CPU, 34, layers=3, fragment_bytes=1024)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        kind = Kind(Shape(3, 1), direction, 8)
+        big = BigCopy(CPU, 8 * 3 * 1024)
+        return bandwidth.measure(Spoiling(handler, spoil), blocks, big, kind, 2, False).wrong
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_right_bytes_are_right(direction: str) -> None:
+    assert wrong_of(direction, lambda first, second: (first, second)) == 0
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_block_that_is_left_out_is_seen(direction: str) -> None:
+    assert wrong_of(direction, lambda first, second: (first[1:], second[1:])) > 0
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("untouched", [0, 33])
+def test_a_block_that_nobody_asked_for_is_seen(direction: str, untouched: int) -> None:
+    def spoil(first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
+        assert untouched not in first + second
+        return [*first, first[0]], [*second, untouched]
+
+    assert wrong_of(direction, spoil) == 1
+
+
+def test_ids_are_scattered_distinct_and_other_ones_each_time() -> None:
+    seen = []
+    wrong_of("store", lambda blocks, pages: seen.append((blocks, pages)) or (blocks, pages))
+    assert len(seen) == bandwidth.WARM_UPS + 2
+    assert all(len(set(ids)) == 8 for pair in seen for ids in pair)
+    assert len({str(pair) for pair in seen}) == len(seen)
+    assert all(blocks != pages for blocks, pages in seen)
+
+
+# The big copy
+
+
+class FakeDriver:
+    """Copies when asked for the event the third time."""
+
+    def __init__(self, state: int = 0) -> None:
+        self.calls: list[str] = []
+        self.state = state
+
+    def cuEventCreate(self, event: Any, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuMemcpyAsync(self, *arguments: Any) -> int:  # noqa: N802
+        self.calls.append("copy")
+        self.arguments = arguments
+        return 0
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
+        self.calls.append("record")
+        return 0
+
+    def cuEventQuery(self, event: Any) -> int:  # noqa: N802
+        self.calls.append("query")
+        if len(self.calls) < 5:
+            return 600
+        to, of, size, _ = self.arguments
+        ctypes.memmove(to.value, of.value, size.value)
+        return self.state
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_big_copy_moves_its_bytes_and_ends_when_its_event_has(direction: str, fake: bool) -> None:
+    driver = FakeDriver() if fake else None
+    big = BigCopy(CPU, 64, driver)
+    source, target = (big._there, big._host) if direction == "store" else (big._host, big._there)
+    source.fill_(7)
+    assert big.nanoseconds(direction, 48) > 0
+    assert target.tolist() == [7] * 48 + [0] * 16
+    if driver:
+        assert driver.calls == ["copy", "record", "query", "query", "query"]
+
+
+def test_a_big_copy_that_fails_says_so() -> None:
+    with pytest.raises(RuntimeError, match="a big copy failed with CUDA error 700"):
+        BigCopy(CPU, 64, FakeDriver(700)).nanoseconds("store", 64)
+
+
+# The program
+
+
+def test_every_cell_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results" / "figures.json"
+    assert bandwidth.main([*TINY, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["settings"] == {"samples": 2, "warm_ups": 3, "poll": False}
+    assert figures["machine"]["torch"] == torch.__version__
+    assert figures["verdicts"] == []
+    cells = figures["cells"]
+    kinds = [(cell["shape"]["layers"], cell["direction"], cell["blocks"]) for cell in cells]
+    assert kinds == [(n, to, count) for n in (3, 1) for to in ("store", "load") for count in (1, 8)]
+    for cell in cells:
+        assert (cell["wrong"], cell["paths"]) == (0, ["host"])
+        for times in (cell["total_us"], cell["big_us"], cell["submit_us"]):
+            assert len(times) == 2
+            assert min(times) > 0
+    said = capsys.readouterr()
+    assert "3 x 1 KiB" in said.out
+    assert "blocks and pages with wrong bytes: 0" in said.out
+    assert "cells 100 %" in said.err
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(0, 0), (1, 1)])
+def test_wrong_bytes_end_the_program_with_1(
+    wrong: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Kind(Shape(1, 8), "store", 8)
+    cell = Cell(kind, [100.0], [1.0], [1000.0], ["host"], wrong)  # a missed target does not
+    monkeypatch.setattr(bandwidth, "measure_all", lambda *_: [cell])
+    assert bandwidth.main(TINY) == code
+
+
+def test_the_end_can_be_looked_for_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, False, True])
+    job = SimpleNamespace(done=lambda: next(looks), result=SimpleNamespace(path="batch"))
+    handler = SimpleNamespace(store=lambda blocks, pages: job, wait=lambda job: None, finished=list)
+    ids = torch.arange(2)
+    assert bandwidth._move(handler, "store", ids, ids, poll=True)[2] == "batch"
+    assert next(looks, None) is None
+
+
+@pytest.mark.gpu
+def test_the_program_judges_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bandwidth.main([*TINY, "--device", "cuda", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert [cell["wrong"] for cell in figures["cells"]] == [0] * 8
+    assert len(figures["verdicts"]) == 16
