@@ -16,11 +16,11 @@ inline double now() {
 }
 
 // For those who look again and again for an end: no pause at first, since most transfers take some
-// ten microseconds, and later an eighth of the time waited so far, a millisecond at most.
+// ten microseconds, and later a hundredth of the time waited so far, a millisecond at most.
 inline void pause_since(double began) {
   const double waited = now() - began;
   if (waited < 200e-6) return std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::duration<double>(std::min(waited / 8, 1e-3)));
+  std::this_thread::sleep_for(std::chrono::duration<double>(std::min(waited / 100, 1e-3)));
 }
 
 }  // namespace kvswap
