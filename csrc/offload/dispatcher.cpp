@@ -8,7 +8,7 @@
 namespace kvswap {
 namespace {
 
-// What is enqueued by the thread that submits it: to wake another one takes about ten.
+// What is enqueued by the thread that submits it: to wake another takes ten microseconds.
 constexpr double kSmallSeconds = 50e-6;
 
 }  // namespace
@@ -29,8 +29,9 @@ Dispatcher::~Dispatcher() = default;
 
 std::vector<CopyPlan> Dispatcher::make_plans() const {
   std::vector<CopyPlan> plans;
-  for (const Group& group : groups)
+  for (const Group& group : groups) {
     plans.push_back(plan_copy(group, {0, group.gpu.count()}, device));
+  }
   return plans;
 }
 
