@@ -113,33 +113,41 @@ std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>&
   }
 }
 
-void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>& groups,
-                   int64_t layers) {
-  FragmentList fragments(0);
-  const int parts = transfer.jobs.front()->layer_groups;
+template <typename Visit>
+void Channel::for_each_copy(const Transfer& transfer, const std::vector<Group>& groups,
+                            const Visit& visit) const {
   for (const JobRef& job : transfer.jobs) {
     const int64_t *blocks = job->blocks(), *slots = job->slots();
-    for (const Part& of_job : job->parts) {
-      const Group& group = groups[of_job.group];
-      const PlaneRange planes = group.planes_of(part, parts, layers);
-      const CopyPlan plan = plan_copy(group, planes, device_);
-      const BlockCopy copy =
-          number == kStores
-              ? BlockCopy{&group.gpu, &group.host, blocks, slots, of_job.count, device_ < 0}
-              : BlockCopy{&group.host, &group.gpu, slots, blocks, of_job.count, true};
-      if (plan.path == Path::kStrided && !environment_.check_addresses)
-        copy_strided(copy, plan.runs, stream_);
-      else
-        add_fragments(fragments, copy, planes);
-      blocks += of_job.count;
-      slots += of_job.count;
+    for (const Part& part : job->parts) {
+      const Group& group = groups[part.group];
+      visit(group, number == kStores
+                       ? BlockCopy{&group.gpu, &group.host, blocks, slots, part.count, device_ < 0}
+                       : BlockCopy{&group.host, &group.gpu, slots, blocks, part.count, true});
+      blocks += part.count;
+      slots += part.count;
     }
   }
-  if (fragments.empty()) return;
+}
+
+void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>& groups,
+                   int64_t layers) {
+  const int parts = transfer.jobs.front()->layer_groups;
   if (environment_.check_addresses) {
+    FragmentList all(0);
+    for_each_copy(transfer, groups, [&](const Group& group, const BlockCopy& copy) {
+      add_fragments(all, copy, group.planes_of(part, parts, layers));
+    });
     AddressMap addresses;
-    check_addresses(fragments, addresses);
+    check_addresses(all, addresses);
   }
+  FragmentList fragments(0);
+  for_each_copy(transfer, groups, [&](const Group& group, const BlockCopy& copy) {
+    const PlaneRange planes = group.planes_of(part, parts, layers);
+    const CopyPlan plan = plan_copy(group, planes, device_);
+    if (plan.path == Path::kStrided) return copy_strided(copy, plan.runs, stream_);
+    add_fragments(fragments, copy, planes);
+  });
+  if (fragments.empty()) return;
   if (device_ < 0) return copy_on_host(fragments);
   BatchOptions options(environment_);
   options.device = device_;

@@ -81,6 +81,10 @@ class Channel {
   void close();
 
  private:
+  // Calls visit(group, copy) for each group of each job.
+  template <typename Visit>
+  void for_each_copy(const Transfer& transfer, const std::vector<Group>& groups,
+                     const Visit& visit) const;
   void copy(const Transfer& transfer, int part, const std::vector<Group>& groups, int64_t layers);
   void give_events(Transfer& transfer);
 

@@ -43,6 +43,10 @@ size_t Dispatcher::entries_of(const Job& job) const {
   return entries;
 }
 
+int Dispatcher::path_of(const Job& job) const {
+  return static_cast<int>(plans_[job.parts.empty() ? 0 : job.parts.front().group].path);
+}
+
 bool Dispatcher::is_small(const Job& job) const {
   if (device < 0) return true;
   double seconds = 0;
@@ -64,7 +68,6 @@ bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
 
 void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   Channel& channel = channel_of(*job);
-  job->path = static_cast<int>(plans_[job->parts.empty() ? 0 : job->parts.front().group].path);
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);

@@ -39,6 +39,9 @@ class Dispatcher {
   // The error after which the device runs nothing any more, or "".
   const std::string& lost() const { return lost_; }
 
+  // The way in which a job is copied: that of the first of its groups.
+  int path_of(const Job& job) const;
+
   // Enqueues a job that is in the ledger, or queues it.
   void dispatch(Lock& lock, const JobRef& job);
 

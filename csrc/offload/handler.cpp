@@ -33,6 +33,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   }
   if (request.gate != nullptr) close_gate(lock, request);
   job->id = last_id_ + 1;
+  job->path = dispatcher_.path_of(*job);
   job->gate = static_cast<Gate*>(request.gate);
   job->submitted_at = now();
   std::string error;
