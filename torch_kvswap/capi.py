@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch_kvswap import _extension
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
-STORES, LOADS, EXPEDITED = CHANNELS = range(3)
+STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
 
 _Int64s = ctypes.c_void_p  # the address of a list of int64

@@ -31,7 +31,6 @@ class EventPool {
 
   // Those that exist, idle or not.
   size_t created() const { return created_; }
-  size_t in_use() const { return created_ - idle_.size(); }
 
   void destroy_idle() {
     // On a lost device this fails, and there is nothing to free any more.

@@ -9,10 +9,8 @@
 
 namespace kvswap {
 
-enum Direction : int { kStore = 0, kLoad = 1 };
 enum ChannelNumber : int { kStores = 0, kLoads = 1, kExpedited = 2, kChannels = 3 };
 
-inline Direction direction_of(int channel) { return channel == kStores ? kStore : kLoad; }
 inline const char* direction_name(int channel) { return channel == kStores ? "store" : "load"; }
 
 // Python knows these numbers.
@@ -40,7 +38,6 @@ struct Job {
   bool queued = false;     // ever, in software
   bool enqueuing = false;  // or enqueued
   bool cancelled = false;  // after that
-  bool reported = false;
   uint64_t nbytes = 0;
   std::vector<Part> parts;
   std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each

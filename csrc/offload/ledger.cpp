@@ -92,7 +92,6 @@ JobRef Ledger::report() {
   JobRef job = ended_.front();
   ended_.pop_front();
   failures_ -= spoils(*job);
-  job->reported = true;
   failed_loads_.erase(job->id);
   return job;
 }
