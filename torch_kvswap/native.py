@@ -40,7 +40,7 @@ class NativeHandler:
 
     @property
     def pointer(self) -> int:
-        self._process.check("handler")
+        self.check_process()
         if self._pointer is None:
             raise RuntimeError("the handler is gone")
         return self._pointer

@@ -49,7 +49,7 @@ class Dispatcher {
   void advance(int most = std::numeric_limits<int>::max());
 
   // Waits until a job has been enqueued, or has ended. What is ahead of it is not held back any
-  // more, so that this does not wait for the device.
+  // more, so that this waits for the device only when the driver has no room left.
   void flush(Lock& lock, const JobRef& job);
 
   // True when the job will be reported as cancelled.

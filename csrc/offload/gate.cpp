@@ -52,15 +52,22 @@ void Gate::close(cuda::Stream current) {
   }
 }
 
-std::string Gate::open_behind(const Transfer& transfer) {
+void Gate::enqueue_opening(const Transfer* transfer) {
   const cuda::Driver& driver = cuda::driver();
-  try {
-    KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
-    for (int part = 0; part < parts; ++part) {
-      KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, transfer.ends[part], 0), "cuStreamWaitEvent");
-      set(part, 1, opener_);
+  KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
+  for (int part = 0; part < parts; ++part) {
+    if (transfer != nullptr) {
+      KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, transfer->ends[part], 0), "cuStreamWaitEvent");
     }
-    finish_opening();
+    set(part, 1, opener_);
+  }
+  KVSWAP_DRIVER_CHECK(driver.record_event(opened_, opener_), "cuEventRecord");
+  used_ = true;
+}
+
+std::string Gate::open_behind(const Transfer& transfer) {
+  try {
+    enqueue_opening(&transfer);
     return "";
   } catch (const std::exception& error) {
     return error.what();
@@ -69,9 +76,7 @@ std::string Gate::open_behind(const Transfer& transfer) {
 
 bool Gate::open() {
   try {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
-    for (int part = 0; part < parts; ++part) set(part, 1, opener_);
-    finish_opening();
+    enqueue_opening(nullptr);
     busy = false;
     return true;
   } catch (const std::exception&) {
@@ -82,11 +87,6 @@ bool Gate::open() {
 void Gate::let_through() {
   for (int part = 0; part < parts; ++part) words_[part] = 1;
   busy = false;
-}
-
-void Gate::finish_opening() {
-  KVSWAP_DRIVER_CHECK(cuda::driver().record_event(opened_, opener_), "cuEventRecord");
-  used_ = true;
 }
 
 void Gate::wait(int part, cuda::Stream stream) const {

@@ -37,7 +37,8 @@ class Gate {
 
  private:
   void set(int part, uint64_t value, cuda::Stream stream) const;
-  void finish_opening();
+  // Behind the closing, and behind each group of layers of a transfer, if there is one.
+  void enqueue_opening(const Transfer* transfer);
 
   volatile uint64_t* words_ = nullptr;
   cuda::Stream opener_ = nullptr;
