@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,10 +226,15 @@ def states(results: list[Result]) -> list[str]:
     return [result.state for result in results]
 
 
+def number_of_threads_now() -> int:
+    """All, also those that Python does not know, and one that was joined right now."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def number_of_threads() -> int:
-    """All, also those that Python does not know. One that was joined is seen a moment longer."""
+    """The same without those that were joined: waits until the number stays."""
     counts: list[int] = []
     while len(counts) < 5 or len(set(counts[-5:])) > 1:
-        counts.append(len(list(Path("/proc/self/task").iterdir())))
+        counts.append(number_of_threads_now())
         time.sleep(0.005)
     return counts[-1]
