@@ -8,44 +8,13 @@ from statistics import median
 from typing import Any
 
 from report import Verdict, table
+from transfers import Kind
 
 # By blocks in a transfer. Of the total time over that of one big copy, for fragments of 8 KiB and
 # more and for smaller ones; a single block may take EXTRA_US more instead. Of the submitting call.
 RATIOS = {8: (1.15, 1.22), 64: (1.05, 1.08), 512: (1.02, 1.05)}
 EXTRA_US = 12.0
 SUBMIT_US = {1: 20.0, 8: 35.0, 64: 60.0, 512: 100.0}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a block: so many fragments of so many KiB."""
-
-    layers: int
-    fragment_kib: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        layers, kib = map(int, text.split("x"))
-        return cls(layers, kib)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layers * self.fragment_kib * 1024
-
-    def __str__(self) -> str:
-        return f"{self.layers} x {self.fragment_kib} KiB"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Of a transfer."""
-
-    shape: Shape
-    direction: str
-    blocks: int
-
-    def __str__(self) -> str:
-        return f"{self.direction} of {self.blocks} x ({self.shape})"
 
 
 @dataclass(frozen=True)
@@ -56,6 +25,7 @@ class Cell:
     total_us: list[float]
     big_us: list[float]
     submit_us: list[float]
+    copy_us: list[float]  # of total_us, on the device
     paths: list[str]
     wrong: int  # blocks and pages
 

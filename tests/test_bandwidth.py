@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bandwidth
 import pytest
 import torch
-from bandwidth_report import Cell, Kind, Shape, counts, tables
+from bandwidth_report import Cell, counts, tables
+from big_copy import BigCopy
 from blocks import NumberedBlocks
 from expecttest import assert_expected_inline
-from timing import BigCopy
+from transfers import Kind, Shape
 
 from torch_kvswap import OffloadHandler
 
@@ -24,7 +23,9 @@ TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "8", "1", "--sa
 
 def a_cell(kib: int, direction: str, blocks: int, total: float, big: float, submit: float) -> Cell:
     kind = Kind(Shape(2, kib), direction, blocks)
-    return Cell(kind, [total, 2 * total], [big, 2 * big], [submit] * 2, ["strided"], wrong=0)
+    return Cell(
+        kind, [total, 2 * total], [big, 2 * big], [submit] * 2, [0.5] * 2, ["strided"], wrong=0
+    )
 
 
 # Targets
@@ -43,8 +44,8 @@ def test_smaller_fragments_may_take_longer(kib: int, blocks: int, target: float)
 
 def test_one_block_may_take_12_us_more_than_the_big_copy() -> None:
     kind = Kind(Shape(2, 8), "load", 1)
-    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3, [], 0)
-    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3, [], 0)
+    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3, [], [], 0)
+    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3, [], [], 0)
     assert (met.verdicts[0].met, missed.verdicts[0].met) == (True, False)
 
 
@@ -56,7 +57,7 @@ def test_the_call_may_take_longer_for_more_blocks(blocks: int, us: float) -> Non
 
 def test_figures_are_medians_of_pairs() -> None:
     kind = Kind(Shape(2, 8), "store", 8)
-    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [], 0)
+    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [], [], 0)
     assert (cell.ratio, cell.submit) == (1.5, 5)
 
 
@@ -102,11 +103,6 @@ def test_targets_that_are_met_and_missed_are_counted() -> None:
 total over big copy: 2 met, 3 missed
 submit: 4 met, 1 missed""",
     )
-
-
-def test_a_shape_is_layers_and_kib() -> None:
-    assert Shape.parse("160x8") == Shape(160, 8)
-    assert str(Shape.parse("160x8")) == "160 x 8 KiB"
 
 
 # Bytes
@@ -167,55 +163,6 @@ def test_ids_are_scattered_distinct_and_other_ones_each_time() -> None:
     assert all(blocks != pages for blocks, pages in seen)
 
 
-# The big copy
-
-
-class FakeDriver:
-    """Copies when asked for the event the third time."""
-
-    def __init__(self, state: int = 0) -> None:
-        self.calls: list[str] = []
-        self.state = state
-
-    def cuEventCreate(self, event: Any, flags: int) -> int:  # noqa: N802
-        return 0
-
-    def cuMemcpyAsync(self, *arguments: Any) -> int:  # noqa: N802
-        self.calls.append("copy")
-        self.arguments = arguments
-        return 0
-
-    def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
-        self.calls.append("record")
-        return 0
-
-    def cuEventQuery(self, event: Any) -> int:  # noqa: N802
-        self.calls.append("query")
-        if len(self.calls) < 5:
-            return 600
-        to, of, size, _ = self.arguments
-        ctypes.memmove(to.value, of.value, size.value)
-        return self.state
-
-
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("fake", [True, False])
-def test_a_big_copy_moves_its_bytes_and_ends_when_its_event_has(direction: str, fake: bool) -> None:
-    driver = FakeDriver() if fake else None
-    big = BigCopy(CPU, 64, driver)
-    source, target = (big._there, big._host) if direction == "store" else (big._host, big._there)
-    source.fill_(7)
-    assert big.nanoseconds(direction, 48) > 0
-    assert target.tolist() == [7] * 48 + [0] * 16
-    if driver:
-        assert driver.calls == ["copy", "record", "query", "query", "query"]
-
-
-def test_a_big_copy_that_fails_says_so() -> None:
-    with pytest.raises(RuntimeError, match="a big copy failed with CUDA error 700"):
-        BigCopy(CPU, 64, FakeDriver(700)).nanoseconds("store", 64)
-
-
 # The program
 
 
@@ -245,18 +192,9 @@ def test_wrong_bytes_end_the_program_with_1(
     wrong: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = Kind(Shape(1, 8), "store", 8)
-    cell = Cell(kind, [100.0], [1.0], [1000.0], ["host"], wrong)  # a missed target does not
+    cell = Cell(kind, [100.0], [1.0], [1000.0], [0.5], ["host"], wrong)  # a missed target does not
     monkeypatch.setattr(bandwidth, "measure_all", lambda *_: [cell])
     assert bandwidth.main(TINY) == code
-
-
-def test_the_end_can_be_looked_for_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([False, False, True])
-    job = SimpleNamespace(done=lambda: next(looks), result=SimpleNamespace(path="batch"))
-    handler = SimpleNamespace(store=lambda blocks, pages: job, wait=lambda job: None, finished=list)
-    ids = torch.arange(2)
-    assert bandwidth._move(handler, "store", ids, ids, poll=True)[2] == "batch"
-    assert next(looks, None) is None
 
 
 @pytest.mark.gpu

@@ -182,12 +182,12 @@ def test_what_an_earlier_round_left_behind_is_wrong(blocks: NumberedBlocks) -> N
         blocks.layout.tensors, pages.view(torch.int64).split(2, -1), strict=True
     ):
         part.squeeze(1).copy_(tensor)
-    blocks.note_store(ids, ids)
+    blocks.note("store", ids, ids)
     assert blocks.wrong() == 0
     kept = pages.clone()
     blocks.refill()
     pages.copy_(kept)
-    blocks.note_store(ids, ids)
+    blocks.note("store", ids, ids)
     assert blocks.wrong() == COUNT
 
 

@@ -1,0 +1,62 @@
+"""A transfer of a benchmark says what it took, and notes what it moved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transfers import Shape, move, scattered, submit
+
+from torch_kvswap import OffloadHandler
+
+CPU = torch.device("cpu")
+
+
+def test_a_shape_is_layers_and_kib() -> None:
+    assert Shape.parse("160x8") == Shape(160, 8)
+    assert str(Shape.parse("160x8")) == "160 x 8 KiB"
+    assert Shape(3, 2).block_bytes == 6144
+
+
+def test_scattered_ids_are_distinct_and_leave_out_the_ends() -> None:
+    blocks = Shape(1, 1).new_blocks(CPU, 10)
+    for ids in scattered(blocks, 8):
+        assert sorted(ids.tolist()) == [*range(1, 9)]
+
+
+def test_the_ids_are_given_in_the_order_that_the_call_takes() -> None:
+    said: list[Any] = []
+    handler = SimpleNamespace(
+        store=lambda *ids, **more: said.append(("store", *ids, more)),
+        load=lambda *ids, **more: said.append(("load", *ids, more)),
+    )
+    submit(handler, "store", [1], [2], after=())
+    submit(handler, "load", [1], [2])
+    assert said == [("store", [1], [2], {"after": ()}), ("load", [2], [1], {})]
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_move_takes_time_and_is_noted(direction: str) -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 10)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        moved = move(handler, blocks, direction, 8)
+        assert 0 < moved.copy_us <= moved.submit_us <= moved.total_us
+        assert moved.path == "host"
+        assert handler.finished() == []
+    assert blocks.wrong() == 0
+    held = blocks.host.pages[1:9] if direction == "store" else blocks.layout.tensors[0][1:9]
+    held.zero_()
+    assert blocks.wrong() == 8
+
+
+def test_the_end_can_be_looked_for_in_a_loop() -> None:
+    looks = iter([False, False, True])
+    result = SimpleNamespace(path="batch", copy_seconds=1e-6)
+    job = SimpleNamespace(done=lambda: next(looks), result=result)
+    handler = SimpleNamespace(store=lambda blocks, pages: job, wait=lambda job: None, finished=list)
+    blocks = Shape(1, 1).new_blocks(CPU, 10)
+    moved = move(handler, blocks, "store", 2, poll=True)
+    assert (moved.path, moved.copy_us) == ("batch", 1)
+    assert next(looks, None) is None
