@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> int:
         "settings": {"samples": options.samples, "warm_ups": WARM_UPS, "poll": options.poll},
         "cells": [cell.to_json() for cell in cells],
     }
-    return finish(options, content, judge(cells), sum(cell.wrong for cell in cells))
+    verdicts = judge(cells) if on_cuda else []
+    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
 
 
 def _parser() -> ArgumentParser:

@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
     shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
     counts = options.blocks or ([64, 512] if on_cuda else [8])
     cells = measure_all(device, shapes, counts, options.samples)
-    verdicts = judge(cells)
-    print(table_of(cells), "", *(verdicts if on_cuda else []), sep="\n")
+    verdicts = judge(cells) if on_cuda else []
+    print(table_of(cells), "", *verdicts, sep="\n")
     content = {
         "benchmark": "duplex",
         "settings": {"samples": options.samples, "warm_ups": WARM_UPS},
