@@ -41,10 +41,13 @@ def test_figures_are_medians_and_have_a_spread() -> None:
 
 
 def test_what_may_be_lost_follows_from_what_a_big_copy_costs() -> None:
-    assert_expected_inline("\n".join(map(str, judge(CELLS))), """\
+    assert_expected_inline(
+        "\n".join(map(str, judge(CELLS))),
+        """\
 met          load of 2 x 8 KiB beside decode, share of the link: 0.93, at least 0.93
 met          load of 2 x 8 KiB beside decode, lost ms/GB: 4, at most 4
-met          load of 2 x 8 KiB beside decode in the background, lost ms/GB: 3, at most 3""")
+met          load of 2 x 8 KiB beside decode in the background, lost ms/GB: 3, at most 3""",
+    )
 
 
 def test_one_that_loses_more_or_is_slower_misses() -> None:
@@ -60,22 +63,28 @@ def test_beside_a_gemm_that_holds_every_sm_small_fragments_have_no_target_for_th
             a_cell("auto", 40.0, 30.0, "GEMM", kib),
             a_cell("background", 3.0, 30.0, "GEMM", kib),
         ]
-    assert_expected_inline("\n".join(map(str, judge(cells))), """\
+    assert_expected_inline(
+        "\n".join(map(str, judge(cells))),
+        """\
 met          load of 2 x 8 KiB beside GEMM, share of the link: 0.60, at least 0.60
 met          load of 2 x 8 KiB beside GEMM in the background, lost ms/GB: 3, at most 3
-met          load of 2 x 4 KiB beside GEMM in the background, lost ms/GB: 3, at most 3""")
+met          load of 2 x 4 KiB beside GEMM in the background, lost ms/GB: 3, at most 3""",
+    )
 
 
 def test_the_table_has_a_row_for_each_way() -> None:
     cells = [*CELLS, a_cell("big copy", 1.0, 50.0, "stream"), a_cell("auto", 1.5, 49.0, "stream")]
-    assert_expected_inline(tables([*cells, a_cell("background", 1.0, 30.0, "stream")]), """\
+    assert_expected_inline(
+        tables([*cells, a_cell("background", 1.0, 30.0, "stream")]),
+        """\
 ms: of compute lost for each GB moved; GB/s: meanwhile; medians
 
 load 2 x 8 KiB           path    decode: ms   GB/s  stream: ms   GB/s
 big copy                 -             2.00  50.00        1.00  50.00
 auto                     staged        4.00  46.50        1.50  49.00
 background               staged        3.00  30.00        1.00  30.00
-link, nothing beside it  -                -  50.00           -  50.00""")
+link, nothing beside it  -                -  50.00           -  50.00""",
+    )
 
 
 def test_the_ways_that_cannot_be_had_are_told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
     assert way.paths == {"host"}
     assert blocks.wrong() == 0
     assert not {*pairs[0]} & {*pairs[2]}
-    for one, other in zip(pairs, pairs[1:], strict=False):
+    for one, other in pairwise(pairs):
         blocks_and_pages = [*zip(*one, strict=True), *zip(*other, strict=True)]
         assert not {*blocks_and_pages[0]} & {*blocks_and_pages[2]}
         assert not {*blocks_and_pages[1]} & {*blocks_and_pages[3]}
