@@ -2,10 +2,10 @@
 
 Total time runs from the call of store() or load() until handler.wait() returns; that of the big
 copy, pinned, from the call until the host sees its event. Both in turn, first the one, then the
-other; medians. Blocks and pages: other random ids, as lists, in every transfer. The JSON also has
-the time on the device alone. Without a GPU the big copy is one of PyTorch, nothing is judged, and
-there are fewer and smaller shapes. All bytes are compared after each cell. Ends with 1 when bytes
-are wrong, else with 0, whether or not the targets are met.
+other; medians. "link" is of the time on the device alone: both are given to it behind a stream that
+is held. Blocks and pages: other random ids, as lists, in every transfer. Without a GPU the big copy
+is one of PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared
+after each cell. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from big_copy import BigCopy
 from blocks import NumberedBlocks
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
-from transfers import DIRECTIONS, SHAPES, Kind, Move, Shape, move
+from transfers import DIRECTIONS, SHAPES, Kind, Shape, link_us, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
 WARM_UPS = 3
+LINK_EACH = 4  # of so many pairs one is measured on the device too
 
 
 def main(arguments: list[str]) -> int:
@@ -87,25 +88,22 @@ def measure(
 ) -> Cell:
     """The first and the last block and page stay as they are."""
     blocks.refill()
-    moves: list[Move] = []
-    big_us = []
+    directions = [kind.direction]
+    cell = Cell(kind)
+    stream = torch.cuda.Stream(blocks.device) if blocks.device.type == "cuda" else None
     with no_garbage_collection():
-        for number in range(WARM_UPS + samples):
+        for number in range(-WARM_UPS, samples):
             # Neither of the two is always the first.
-            before = big.nanoseconds(kind.direction, kind.nbytes) if number % 2 == 0 else None
-            moves.append(move(handler, blocks, kind.direction, kind.blocks, poll))
-            big_us.append((before or big.nanoseconds(kind.direction, kind.nbytes)) / 1e3)
+            before = big.nanoseconds(directions, kind.nbytes) if number % 2 == 0 else None
+            moved = move(handler, blocks, directions, kind.blocks, poll)
+            beside = before or big.nanoseconds(directions, kind.nbytes)
+            if number >= 0:
+                cell.add(moved, beside / 1e3)
+            if stream and number % LINK_EACH == 0:
+                cell.add_link(link_us(handler, blocks, directions, kind.blocks, big, stream))
     synchronize(blocks.device)
-    moves = moves[WARM_UPS:]
-    return Cell(
-        kind,
-        total_us=[one.total_us for one in moves],
-        big_us=big_us[WARM_UPS:],
-        submit_us=[one.submit_us for one in moves],
-        copy_us=[one.copy_us for one in moves],
-        paths=sorted({one.path for one in moves}),
-        wrong=blocks.wrong(),
-    )
+    cell.wrong = blocks.wrong()
+    return cell
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from report import Verdict, table
-from transfers import Kind
+from transfers import Kind, Move
 
 # By blocks in a transfer. Of the total time over that of one big copy, for fragments of 8 KiB and
 # more and for smaller ones; a single block may take EXTRA_US more instead. Of the submitting call.
@@ -17,21 +17,35 @@ EXTRA_US = 12.0
 SUBMIT_US = {1: 20.0, 8: 35.0, 64: 60.0, 512: 100.0}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cell:
-    """Transfers of one kind, each beside a big copy of as many bytes. Times in microseconds."""
+    """Transfers of one kind, each beside a big copy of as many bytes, in microseconds. link_us: on
+    the device alone, ours and the big copy's."""
 
     kind: Kind
-    total_us: list[float]
-    big_us: list[float]
-    submit_us: list[float]
-    copy_us: list[float]  # of total_us, on the device
-    paths: list[str]
-    wrong: int  # blocks and pages
+    total_us: list[float] = field(default_factory=list)
+    big_us: list[float] = field(default_factory=list)
+    submit_us: list[float] = field(default_factory=list)
+    link_us: list[tuple[float, float]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    wrong: int = 0  # blocks and pages
+
+    def add(self, moved: Move, big_us: float) -> None:
+        self.total_us.append(moved.total_us)
+        self.big_us.append(big_us)
+        self.submit_us.append(moved.submit_us)
+        self.paths = sorted({*self.paths, moved.path})
+
+    def add_link(self, pair: tuple[float, float] | None) -> None:
+        self.link_us += [pair] if pair else []
 
     @property
     def ratio(self) -> float:
         return median(ours / big for ours, big in zip(self.total_us, self.big_us, strict=True))
+
+    @property
+    def link_ratio(self) -> float | None:
+        return median(ours / big for ours, big in self.link_us) if self.link_us else None
 
     @property
     def ratio_target(self) -> float:
@@ -53,14 +67,21 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         figures = asdict(self)
-        medians = {"ratio": self.ratio, "ratio_target": self.ratio_target, "submit": self.submit}
+        medians = {
+            "ratio": self.ratio,
+            "ratio_target": self.ratio_target,
+            "link_ratio": self.link_ratio,
+            "submit": self.submit,
+        }
         return {**figures.pop("kind"), **medians, **figures}
 
 
 def tables(cells: Sequence[Cell], big: str, judged: bool) -> str:
     """big: what the ratios are to. judged: whether the targets are shown."""
     directions = dict.fromkeys(cell.kind.direction for cell in cells)
-    caption = f"ratio: total time / {big}; submit: host time in the call"
+    caption = (
+        f"ratio: total time / {big}; link: that on the device alone; submit: host time in the call"
+    )
     caption += "; in brackets at most, ! is a miss" if judged else ""
     return "\n\n".join([caption, *(_of_direction(cells, name, judged) for name in directions)])
 
@@ -71,13 +92,14 @@ def _of_direction(cells: Sequence[Cell], direction: str, judged: bool) -> str:
     counts = list(dict.fromkeys(blocks for _, blocks in found))
     headers = [direction]
     for blocks in counts:
-        headers += [f"{blocks} block{'s' * (blocks > 1)}: ratio", "submit, us", "path"]
+        headers += [f"{blocks} block{'s' * (blocks > 1)}: ratio", "link", "submit, us", "path"]
     rows = []
     for shape in dict.fromkeys(shape for shape, _ in found):
-        row = [str(shape)]
+        row: list[object] = [str(shape)]
         for blocks in counts:
             cell = found[shape, blocks]
-            row += [*(_text(verdict, judged) for verdict in cell.verdicts), "/".join(cell.paths)]
+            ratio, submit = (_text(verdict, judged) for verdict in cell.verdicts)
+            row += [ratio, cell.link_ratio, submit, "/".join(cell.paths)]
         rows.append(row)
     return table(headers, rows)
 

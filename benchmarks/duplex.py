@@ -10,7 +10,6 @@ Ends with 1 when bytes are wrong, else with 0, whether or not the target is met.
 from __future__ import annotations
 
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,17 +22,13 @@ from big_copy import BigCopy
 from blocks import NumberedBlocks
 from duplex_report import Cell, judge, table_of
 from program import device_of, finish, new_parser
-from timing import Hold, no_garbage_collection, synchronize
-from torch import Tensor
-from transfers import DIRECTIONS, SHAPES, Shape, scattered, submit
+from timing import no_garbage_collection, synchronize
+from transfers import DIRECTIONS, SHAPES, Shape, link_us, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
 WARM_UPS = 3
-HOLD_SECONDS = 0.004  # longer than submitting the largest transfers takes
-
-Ids = dict[str, tuple[Tensor, Tensor]]  # blocks and pages by direction
 
 
 def main(arguments: list[str]) -> int:
@@ -88,74 +83,17 @@ def measure(
     cell = Cell(shape, count)
     stream = torch.cuda.Stream(blocks.device) if blocks.device.type == "cuda" else None
     with no_garbage_collection():
-        for number in range(WARM_UPS + samples):
-            before = big.nanoseconds("both", nbytes) if number % 2 == 0 else None
-            total_us, paths = _move(handler, blocks, count)
-            big_us = (before or big.nanoseconds("both", nbytes)) / 1e3
-            link = _link_us(handler, blocks, big, count, stream) if stream else None
-            if number >= WARM_UPS:
-                cell.add(total_us, big_us, link, paths)
+        for number in range(-WARM_UPS, samples):
+            # Neither of the two is always the first.
+            before = big.nanoseconds(DIRECTIONS, nbytes) if number % 2 == 0 else None
+            moved = move(handler, blocks, DIRECTIONS, count)
+            beside = before or big.nanoseconds(DIRECTIONS, nbytes)
+            link = link_us(handler, blocks, DIRECTIONS, count, big, stream) if stream else None
+            if number >= 0:
+                cell.add(moved, beside / 1e3, link)
     synchronize(blocks.device)
     cell.wrong = blocks.wrong()
     return cell
-
-
-def _move(handler: Any, blocks: NumberedBlocks, count: int) -> tuple[float, list[str]]:
-    """Microseconds until both ends were seen; the paths."""
-    ids = _ids(blocks, count)
-    lists = [(way, pair[0].tolist(), pair[1].tolist()) for way, pair in ids.items()]
-    start = time.perf_counter_ns()
-    jobs = [submit(handler, *one) for one in lists]
-    handler.wait(jobs)
-    end = time.perf_counter_ns()
-    paths = [job.result.path for job in jobs]
-    _note(handler, blocks, ids)
-    return (end - start) / 1e3, paths
-
-
-def _ids(blocks: NumberedBlocks, count: int) -> Ids:
-    """The store and the load share no block and no page."""
-    block_ids, page_ids = scattered(blocks, 2 * count)
-    halves = zip(block_ids.split(count), page_ids.split(count), strict=True)
-    return dict(zip(DIRECTIONS, halves, strict=True))
-
-
-def _note(handler: Any, blocks: NumberedBlocks, ids: Ids) -> None:
-    handler.finished()  # forgets the jobs
-    for direction, pair in ids.items():
-        blocks.note(direction, *pair)
-
-
-def _link_us(
-    handler: Any, blocks: NumberedBlocks, big: BigCopy, count: int, stream: torch.cuda.Stream
-) -> tuple[float, float] | None:
-    """Microseconds on the GPU of ours and of the big copies; None when a hold was over too soon."""
-    ids = _ids(blocks, count)
-    with torch.cuda.stream(stream):
-        hold, start, end = Hold(stream, HOLD_SECONDS), *_events()
-        start.record()
-        for way, (block_ids, page_ids) in ids.items():
-            submit(handler, way, block_ids.tolist(), page_ids.tolist()).wait_on()
-        end.record()
-        held = not hold.is_over
-    handler.drain()
-    end.synchronize()
-    _note(handler, blocks, ids)
-    ours = start.elapsed_time(end) * 1e3
-    hold, start, end = Hold(stream, HOLD_SECONDS), *_events()
-    start.record(stream)
-    for way in DIRECTIONS:
-        big.stream(way).wait_event(start)
-        big.enqueue(way, count * blocks.layout.block_bytes)
-        stream.wait_stream(big.stream(way))
-    end.record(stream)
-    held = held and not hold.is_over
-    end.synchronize()
-    return (ours, start.elapsed_time(end) * 1e3) if held else None
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 if __name__ == "__main__":

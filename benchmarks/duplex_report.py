@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from report import Verdict, table
-from transfers import Shape
+from transfers import Move, Shape
 
 SHARE = 0.93  # of two big copies at once
 
@@ -26,13 +26,11 @@ class Cell:
     paths: set[str] = field(default_factory=set)
     wrong: int = 0  # blocks and pages
 
-    def add(
-        self, total: float, big: float, link: tuple[float, float] | None, paths: Sequence[str]
-    ) -> None:
-        self.total_us.append(total)
-        self.big_us.append(big)
+    def add(self, moved: Move, big_us: float, link: tuple[float, float] | None) -> None:
+        self.total_us.append(moved.total_us)
+        self.big_us.append(big_us)
         self.link_us += [link] if link else []
-        self.paths.update(paths)
+        self.paths.add(moved.path)
 
     @property
     def share(self) -> float:

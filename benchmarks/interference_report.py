@@ -118,7 +118,7 @@ def _others(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
     ours = cells["auto"]
     share = ours.gb_per_s / ours.link
     yield Verdict(f"{name}, share of the link", SHARE, share, at_least=True)
-    yield Verdict(f"{name}, lost ms/GB", TIMES * cells[BIG].lost + PLUS, ours.lost)
+    yield Verdict(f"{name}, lost ms/GB", TIMES * max(0.0, cells[BIG].lost) + PLUS, ours.lost)
 
 
 def _holding(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
@@ -131,5 +131,5 @@ def _holding(name: str, cells: dict[str, Cell]) -> Iterator[Verdict]:
 
 def _background(name: str, cells: dict[str, Cell]) -> Verdict:
     """At the cost of big copies: within what their repeats differ by."""
-    target, ours = cells[BIG].most_lost, cells["background"].lost
+    target, ours = max(0.0, cells[BIG].most_lost), cells["background"].lost
     return Verdict(f"{name} in the background, lost ms/GB", target, ours)

@@ -71,8 +71,8 @@ def big_copy_seconds(device: torch.device, nbytes: int) -> dict[str, float]:
     big = BigCopy(device, nbytes)
     seconds = {}
     for direction in DIRECTIONS:
-        each = nbytes // 2 if direction == "both" else nbytes
-        samples = [big.nanoseconds(direction, each) for _ in range(6)]
+        ways = ["store", "load"] if direction == "both" else [direction]
+        samples = [big.nanoseconds(ways, nbytes // len(ways)) for _ in range(6)]
         seconds[direction] = median(samples[1:]) / 1e9  # the first one touches the memory
     return seconds
 

@@ -111,7 +111,7 @@ def measure(
                 names = cell.worth_while()
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                moved = move(ways[name], blocks, kind.direction, kind.blocks)
+                moved = move(ways[name], blocks, [kind.direction], kind.blocks)
                 if number >= 0:
                     cell.add(name, moved.total_us, moved.path)
     synchronize(blocks.device)

@@ -102,7 +102,7 @@ def measure(
         for number in range(-WARM_UPS, samples):
             if stream:
                 Hold(stream, 0.002 + 4e-6 * count)  # longer than the call
-            moved = move(handler, blocks, direction, count)
+            moved = move(handler, blocks, [direction], count)
             times[max(number, 0)] = moved.submit_us * 1e3  # what warms up is written over
             paths.add(moved.path)
     synchronize(blocks.device)

@@ -24,9 +24,7 @@ TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "8", "1", "--sa
 
 def a_cell(kib: int, direction: str, blocks: int, total: float, big: float, submit: float) -> Cell:
     kind = Kind(Shape(2, kib), direction, blocks)
-    return Cell(
-        kind, [total, 2 * total], [big, 2 * big], [submit] * 2, [0.5] * 2, ["strided"], wrong=0
-    )
+    return Cell(kind, [total, 2 * total], [big, 2 * big], [submit] * 2, [], ["strided"])
 
 
 # Targets
@@ -45,8 +43,8 @@ def test_smaller_fragments_may_take_longer(kib: int, blocks: int, target: float)
 
 def test_one_block_may_take_12_us_more_than_the_big_copy() -> None:
     kind = Kind(Shape(2, 8), "load", 1)
-    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3, [], [], 0)
-    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3, [], [], 0)
+    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3)
+    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3)
     assert (met.verdicts[0].met, missed.verdicts[0].met) == (True, False)
 
 
@@ -58,8 +56,8 @@ def test_the_call_may_take_longer_for_more_blocks(blocks: int, us: float) -> Non
 
 def test_figures_are_medians_of_pairs() -> None:
     kind = Kind(Shape(2, 8), "store", 8)
-    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [], [], 0)
-    assert (cell.ratio, cell.submit) == (1.5, 5)
+    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [(11, 10), (24, 20)])
+    assert (cell.ratio, cell.link_ratio, cell.submit) == (1.5, pytest.approx(1.15), 5)
 
 
 CELLS = [
@@ -75,14 +73,14 @@ def test_the_tables_have_the_targets_beside_the_figures() -> None:
     assert_expected_inline(
         tables(CELLS, "one big copy", judged=True),
         """\
-ratio: total time / one big copy; submit: host time in the call; in brackets at most, ! is a miss
+ratio: total time / one big copy; link: that on the device alone; submit: host time in the call; in brackets at most, ! is a miss
 
-store      1 block: ratio  submit, us     path     8 blocks: ratio  submit, us       path
-2 x 8 KiB  1.50 (1.40) !   19.00 (20.00)  strided  1.20 (1.15) !    36.00 (35.00) !  strided
-2 x 4 KiB  1.65 (1.40) !   19.00 (20.00)  strided  1.20 (1.22)      30.00 (35.00)    strided
+store      1 block: ratio  link  submit, us     path     8 blocks: ratio  link  submit, us       path
+2 x 8 KiB  1.50 (1.40) !      -  19.00 (20.00)  strided  1.20 (1.15) !       -  36.00 (35.00) !  strided
+2 x 4 KiB  1.65 (1.40) !      -  19.00 (20.00)  strided  1.20 (1.22)         -  30.00 (35.00)    strided
 
-load       8 blocks: ratio  submit, us     path
-2 x 8 KiB  1.10 (1.15)      30.00 (35.00)  strided""",
+load       8 blocks: ratio  link  submit, us     path
+2 x 8 KiB  1.10 (1.15)         -  30.00 (35.00)  strided""",
     )
 
 
@@ -90,10 +88,10 @@ def test_nothing_is_judged_without_a_gpu() -> None:
     assert_expected_inline(
         tables(CELLS[-1:], "one copy of PyTorch", judged=False),
         """\
-ratio: total time / one copy of PyTorch; submit: host time in the call
+ratio: total time / one copy of PyTorch; link: that on the device alone; submit: host time in the call
 
-load       8 blocks: ratio  submit, us  path
-2 x 8 KiB  1.10             30.00       strided""",
+load       8 blocks: ratio  link  submit, us  path
+2 x 8 KiB  1.10                -  30.00       strided""",
     )
 
 
@@ -176,7 +174,7 @@ def test_wrong_bytes_end_the_program_with_1(
     wrong: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = Kind(Shape(1, 8), "store", 8)
-    cell = Cell(kind, [100.0], [1.0], [1000.0], [0.5], ["host"], wrong)  # a missed target does not
+    cell = Cell(kind, [100.0], [1.0], [1000.0], wrong=wrong)  # a missed target does not
     monkeypatch.setattr(bandwidth, "measure_all", lambda *_: [cell])
     assert bandwidth.main(TINY) == code
 

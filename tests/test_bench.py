@@ -75,7 +75,7 @@ def test_without_a_checkout_it_is_said_what_is_missing(
     assert_expected_inline(
         capsys.readouterr().err,
         """\
-torch_kvswap bench: the benchmarks are not in /no/benchmarks, because a wheel does not have them; run this command in a checkout of torch_kvswap
+torch_kvswap bench: no benchmarks in /no/benchmarks, because a wheel does not have them; run this command in a checkout of torch_kvswap
 """,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from big_copy import BigCopy
+from timing import Hold
 
 CPU = torch.device("cpu")
 
@@ -61,7 +62,7 @@ def test_a_big_copy_moves_its_bytes_and_ends_when_its_event_has(direction: str, 
     driver = FakeDriver() if fake else None
     big = BigCopy(CPU, 64, driver)
     target = filled(big, direction)
-    assert big.nanoseconds(direction, 48) > 0
+    assert big.nanoseconds([direction], 48) > 0
     assert target.tolist() == [7] * 48 + [0] * 16
     if driver:
         assert driver.calls == ["copy", "record", "query", "query", "query"]
@@ -72,7 +73,7 @@ def test_both_copies_are_under_way_before_the_end_of_either_is_looked_for(fake: 
     driver = FakeDriver() if fake else None
     big = BigCopy(CPU, 64, driver)
     targets = [filled(big, direction) for direction in ("store", "load")]
-    assert big.nanoseconds("both", 48) > 0
+    assert big.nanoseconds(["store", "load"], 48) > 0
     assert [target.tolist() for target in targets] == [[7] * 48 + [0] * 16] * 2
     if driver:
         assert driver.calls == ["copy", "record", "copy", "record"] + ["query"] * 6
@@ -86,18 +87,32 @@ def test_a_copy_without_a_gpu_is_done_when_it_is_enqueued() -> None:
     assert big.stream("load") is None
 
 
-@pytest.mark.parametrize("direction", ["store", "both"])
-def test_a_big_copy_that_fails_says_so(direction: str) -> None:
+@pytest.mark.parametrize("directions", [["store"], ["store", "load"]])
+def test_a_big_copy_that_fails_says_so(directions: list[str]) -> None:
     with pytest.raises(RuntimeError, match="a big copy failed with CUDA error 700"):
-        BigCopy(CPU, 64, FakeDriver(700)).nanoseconds(direction, 64)
+        BigCopy(CPU, 64, FakeDriver(700)).nanoseconds(directions, 64)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("direction", ["store", "load", "both"])
-def test_a_big_copy_on_a_gpu_has_landed_when_its_time_is_told(direction: str) -> None:
-    big = BigCopy(torch.device("cuda"), 1 << 20)
-    ways = ["store", "load"] if direction == "both" else [direction]
-    targets = [filled(big, way) for way in ways]
+@pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
+def test_a_big_copy_on_a_gpu_has_landed_when_its_time_is_told(directions: list[str]) -> None:
+    big = BigCopy(torch.device("cuda", torch.cuda.current_device()), 1 << 20)
+    targets = [filled(big, direction) for direction in directions]
     torch.cuda.synchronize()
-    assert big.nanoseconds(direction, 1 << 20) > 0
+    assert big.nanoseconds(directions, 1 << 20) > 0
+    assert all(bool((target == 7).all()) for target in targets)
+
+
+@pytest.mark.gpu
+def test_copies_that_are_given_behind_a_held_stream_wait_for_it_and_it_for_them() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    big, stream = BigCopy(device, 1 << 20), torch.cuda.Stream(device)
+    targets = [filled(big, direction) for direction in ("store", "load")]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        hold = Hold(stream, 0.1)
+        big.give(["store", "load"], 1 << 20)
+    assert not hold.is_over
+    assert not targets[0].any()
+    stream.synchronize()
     assert all(bool((target == 7).all()) for target in targets)

@@ -13,7 +13,7 @@ from big_copy import BigCopy
 from duplex_report import Cell, judge, table_of
 from expecttest import assert_expected_inline
 from spoiling import Spoiling, leave_one_out
-from transfers import Shape
+from transfers import Move, Shape
 
 from torch_kvswap import OffloadHandler
 
@@ -23,8 +23,8 @@ TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "4", "--samples
 
 def a_cell(total: list[float], big: list[float], link: tuple[float, float] | None = None) -> Cell:
     cell = Cell(Shape(2, 8), 64)
-    for one in zip(total, big, strict=True):
-        cell.add(*one, link, ["staged", "strided"])
+    for total_us, big_us in zip(total, big, strict=True):
+        cell.add(Move(total_us, 1.0, "staged/strided"), big_us, link)
     return cell
 
 

@@ -78,9 +78,9 @@ class Recorded:
         self.seconds = seconds
         self.order: list[str] = []
 
-    def __call__(self, handler: str, blocks: Any, direction: str, count: int) -> Move:
+    def __call__(self, handler: str, blocks: Any, directions: Any, count: int) -> Move:
         self.order.append(handler)
-        return Move(self.seconds[handler], 1.0, 1.0, "strided")
+        return Move(self.seconds[handler], 1.0, "strided")
 
 
 def test_paths_take_turns_and_a_slow_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transfers import Shape, move, scattered, submit
+from big_copy import BigCopy
+from transfers import Shape, link_us, move, scattered, submit
 
 from torch_kvswap import OffloadHandler
 
@@ -41,8 +42,8 @@ def test_the_ids_are_given_in_the_order_that_the_call_takes() -> None:
 def test_a_move_takes_time_and_is_noted(direction: str) -> None:
     blocks = Shape(2, 1).new_blocks(CPU, 10)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
-        moved = move(handler, blocks, direction, 8)
-        assert 0 < moved.copy_us <= moved.submit_us <= moved.total_us
+        moved = move(handler, blocks, [direction], 8)
+        assert 0 < moved.submit_us <= moved.total_us
         assert moved.path == "host"
         assert handler.finished() == []
     assert blocks.wrong() == 0
@@ -51,12 +52,40 @@ def test_a_move_takes_time_and_is_noted(direction: str) -> None:
     assert blocks.wrong() == 8
 
 
+def test_two_transfers_at_once_are_both_submitted_before_either_is_waited_for() -> None:
+    said: list[Any] = []
+    jobs = [SimpleNamespace(result=SimpleNamespace(path=path)) for path in ("strided", "staged")]
+    handler = SimpleNamespace(
+        store=lambda *ids: said.append(ids) or jobs[0],
+        load=lambda *ids: said.append(ids) or jobs[1],
+        wait=said.append,
+        finished=list,
+    )
+    blocks = Shape(1, 1).new_blocks(CPU, 10)
+    assert move(handler, blocks, ["store", "load"], 4).path == "staged/strided"
+    (stored, filled), (loaded, written), waited = said
+    assert sorted(stored + written) == sorted(filled + loaded) == [*range(1, 9)]
+    assert waited == jobs
+
+
 def test_the_end_can_be_looked_for_in_a_loop() -> None:
     looks = iter([False, False, True])
-    result = SimpleNamespace(path="batch", copy_seconds=1e-6)
-    job = SimpleNamespace(done=lambda: next(looks), result=result)
+    job = SimpleNamespace(done=lambda: next(looks), result=SimpleNamespace(path="batch"))
     handler = SimpleNamespace(store=lambda blocks, pages: job, wait=lambda job: None, finished=list)
     blocks = Shape(1, 1).new_blocks(CPU, 10)
-    moved = move(handler, blocks, "store", 2, poll=True)
-    assert (moved.path, moved.copy_us) == ("batch", 1)
+    assert move(handler, blocks, ["store"], 2, poll=True).path == "batch"
     assert next(looks, None) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", [["store"], ["load"], ["store", "load"]])
+def test_the_time_on_a_gpu_has_no_host_in_it_and_the_bytes_are_right(directions: list[str]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    blocks, stream = Shape(4, 64).new_blocks(device, 66), torch.cuda.Stream(device)
+    big = BigCopy(device, 32 * blocks.layout.block_bytes)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        for _ in range(3):
+            link = link_us(handler, blocks, directions, 32, big, stream)
+    assert link is not None
+    assert 0.5 < link[0] / link[1] < 10
+    assert blocks.wrong() == 0

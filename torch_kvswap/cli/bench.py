@@ -38,8 +38,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if not (FOLDER / f"{BENCHMARKS[0]}.py").is_file():
         print(
-            f"torch_kvswap bench: the benchmarks are not in {FOLDER}, because a wheel does not have "
-            "them; run this command in a checkout of torch_kvswap",
+            f"torch_kvswap bench: no benchmarks in {FOLDER}, because a wheel does not have them; "
+            "run this command in a checkout of torch_kvswap",
             file=sys.stderr,
         )
         return 2
