@@ -26,6 +26,7 @@ class Request:
         after: object,
         layer_groups: int | None = None,
         gate: Gate | None = None,
+        background: bool = False,
     ) -> None:
         self.direction: Direction = direction_of(channel)
         self._channel = channel
@@ -33,6 +34,7 @@ class Request:
         self._after = after
         self.gate = gate
         self._layer_groups = layer_groups
+        self._background = background
 
     def read_ids(self, gpu_block_ids: object, page_ids: object, handler: NativeHandler) -> None:
         """Raises TypeError and ValueError for what cannot be moved by this handler."""
@@ -61,6 +63,7 @@ class Request:
             self._parts,
             self._after_kind,
             self._grouped,
+            self._background,
             self._after_handle,
             None if self.gate is None else self.gate.native,
             self._blocks.buffer_info()[0],
