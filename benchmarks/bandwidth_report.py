@@ -79,9 +79,7 @@ class Cell:
 def tables(cells: Sequence[Cell], big: str, judged: bool) -> str:
     """big: what the ratios are to. judged: whether the targets are shown."""
     directions = dict.fromkeys(cell.kind.direction for cell in cells)
-    caption = (
-        f"ratio: total time / {big}; link: that on the device alone; submit: host time in the call"
-    )
+    caption = f"ratio: total time / {big}; link: on the device alone; submit: host time in the call"
     caption += "; in brackets at most, ! is a miss" if judged else ""
     return "\n\n".join([caption, *(_of_direction(cells, name, judged) for name in directions)])
 

@@ -36,7 +36,7 @@ from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
 SHAPES = ("160x8", "64x32", "160x4")
-PATHS = ("auto", "strided", "staged", "kernel")
+FORCED = ("strided", "staged", "kernel")
 BACKGROUND = "background"
 
 
@@ -107,7 +107,7 @@ def measure_all(
 def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
     """By way; the paths that cannot be had are left out."""
     handlers = {}
-    for path in PATHS:
+    for path in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
         try:
             handler = OffloadHandler(blocks.layout, blocks.host, path=path)
         except ValueError as error:

@@ -87,7 +87,7 @@ def measure_all(
 def handlers(blocks: NumberedBlocks) -> tuple[dict[str, OffloadHandler], dict[str, str]]:
     """By path, first the one that chooses; and why the others cannot be had."""
     ways, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, path=AUTO)}, {}
-    for path in FORCED:
+    for path in FORCED if blocks.device.type == "cuda" else ():
         try:
             ways[path] = OffloadHandler(blocks.layout, blocks.host, path=path)
         except ValueError as error:

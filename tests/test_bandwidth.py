@@ -73,7 +73,7 @@ def test_the_tables_have_the_targets_beside_the_figures() -> None:
     assert_expected_inline(
         tables(CELLS, "one big copy", judged=True),
         """\
-ratio: total time / one big copy; link: that on the device alone; submit: host time in the call; in brackets at most, ! is a miss
+ratio: total time / one big copy; link: on the device alone; submit: host time in the call; in brackets at most, ! is a miss
 
 store      1 block: ratio  link  submit, us     path     8 blocks: ratio  link  submit, us       path
 2 x 8 KiB  1.50 (1.40) !      -  19.00 (20.00)  strided  1.20 (1.15) !       -  36.00 (35.00) !  strided
@@ -88,7 +88,7 @@ def test_nothing_is_judged_without_a_gpu() -> None:
     assert_expected_inline(
         tables(CELLS[-1:], "one copy of PyTorch", judged=False),
         """\
-ratio: total time / one copy of PyTorch; link: that on the device alone; submit: host time in the call
+ratio: total time / one copy of PyTorch; link: on the device alone; submit: host time in the call
 
 load       8 blocks: ratio  link  submit, us  path
 2 x 8 KiB  1.10                -  30.00       strided""",

@@ -97,7 +97,9 @@ def test_the_ways_that_cannot_be_had_are_told(
 
     monkeypatch.setattr(interference, "OffloadHandler", make)
     stack = SimpleNamespace(enter_context=lambda handler: handler)
-    handlers = interference._handlers(SimpleNamespace(layout=None, host=None), stack)
+    handlers = interference._handlers(
+        SimpleNamespace(layout=None, host=None, device=torch.device("cuda")), stack
+    )
     assert {name: handler.path for name, handler in handlers.items()} == {
         "auto": "auto",
         "strided": "strided",

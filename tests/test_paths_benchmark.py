@@ -122,7 +122,9 @@ def test_a_path_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         return path
 
     monkeypatch.setattr(paths, "OffloadHandler", make)
-    ways, refused = paths.handlers(SimpleNamespace(layout=None, host=None))
+    ways, refused = paths.handlers(
+        SimpleNamespace(layout=None, host=None, device=torch.device("cuda"))
+    )
     assert list(ways) == ["auto", "batch", "staged"]
     assert refused == {"strided": "no strided here", "kernel": "no kernel here"}
 
