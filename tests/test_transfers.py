@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transfers
 from big_copy import BigCopy
 from transfers import Shape, link_us, move, scattered, submit
 
@@ -75,6 +76,40 @@ def test_the_end_can_be_looked_for_in_a_loop() -> None:
     blocks = Shape(1, 1).new_blocks(CPU, 10)
     assert move(handler, blocks, ["store"], 2, poll=True).path == "batch"
     assert next(looks, None) is None
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_on_the_device_both_are_given_before_the_stream_waits_for_either(
+    in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    stream, blocks = object(), Shape(2, 1).new_blocks(CPU, 26)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+
+        def call(direction: str, ids: Any) -> Any:
+            said.append(direction)
+            getattr(handler, direction)(*ids)
+            return SimpleNamespace(wait_on=lambda: said.append(f"wait {direction}"))
+
+        spied = SimpleNamespace(
+            store=lambda *ids: call("store", ids),
+            load=lambda *ids: call("load", ids),
+            drain=handler.drain,
+            finished=handler.finished,
+        )
+        big: Any = SimpleNamespace(give=lambda *what: said.append(what))
+
+        def device_us(on: Any, give: Any) -> float | None:
+            assert on is stream
+            give()
+            return float(len(said)) if in_time else None
+
+        monkeypatch.setattr(transfers, "device_us", device_us)
+        directions: list[str] = ["store", "load"]
+        link = link_us(spied, blocks, directions, 4, big, stream)
+    assert said == ["store", "load", "wait store", "wait load", (directions, 4 * 2048)]
+    assert link == ((4, 5) if in_time else None)
+    assert blocks.wrong() == 0
 
 
 @pytest.mark.gpu
