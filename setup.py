@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -65,8 +64,12 @@ def find_torch() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def words(variable: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, ""))
+
+
 def find_cxx() -> list[str]:
-    cxx = shlex.split(os.environ.get("CXX") or "g++")
+    cxx = words("CXX") or ["g++"]
     if shutil.which(cxx[0]) is None:
         fail(f"there is no C++ compiler {cxx[0]}. Install g++, or name another compiler in CXX.")
     return cxx
@@ -136,68 +139,50 @@ def call(command: list[str], advice: str = "") -> None:
         fail(f"status {done.returncode} from: {shlex.join(command)}{advice}")
 
 
-# Of an assembler, which makes the kernels' image a part of the library.
-IMAGE = """
-.section .rodata
-.balign 64
-.global {name}
-.hidden {name}
-{name}: .incbin "{file}"
-.section .note.GNU-stack,"",%progbits
-"""
-
-
 class BuildLibrary(build_ext):
     """Compiles csrc/**/*.cpp with the C++ compiler. What nvcc makes of csrc/**/NAME.cu is in the
     library as bytes, `kvswap_NAME_image`."""
 
     def build_extension(self, ext: Extension) -> None:
         torch, cxx = find_torch(), find_cxx()
-        kernels = sorted(Path("csrc").rglob("*.cu"))
-        cuda = find_cuda() if kernels else None
+        cuda, werror = find_cuda(), os.environ.get("KVSWAP_WERROR") == "1"
         common = ["-std=c++17", "-O3", "-Icsrc"]
-        strict = os.environ.get("KVSWAP_WERROR") == "1"
         host = [TORCH_TARGET, "-isystem", str(torch / "include"), "-fPIC", "-fvisibility=hidden"]
-        host += ["-Wall", "-Wextra", *(["-Werror"] if strict else [])]
-        host += shlex.split(os.environ.get("CXXFLAGS", ""))
-        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
-        commands = {}
+        host += ["-Wall", "-Wextra", *(["-Werror"] * werror), *words("CXXFLAGS")]
+        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread", *words("LDFLAGS")]
+        commands, self.cxx = {}, cxx
         if cuda:
             host += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
             nvcc = [str(cuda.nvcc), "-ccbin", [w for w in cxx if w[0] != "-"][-1], *common]
             nvcc += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
-            nvcc += ["-Werror=all-warnings"] if strict else []
-            commands = {kernel: [*nvcc, "-fatbin"] for kernel in kernels}
+            nvcc += ["-Werror=all-warnings"] * werror
+            commands = {source: [*nvcc, "-fatbin"] for source in Path("csrc").rglob("*.cu")}
         commands |= {Path(source): [*cxx, *common, *host] for source in ext.sources}
-        self.cxx = cxx
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             objects = pool.map(self.compile, commands.keys(), commands.values())
         # What is undefined is to be found now and not at load.
         checks = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        link += shlex.split(os.environ.get("LDFLAGS", ""))
         call([*cxx, "-shared", *checks, *map(str, objects), *link, "-o", str(library)])
 
     def compile(self, source: Path, command: list[str]) -> Path:
         """The object of `source`. Its name says what it was made from, so it is made only once."""
-        torch = importlib.metadata.version("torch")  # its headers may change in place
-        state = hashlib.sha256(shlex.join([*command, torch]).encode())
+        state = hashlib.sha256(shlex.join([*command, importlib.metadata.version("torch")]).encode())
         for file in [source, *sorted(Path("csrc").rglob("*.h"))]:
             state.update(file.read_bytes())
-        name = "-".join([*source.parts[1:], state.hexdigest()[:16]])
-        product = Path(self.build_temp, f"{name}.o")
+        product = Path(self.build_temp, f"{'-'.join(source.parts[1:])}-{state.hexdigest()[:16]}.o")
         if not product.exists():
             say(f"compiling {source}")
             product.parent.mkdir(parents=True, exist_ok=True)
             part = product.with_suffix(".part")
             advice = "\nKVSWAP_CUDA=0 leaves the kernels out." if source.suffix == ".cu" else ""
             if source.suffix == ".cu":
-                image, assembly = product.with_suffix(".fatbin"), product.with_suffix(".s")
+                image, name = product.with_suffix(".fatbin"), f"kvswap_{source.stem}_image"
                 call([*command, str(source), "-o", str(image)], advice)
-                name = f"kvswap_{source.stem}_image"
-                assembly.write_text(IMAGE.format(name=name, file=image))
-                command, source = self.cxx, assembly
+                command, source = [*self.cxx, "-Wa,--noexecstack"], product.with_suffix(".s")
+                place = f".section .rodata\n.balign 64\n.global {name}\n"
+                source.write_text(f'{place}{name}: .incbin "{image}"\n')
             call([*command, "-c", str(source), "-o", str(part)], advice)
             part.rename(product)
         return product
