@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from transfers import DIRECTIONS, SHAPES, Kind, Shape, link_us, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
+from torch_kvswap.paths import CHOICES
 
 WARM_UPS = 3
 LINK_EACH = 4  # of so many pairs one is measured on the device too
@@ -40,12 +41,19 @@ def main(arguments: list[str]) -> int:
     on_cuda = device.type == "cuda"
     shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
     blocks = options.blocks or (list(SUBMIT_US) if on_cuda else [1, 8])
-    cells = measure_all(device, shapes, sorted(set(blocks)), options.samples, options.poll)
+    how = {"path": options.path, "staging_bytes": options.staging_mib << 20}
+    cells = measure_all(device, shapes, sorted(set(blocks)), options.samples, options.poll, how)
     print(tables(cells, "one big copy" if on_cuda else "one copy of PyTorch", judged=on_cuda))
     print("", *([counts(cells)] if on_cuda else []), sep="\n")
     content = {
         "benchmark": "bandwidth",
-        "settings": {"samples": options.samples, "warm_ups": WARM_UPS, "poll": options.poll},
+        "settings": {
+            "samples": options.samples,
+            "warm_ups": WARM_UPS,
+            "poll": options.poll,
+            "path": options.path,
+            "staging_mib": options.staging_mib,
+        },
         "cells": [cell.to_json() for cell in cells],
     }
     verdicts = judge(cells) if on_cuda else []
@@ -59,12 +67,20 @@ def _parser() -> ArgumentParser:
     add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
     add("--blocks", type=int, nargs="+", choices=list(SUBMIT_US), help="in a transfer")
     add("--poll", action="store_true", help="look in a loop, before wait(), which sleeps at times")
+    add("--path", choices=CHOICES, help="of the handler; default: auto, or what KVSWAP_PATH says")
+    add("--staging-mib", type=int, default=32, help="of the handler")
     return parser
 
 
 def measure_all(
-    device: torch.device, shapes: Sequence[Shape], counts: Sequence[int], samples: int, poll: bool
+    device: torch.device,
+    shapes: Sequence[Shape],
+    counts: Sequence[int],
+    samples: int,
+    poll: bool,
+    how: Mapping[str, Any],
 ) -> list[Cell]:
+    """how: the handler's options."""
     big = BigCopy(device, max(counts) * max(shape.block_bytes for shape in shapes))
     progress = Progress("cells", len(shapes) * len(DIRECTIONS) * len(counts), True, sys.stderr)
     cells = []
@@ -72,7 +88,7 @@ def measure_all(
         # Twice the blocks that move, and two that never do. With very few a page would soon get a
         # block that it has, and nobody would see when it does not.
         blocks = shape.new_blocks(device, 2 * max(*counts, 16) + 2)
-        with blocks.host, OffloadHandler(blocks.layout, blocks.host) as handler:
+        with blocks.host, OffloadHandler(blocks.layout, blocks.host, **how) as handler:
             for direction, count in product(DIRECTIONS, counts):
                 kind = Kind(shape, direction, count)
                 cells.append(measure(handler, blocks, big, kind, samples, poll))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from peers import best_peer
 from report import Verdict, table
 from transfers import Kind, Move
 
@@ -15,6 +16,7 @@ from transfers import Kind, Move
 RATIOS = {8: (1.15, 1.22), 64: (1.05, 1.08), 512: (1.02, 1.05)}
 EXTRA_US = 12.0
 SUBMIT_US = {1: 20.0, 8: 35.0, 64: 60.0, 512: 100.0}
+TOTAL, SUBMIT, PEER = "total over big copy", "submit in us", "total over big copy, best peer's"
 
 
 @dataclass
@@ -59,11 +61,17 @@ class Cell:
         return median(self.submit_us)
 
     @property
-    def verdicts(self) -> tuple[Verdict, Verdict]:
-        return (
-            Verdict(f"{self.kind}, total over big copy", self.ratio_target, self.ratio),
-            Verdict(f"{self.kind}, submit in us", SUBMIT_US[self.kind.blocks], self.submit),
-        )
+    def verdicts(self) -> dict[str, Verdict]:
+        """By what they are on; the last one only where there is a figure of a peer."""
+        targets = {TOTAL: self.ratio_target, SUBMIT: SUBMIT_US[self.kind.blocks]}
+        peer = best_peer(self.kind)
+        targets |= {} if peer is None else {PEER: peer}
+        return {
+            what: Verdict(
+                f"{self.kind}, {what}", target, self.submit if what == SUBMIT else self.ratio
+            )
+            for what, target in targets.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         figures = asdict(self)
@@ -96,7 +104,7 @@ def _of_direction(cells: Sequence[Cell], direction: str, judged: bool) -> str:
         row: list[object] = [str(shape)]
         for blocks in counts:
             cell = found[shape, blocks]
-            ratio, submit = (_text(verdict, judged) for verdict in cell.verdicts)
+            ratio, submit = (_text(cell.verdicts[what], judged) for what in (TOTAL, SUBMIT))
             row += [ratio, cell.link_ratio, submit, "/".join(cell.paths)]
         rows.append(row)
     return table(headers, rows)
@@ -110,13 +118,13 @@ def _text(verdict: Verdict, judged: bool) -> str:
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    return [verdict for cell in cells for verdict in cell.verdicts]
+    return [verdict for cell in cells for verdict in cell.verdicts.values()]
 
 
 def counts(cells: Sequence[Cell]) -> str:
     """Of the targets of each kind that are met and missed."""
     lines = []
-    for number, name in enumerate(("total over big copy", "submit")):
-        met = [bool(cell.verdicts[number].met) for cell in cells]
-        lines.append(f"{name}: {sum(met)} met, {len(met) - sum(met)} missed")
+    for what in (TOTAL, SUBMIT, PEER):
+        met = [cell.verdicts[what].met for cell in cells if what in cell.verdicts]
+        lines += [f"{what}: {sum(map(bool, met))} met, {met.count(False)} missed"] if met else []
     return "\n".join(lines)

@@ -22,15 +22,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 from bandwidth_report import SUBMIT_US
 from blocks import NumberedBlocks
-from paths_report import AUTO, Cell, judge, tables
+from paths_report import Cell, judge, tables
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
 from transfers import DIRECTIONS, SHAPES, Kind, Shape, move
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
+from torch_kvswap.paths import AUTO, CHOICES
 
-FORCED = ("batch", "strided", "staged", "kernel")
+FORCED = [path for path in CHOICES if path != AUTO]
 WARM_UPS = 3
 FIRST = 2  # samples after which a slow path is left out
 

@@ -9,7 +9,7 @@ from typing import Any
 import bandwidth
 import pytest
 import torch
-from bandwidth_report import Cell, counts, tables
+from bandwidth_report import PEER, SUBMIT, TOTAL, Cell, counts, tables
 from big_copy import BigCopy
 from blocks import NumberedBlocks
 from expecttest import assert_expected_inline
@@ -37,21 +37,21 @@ def a_cell(kib: int, direction: str, blocks: int, total: float, big: float, subm
 def test_smaller_fragments_may_take_longer(kib: int, blocks: int, target: float) -> None:
     cell = a_cell(kib, "store", blocks, 100 * target - 0.01, 100, 1)
     assert cell.ratio_target == target
-    assert cell.verdicts[0].met
-    assert not a_cell(kib, "store", blocks, 100 * target + 0.01, 100, 1).verdicts[0].met
+    assert cell.verdicts[TOTAL].met
+    assert not a_cell(kib, "store", blocks, 100 * target + 0.01, 100, 1).verdicts[TOTAL].met
 
 
 def test_one_block_may_take_12_us_more_than_the_big_copy() -> None:
     kind = Kind(Shape(2, 8), "load", 1)
     met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3)
     missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3)
-    assert (met.verdicts[0].met, missed.verdicts[0].met) == (True, False)
+    assert (met.verdicts[TOTAL].met, missed.verdicts[TOTAL].met) == (True, False)
 
 
 @pytest.mark.parametrize(("blocks", "us"), [(1, 20), (8, 35), (64, 60), (512, 100)])
 def test_the_call_may_take_longer_for_more_blocks(blocks: int, us: float) -> None:
-    assert a_cell(8, "load", blocks, 1, 1, us).verdicts[1].met
-    assert not a_cell(8, "load", blocks, 1, 1, us + 0.1).verdicts[1].met
+    assert a_cell(8, "load", blocks, 1, 1, us).verdicts[SUBMIT].met
+    assert not a_cell(8, "load", blocks, 1, 1, us + 0.1).verdicts[SUBMIT].met
 
 
 def test_figures_are_medians_of_pairs() -> None:
@@ -100,7 +100,20 @@ def test_targets_that_are_met_and_missed_are_counted() -> None:
         counts(CELLS),
         """\
 total over big copy: 2 met, 3 missed
-submit: 4 met, 1 missed""",
+submit in us: 4 met, 1 missed""",
+    )
+
+
+def test_a_shape_that_peers_were_measured_with_is_to_be_no_slower_than_the_best_of_them() -> None:
+    kind = Kind(Shape(160, 4), "load", 8)  # may take 1.22 times the big copy
+    cells = [Cell(kind, [total], [100.0], [1.0]) for total in (121.0, 180.0, 181.0)]
+    assert [cell.verdicts[PEER].met for cell in cells] == [True, True, False]
+    assert_expected_inline(
+        counts(cells),
+        """\
+total over big copy: 1 met, 2 missed
+submit in us: 3 met, 0 missed
+total over big copy, best peer's: 2 met, 1 missed""",
     )
 
 
@@ -152,7 +165,13 @@ def test_every_cell_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "results" / "figures.json"
     assert bandwidth.main([*TINY, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert figures["settings"] == {"samples": 2, "warm_ups": 3, "poll": False}
+    assert figures["settings"] == {
+        "samples": 2,
+        "warm_ups": 3,
+        "poll": False,
+        "path": None,
+        "staging_mib": 32,
+    }
     assert figures["machine"]["torch"] == torch.__version__
     assert figures["verdicts"] == []
     cells = figures["cells"]
@@ -177,6 +196,20 @@ def test_wrong_bytes_end_the_program_with_1(
     cell = Cell(kind, [100.0], [1.0], [1000.0], wrong=wrong)  # a missed target does not
     monkeypatch.setattr(bandwidth, "measure_all", lambda *_: [cell])
     assert bandwidth.main(TINY) == code
+
+
+def test_the_handler_can_be_given_a_path_and_another_staging_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+
+    def make(gpu: Any, host: Any, **how: Any) -> OffloadHandler:
+        said.append(how)
+        return OffloadHandler(gpu, host)
+
+    monkeypatch.setattr(bandwidth, "OffloadHandler", make)
+    assert bandwidth.main([*TINY, "--path", "staged", "--staging-mib", "8"]) == 0
+    assert said == [{"path": "staged", "staging_bytes": 8 << 20}] * 2
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Run the benchmarks one after another, and say which targets were met.
 
-They are programs in the folder benchmarks/ of a checkout. On one GPU they take up to five minutes;
-without one a reduced set runs and the targets of a GPU are not judged.
+They are programs in the folder benchmarks/ of a checkout. On a GPU they take some minutes; without
+one a reduced set runs and the targets of a GPU are not judged.
 """
 
 from __future__ import annotations
