@@ -18,18 +18,18 @@ SLOW = 2.0  # over the best: no candidate for it
 
 @dataclass
 class Cell:
-    """Transfers of one kind by each path, in microseconds; refused: why a path cannot be had."""
+    """Transfers of one kind by each path, in microseconds. used: the paths that the results name.
+    refused: why a path cannot be had."""
 
     kind: Kind
     total_us: dict[str, list[float]]
     refused: dict[str, str] = field(default_factory=dict)
-    chosen: set[str] = field(default_factory=set)  # by the handler that chooses
+    used: dict[str, list[str]] = field(default_factory=dict)
     wrong: int = 0  # blocks and pages
 
     def add(self, name: str, total_us: float, path: str) -> None:
         self.total_us[name].append(total_us)
-        if name == AUTO:
-            self.chosen.add(path)
+        self.used[name] = sorted({*self.used.get(name, ()), path})
 
     def worth_while(self) -> list[str]:
         """The automatic path, and all that may be the best."""
@@ -64,7 +64,7 @@ class Cell:
             **asdict(self.kind),
             "ratio": self.ratio,
             "best": self.best,
-            "chosen": sorted(self.chosen),
+            "used": self.used,
             "ratios": self.ratios,
             "total_us": self.total_us,
             "refused": self.refused,
@@ -91,7 +91,7 @@ def _of_direction(cells: Sequence[Cell], direction: str) -> str:
             median(cell.total_us[name]) if cell.total_us.get(name) else None
             for name in (AUTO, *forced)
         ]
-        ends = ["/".join(sorted(cell.chosen)), cell.best, cell.ratio]
+        ends = ["/".join(cell.used[AUTO]), cell.best, cell.ratio]
         rows.append([str(cell.kind.shape), cell.kind.blocks, *times, *ends])
     return table(headers, rows)
 
