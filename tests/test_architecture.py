@@ -31,6 +31,7 @@ FLOORS = (
     ),
     ("native", "gate", "request"),
     ("job", "handler", "block_manager"),
+    ("calibration",),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.

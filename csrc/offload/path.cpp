@@ -12,6 +12,8 @@ namespace {
 constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
 constexpr double kSecondsPerPage = 1e-6, kSecondsPerPiece = 6e-6, kSecondsPerLaunch = 4e-6;
 constexpr size_t kFragmentsPerEntry = 25, kBlocksPerLaunch = 496;
+// A kernel that waits for the link slows down the compute beside it all the while.
+constexpr double kMostKernelBytes = 4 << 20;
 constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
 
 // Of a fragment of so many bytes: between the figures for the powers of two around it.
@@ -65,12 +67,15 @@ Path PathChooser::choose(const Group& group, const Transfer& transfer) const {
   const bool may_stage = transfer.may_stage && !transfer.background &&
                          transfer.channel != kExpedited;  // it has no staging buffer
   const bool may_launch = transfer.may_launch && !transfer.background;
+  const double bytes =
+      static_cast<double>(transfer.blocks) * static_cast<double>(group.block_bytes());
   Path best = Path::kStrided;
   double least = std::numeric_limits<double>::infinity();
   for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
     if (path == Path::kStaged && !may_stage) continue;
     if (path == Path::kKernel && !may_launch) continue;
     if (forces(path)) return path;
+    if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
     const double predicted = seconds(path, group, transfer);
     if (predicted >= least) continue;
     least = predicted;
