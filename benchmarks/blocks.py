@@ -42,12 +42,12 @@ class NumberedBlocks:
             self._pages[chunk].copy_(pages)
         synchronize(self.device)  # a job that waits for an event does not wait for these kernels
 
-    def note_store(self, blocks: Tensor, pages: Tensor) -> None:
-        """These blocks were stored to these pages. Blocks and pages: each at most once."""
-        self._in_pages[pages] = self._in_blocks[blocks]
-
-    def note_load(self, pages: Tensor, blocks: Tensor) -> None:
-        self._in_blocks[blocks] = self._in_pages[pages]
+    def note(self, direction: str, blocks: Tensor, pages: Tensor) -> None:
+        """These blocks were stored to these pages, or loaded from them; each at most once."""
+        if direction == "store":
+            self._in_pages[pages] = self._in_blocks[blocks]
+        else:
+            self._in_blocks[blocks] = self._in_pages[pages]
 
     def wrong(self) -> int:
         """Blocks and pages, touched or not, whose bytes are not what they should be."""

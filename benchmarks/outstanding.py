@@ -15,16 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
+from big_copy import BigCopy
 from blocks import NumberedBlocks
 from outstanding_report import Run, judge, tables
+from program import device_of, new_parser
 from report import write_json
 from rounds import WINDOW, Few, Job, Round, Scenario, run_few, run_round
-from timing import Hold, big_copy_seconds
+from timing import Hold
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -34,11 +37,10 @@ DIRECTIONS = ("store", "load", "both")  # both: a store and a load in turn
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    on_cuda = options.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    count = options.jobs or (100_000 if on_cuda else 2_000)
+    device = device_of(options)
+    count = options.jobs or (100_000 if device.type == "cuda" else 2_000)
     blocks = NumberedBlocks(device, count, options.layers, options.fragment_kib * 1024)
-    big = big_copy_seconds(blocks.host.pages.view(-1), device)
+    big = big_copy_seconds(device, blocks.host.nbytes)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         runs = measure_all(handler, blocks, scenarios(device), big)
     verdicts = judge(runs)
@@ -56,14 +58,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--jobs", type=int, help="in a round; default: 100,000, on the CPU 2,000")
     add("--layers", type=int, default=2, help="tensors of the cache")
     add("--fragment-kib", type=int, default=8, help="of a block in one layer")
-    add("--json", type=Path, help="where the figures go")
     return parser
+
+
+def big_copy_seconds(device: torch.device, nbytes: int) -> dict[str, float]:
+    """Of that many bytes one way, or half of them each way at once; the median of five."""
+    big = BigCopy(device, nbytes)
+    seconds = {}
+    for direction in DIRECTIONS:
+        ways = ["store", "load"] if direction == "both" else [direction]
+        samples = [big.nanoseconds(ways, nbytes // len(ways)) for _ in range(6)]
+        seconds[direction] = median(samples[1:]) / 1e9  # the first one touches the memory
+    return seconds
 
 
 def scenarios(device: torch.device) -> list[Scenario]:
@@ -106,9 +117,9 @@ def measure(
         stores = slice(0, None, 2) if direction == "both" else slice(None)
         loads = slice(1, None, 2) if direction == "both" else slice(None)
         if direction != "load":
-            blocks.note_store(block_ids[stores], page_ids[stores])
+            blocks.note("store", block_ids[stores], page_ids[stores])
         if direction != "store":
-            blocks.note_load(page_ids[loads], block_ids[loads])
+            blocks.note("load", block_ids[loads], page_ids[loads])
         speeds = (nbytes / ended.moving_seconds / 1e9, nbytes / big_seconds / 1e9)
         yield Run(scenario.name, direction, number, kept, few, ended, *speeds, wrong=blocks.wrong())
 

@@ -19,20 +19,24 @@ from torch_kvswap import _extension
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target and what was measured; both in the same unit."""
+    """A target and what was measured, both in the same unit. at_least: less is a miss, not more."""
 
     name: str
     target: float
     measured: float | None  # None: could not be measured here
+    at_least: bool = False
 
     @property
     def met(self) -> bool | None:
-        return None if self.measured is None else self.measured <= self.target
+        if self.measured is None:
+            return None
+        return self.measured >= self.target if self.at_least else self.measured <= self.target
 
     def __str__(self) -> str:
         word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
         got, target = (_cell(value).removesuffix(".00") for value in (self.measured, self.target))
-        return f"{word:13}{self.name}: {got}, at most {target}"
+        bound = "at least" if self.at_least else "at most"
+        return f"{word:13}{self.name}: {got}, {bound} {target}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -1,21 +1,17 @@
-"""What the benchmarks measure with: clocks, memory of the process, a held stream, one big copy."""
+"""What the benchmarks measure with: clocks, memory of the process, a held stream."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 Nanoseconds = npt.NDArray[np.int64]
 
@@ -71,84 +67,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """From the call until the host sees the device idle; the median, after one warm-up."""
-    seconds = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def big_copy_seconds(pages: Tensor, device: torch.device) -> dict[str, float]:
-    """Moving all of the pages (bytes) at once: to them, from them, and half of them each way at the
-    same time. What the pages hold is lost."""
-    there = torch.zeros_like(pages, device=device)
-    half = len(pages) // 2
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def both() -> None:
-        pages[:half].copy_(there[:half], non_blocking=True)
-        with torch.cuda.stream(side):  # None: no other stream
-            there[half:].copy_(pages[half:], non_blocking=True)
-
-    return {
-        "store": seconds_of(lambda: pages.copy_(there, non_blocking=True), device),
-        "load": seconds_of(lambda: there.copy_(pages, non_blocking=True), device),
-        "both": seconds_of(both, device),
-    }
-
-
-class BigCopy:
-    """One copy between the device and pinned memory, whose event the host looks at in a loop.
-
-    Calls the driver itself: PyTorch would add several microseconds. Without a GPU, PyTorch's copy.
-    """
-
-    def __init__(self, device: torch.device, nbytes: int, driver: Any = None) -> None:
-        on_cuda = device.type == "cuda"
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self._driver = driver or (ctypes.CDLL("libcuda.so.1") if on_cuda else None)
-        if self._driver is None:
-            return
-        self._torch_stream = torch.cuda.Stream(device) if on_cuda else None  # keeps it
-        self._stream = ctypes.c_void_p(getattr(self._torch_stream, "cuda_stream", None))
-        self._event = ctypes.c_void_p()
-        _check(self._driver.cuEventCreate(ctypes.byref(self._event), 2), "cuEventCreate")  # untimed
-
-    def nanoseconds(self, direction: str, nbytes: int) -> int:
-        """From the call until the host sees the end."""
-        here, there = self._host[:nbytes], self._there[:nbytes]
-        target, source = (here, there) if direction == "store" else (there, here)
-        if self._driver is None:
-            start = time.perf_counter_ns()
-            target.copy_(source)
-            return time.perf_counter_ns() - start
-        to, of = (ctypes.c_uint64(tensor.data_ptr()) for tensor in (target, source))
-        size = ctypes.c_size_t(nbytes)
-        query = self._driver.cuEventQuery
-        start = time.perf_counter_ns()
-        copied = self._driver.cuMemcpyAsync(to, of, size, self._stream)
-        recorded = self._driver.cuEventRecord(self._event, self._stream)
-        while (state := query(self._event)) == _NOT_READY:
-            pass
-        seen = time.perf_counter_ns()
-        _check(copied or recorded or state, "a big copy")
-        return seen - start
-
-
-_NOT_READY = 600
-
-
-def _check(status: int, what: str) -> None:
-    if status != 0:
-        raise RuntimeError(f"{what} failed with CUDA error {status}")
-
-
 class Hold:
     """A kernel that keeps a stream busy for about so many seconds."""
 
@@ -165,6 +83,24 @@ class Hold:
 
     def wait(self) -> None:
         self.event.synchronize()
+
+
+def device_us(
+    stream: torch.cuda.Stream, give: Callable[[], None], seconds: float = 0.004
+) -> float | None:
+    """Microseconds on the device of what is given to it while the stream is held for so many
+    seconds: the host costs nothing. None when the hold was over before all was given.
+
+    give: is called with the stream as the current one, and makes it wait for the end."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        hold = Hold(stream, seconds)
+        start.record()
+        give()
+        end.record()
+    held = not hold.is_over
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 if held else None
 
 
 _rates: dict[torch.device, float] = {}

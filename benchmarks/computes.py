@@ -1,0 +1,184 @@
+"""Work of the GPU that transfers run beside, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_GRAPH_SECONDS = 0.002
+
+
+class Run(Protocol):
+    """Work that has been given to a device."""
+
+    def is_over(self) -> bool: ...
+
+    def milliseconds(self) -> float:
+        """What it took; waits for its end."""
+        ...
+
+
+class Compute(Protocol):
+    """name: what it does. start: begins it, and returns at once."""
+
+    name: str
+
+    def start(self) -> Run: ...
+
+
+def computes(device: torch.device, seconds: float) -> list[Compute]:
+    """Those of the table, each for about so many seconds when nothing runs beside it."""
+    if device.type != "cuda":
+        return [ThreadCompute(seconds)]
+    calls = {"decode": _decode, "attention": _attention, "stream": _stream, "GEMM": _gemm}
+    return [GraphCompute(name, make(device), device, seconds) for name, make in calls.items()]
+
+
+def _random(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+
+def _decode(device: torch.device) -> Callable[[], object]:
+    x, weights = _random(device, 64, 8192), _random(device, 8192, 8192)
+    return lambda: x @ weights
+
+
+def _attention(device: torch.device) -> Callable[[], object]:
+    """A new token of 32 sequences with 8 heads, each over 8,192 tokens."""
+    query = _random(device, 32, 8, 1, 128)
+    keys, values = (_random(device, 32, 8, 8192, 128) for _ in range(2))
+    return lambda: scaled_dot_product_attention(query, keys, values)
+
+
+def _stream(device: torch.device) -> Callable[[], object]:
+    """512 MiB, read and written."""
+    x = torch.zeros(256 << 20, device=device, dtype=torch.bfloat16)
+    return lambda: x.add_(1)
+
+
+def _gemm(device: torch.device) -> Callable[[], object]:
+    """Its kernels hold every SM."""
+    x, y = (_random(device, 8192, 8192) for _ in range(2))
+    return lambda: x @ y
+
+
+class GraphCompute:
+    """Calls on a stream of the default priority. As graphs of some milliseconds: a stream takes
+    about a thousand kernels, then launching more would hold the host up."""
+
+    def __init__(
+        self, name: str, call: Callable[[], object], device: torch.device, seconds: float
+    ) -> None:
+        self.name = name
+        self._stream = torch.cuda.Stream(device)
+        self._graph = self._captured(call, 1)
+        calls = max(1, round(_GRAPH_SECONDS / self._seconds_of(20)))
+        self._graph = self._captured(call, calls)
+        self._replays = 1
+        self._replays = max(1, round(seconds / self._seconds_of(10)))
+
+    def _captured(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):  # what is set up at a first call cannot be captured
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            for _ in range(calls):
+                call()
+        return graph
+
+    def _seconds_of(self, replays: int) -> float:
+        """Of one replay."""
+        self._replays = replays
+        self.start().milliseconds()  # the clock rises
+        return self.start().milliseconds() / 1e3 / replays
+
+    def start(self) -> Run:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            for _ in range(self._replays):
+                self._graph.replay()
+            end.record()
+        return _GraphRun(start, end)
+
+
+class _GraphRun:
+    def __init__(self, start: Any, end: Any) -> None:
+        self._start, self._end = start, end
+
+    def is_over(self) -> bool:
+        return bool(self._end.query())
+
+    def milliseconds(self) -> float:
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+class ThreadCompute:
+    """Products of matrices by a thread, for a machine without a GPU."""
+
+    name = "CPU"
+
+    def __init__(self, seconds: float) -> None:
+        self._matrix = torch.zeros(128, 128)
+        self._calls = 1
+        once = max(1e-5, min(self.start().milliseconds() for _ in range(5)) / 1e3)
+        self._calls = max(1, round(seconds / once))
+
+    def start(self) -> Run:
+        return _ThreadRun(self._work)
+
+    def _work(self) -> None:
+        for _ in range(self._calls):
+            self._matrix @ self._matrix
+
+
+class _ThreadRun:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._milliseconds = 0.0
+        self._thread = Thread(target=self._run, args=(work,))
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        self._milliseconds = (time.perf_counter() - start) * 1e3
+
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def milliseconds(self) -> float:
+        self._thread.join()
+        return self._milliseconds
+
+
+class Idle:
+    """Nothing, for so many seconds: what moves meanwhile has the device for itself."""
+
+    name = "nothing"
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def start(self) -> Run:
+        return _IdleRun(self._seconds)
+
+
+class _IdleRun:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.perf_counter() + seconds
+
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def milliseconds(self) -> float:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+        return self._seconds * 1e3

@@ -1,0 +1,140 @@
+"""Runs compute beside transfers: what it loses for each GB moved, and how fast they are meanwhile.
+
+The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
+bound by memory, and a GEMM whose kernels hold every SM. Beside it goes one transfer of scattered
+blocks after another, two at a time, by the handler as it chooses, forced on a path, or in the
+background; and one big pinned copy after another. "kernel" is the path on which an SM kernel
+copies, as the peers do. In each repeat the compute runs alone once and then beside each of them;
+figures are medians of the repeats. Without a GPU a thread computes and nothing is judged. All bytes
+are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
+are met.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+import torch
+from big_copy import BigCopy
+from computes import Compute, Idle, computes
+from interference_report import BIG, Cell, Sample, judge, tables
+from program import device_of, finish, new_parser
+from timing import no_garbage_collection, synchronize
+from traffic import BigWay, HandlerWay, Way, beside
+from transfers import DIRECTIONS, Shape
+
+from torch_kvswap import OffloadHandler
+from torch_kvswap.cli.progress import Progress
+
+SHAPES = ("160x8", "64x32", "160x4")
+FORCED = ("strided", "staged", "kernel")
+BACKGROUND = "background"
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    device = device_of(options)
+    on_cuda = device.type == "cuda"
+    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else ["160x4"]))
+    options.seconds = options.seconds or (0.06 if on_cuda else 0.02)
+    options.mib = options.mib or (128 if on_cuda else 4)
+    cells, wrong = measure_all(device, shapes, options)
+    verdicts = judge(cells) if on_cuda else []
+    print(tables(cells), "", *verdicts, "", sep="\n")
+    settings = {name: getattr(options, name) for name in ("repeats", "seconds", "mib")}
+    content = {
+        "benchmark": "interference",
+        "settings": settings,
+        "cells": [cell.to_json() for cell in cells],
+    }
+    return finish(options, content, verdicts, wrong)
+
+
+def _parser() -> ArgumentParser:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--repeats", type=int, default=5, help="after one that warms up")
+    add("--seconds", type=float, help="of compute in a sample")
+    add("--mib", type=int, help="in a transfer")
+    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    return parser
+
+
+def measure_all(
+    device: torch.device, shapes: Sequence[Shape], options: Namespace
+) -> tuple[list[Cell], int]:
+    """The cells; and the blocks and pages with wrong bytes."""
+    nbytes = options.mib << 20
+    beside_what = computes(device, options.seconds)  # before there are handlers: it captures graphs
+    big = BigCopy(device, nbytes)
+    kinds = list(product(DIRECTIONS, beside_what))
+    progress = Progress("interference", len(shapes) * len(kinds), True, sys.stderr)
+    cells, wrong = [], 0
+    for shape in shapes:
+        count = max(1, nbytes // shape.block_bytes)
+        blocks = shape.new_blocks(device, 3 * count + 2)  # a third does not move
+        with ExitStack() as stack:
+            stack.enter_context(blocks.host)
+            handlers = _handlers(blocks, stack)
+            links = {
+                way: _link(big, way, nbytes, options.seconds, options.repeats) for way in DIRECTIONS
+            }
+            for direction, compute in kinds:
+                ways: dict[str, Way] = {BIG: BigWay(big, direction, nbytes)}
+                for name, handler in handlers.items():
+                    is_background = name == BACKGROUND
+                    ways[name] = HandlerWay(handler, blocks, direction, count, is_background)
+                samples = measure(compute, ways, options.repeats)
+                for name, taken in samples.items():
+                    paths = sorted(getattr(ways[name], "paths", ()))
+                    link = links[direction]
+                    cells.append(Cell(shape, direction, compute.name, name, taken, paths, link))
+                progress.advance(1)
+            synchronize(device)
+            wrong += blocks.wrong()
+    return cells, wrong
+
+
+def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
+    """By way; the paths that cannot be had are left out."""
+    handlers = {}
+    for path in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
+        try:
+            handler = OffloadHandler(blocks.layout, blocks.host, path=path)
+        except ValueError as error:
+            print(f"{path} cannot be had: {error}")
+            continue
+        handlers[path] = stack.enter_context(handler)
+    return {**handlers, BACKGROUND: handlers["auto"]}
+
+
+def _link(big: BigCopy, direction: str, nbytes: int, seconds: float, repeats: int) -> float:
+    """GB/s of big copies with nothing beside them."""
+    way = BigWay(big, direction, nbytes)
+    beside(Idle(seconds), way)  # touches the memory
+    return median(beside(Idle(seconds), way)[2] for _ in range(repeats))
+
+
+def measure(compute: Compute, ways: Mapping[str, Way], repeats: int) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {name: [] for name in ways}
+    with no_garbage_collection():
+        for repeat in range(repeats + 1):
+            floor = beside(compute, None)[0]
+            for name, way in ways.items():
+                sample = Sample(floor, *beside(compute, way))
+                if repeat > 0:
+                    samples[name].append(sample)
+    return samples
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Moves scattered blocks by the path that the handler chooses, and by each one it can be forced on.
+
+Total time runs from the call of store() or load() until handler.wait() returns. A sample has one
+transfer by each path in turn, in an order that changes; a forced path of which the first samples
+show that it takes more than twice as long as the best is left out of the rest. All handlers have
+the same cache and pages; all bytes are compared after each cell. Without a GPU there is no path to
+force. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+import torch
+from bandwidth_report import SUBMIT_US
+from blocks import NumberedBlocks
+from paths_report import Cell, judge, tables
+from program import device_of, finish, new_parser
+from timing import no_garbage_collection, synchronize
+from transfers import DIRECTIONS, SHAPES, Kind, Shape, move
+
+from torch_kvswap import OffloadHandler
+from torch_kvswap.cli.progress import Progress
+from torch_kvswap.paths import AUTO, CHOICES
+
+FORCED = [path for path in CHOICES if path != AUTO]
+WARM_UPS = 3
+FIRST = 2  # samples after which a slow path is left out
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    device = device_of(options)
+    on_cuda = device.type == "cuda"
+    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
+    blocks = options.blocks or (list(SUBMIT_US) if on_cuda else [1, 8])
+    cells = measure_all(device, shapes, sorted(set(blocks)), options.samples)
+    verdicts = judge(cells) if on_cuda else []
+    missed = [verdict for verdict in verdicts if verdict.met is False]
+    print(tables(cells), "", *missed, "", sep="\n")
+    content = {
+        "benchmark": "paths",
+        "settings": {"samples": options.samples, "warm_ups": WARM_UPS},
+        "cells": [cell.to_json() for cell in cells],
+    }
+    return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
+
+
+def _parser() -> ArgumentParser:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--samples", type=int, default=10, help="of each path in a cell, after the warm-up")
+    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    add("--blocks", type=int, nargs="+", help="in a transfer")
+    return parser
+
+
+def measure_all(
+    device: torch.device, shapes: Sequence[Shape], counts: Sequence[int], samples: int
+) -> list[Cell]:
+    progress = Progress("paths", len(shapes) * len(DIRECTIONS) * len(counts), True, sys.stderr)
+    cells = []
+    for shape in shapes:
+        blocks = shape.new_blocks(device, 2 * max(*counts, 16) + 2)  # half of them do not move
+        with ExitStack() as stack:
+            stack.enter_context(blocks.host)
+            ways, refused = handlers(blocks)
+            for handler in ways.values():
+                stack.enter_context(handler)
+            for direction, count in product(DIRECTIONS, counts):
+                kind = Kind(shape, direction, count)
+                cells.append(measure(ways, refused, blocks, kind, samples))
+                progress.advance(1)
+        del ways, blocks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape has blocks of another size
+    return cells
+
+
+def handlers(blocks: NumberedBlocks) -> tuple[dict[str, OffloadHandler], dict[str, str]]:
+    """By path, first the one that chooses; and why the others cannot be had."""
+    ways, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, path=AUTO)}, {}
+    for path in FORCED if blocks.device.type == "cuda" else ():
+        try:
+            ways[path] = OffloadHandler(blocks.layout, blocks.host, path=path)
+        except ValueError as error:
+            refused[path] = str(error)
+    return ways, refused
+
+
+def measure(
+    ways: Mapping[str, Any],
+    refused: Mapping[str, str],
+    blocks: NumberedBlocks,
+    kind: Kind,
+    samples: int,
+) -> Cell:
+    blocks.refill()
+    cell = Cell(kind, {name: [] for name in ways}, dict(refused))
+    names = list(ways)
+    with no_garbage_collection():
+        for number in range(-WARM_UPS, samples):
+            if number == FIRST:
+                names = cell.worth_while()
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                moved = move(ways[name], blocks, [kind.direction], kind.blocks)
+                if number >= 0:
+                    cell.add(name, moved.total_us, moved.path)
+    synchronize(blocks.device)
+    cell.wrong = blocks.wrong()
+    return cell
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

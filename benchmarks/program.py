@@ -1,0 +1,40 @@
+"""What the benchmark programs share: their options, and how they end."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Verdict, write_json
+
+
+def new_parser(description: str | None) -> ArgumentParser:
+    """With the options of every program."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    return parser
+
+
+def device_of(options: Namespace) -> torch.device:
+    if options.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def finish(
+    options: Namespace,
+    content: Mapping[str, Any],
+    verdicts: Sequence[Verdict],
+    wrong: int,
+) -> int:
+    """Says how many blocks and pages have wrong bytes and writes the figures. The exit code: 1 when
+    bytes are wrong, else 0, targets met or not."""
+    print(f"blocks and pages with wrong bytes: {wrong}")
+    if options.json:
+        write_json(options.json, device_of(options), content, verdicts)
+    return 1 if wrong else 0

@@ -1,0 +1,166 @@
+"""The benchmark beside compute judges what is lost, and sees bytes that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import interference
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from interference_report import Cell, Sample, judge, tables
+from transfers import Shape
+
+TINY = ["--device", "cpu", "--shapes", "3x1", "--mib", "1", "--repeats", "2", "--seconds", "0.002"]
+
+
+def a_cell(way: str, lost: float, speed: float, compute: str = "decode", kib: int = 8) -> Cell:
+    """Three repeats, of which the last loses 1 ms/GB more."""
+    samples = [Sample(50.0, 50.0 + 2 * (lost + more), 2.0, speed) for more in (0, 0, 1)]
+    paths = [] if way == "big copy" else ["staged"]
+    return Cell(Shape(2, kib), "load", compute, way, samples, paths, link=50.0)
+
+
+CELLS = [
+    a_cell("big copy", 2.0, 50.0),
+    a_cell("auto", 4.0, 46.5),
+    a_cell("background", 3.0, 30.0),
+]
+
+
+def test_figures_are_medians_and_have_a_spread() -> None:
+    cell = a_cell("auto", 4.0, 46.5)
+    assert (cell.lost, cell.most_lost, cell.gb_per_s) == (4, 5, 46.5)
+    figures = cell.to_json()
+    assert figures["lost_spread"] == [4, 5]
+    assert figures["gb_per_s_spread"] == [46.5, 46.5]
+    assert figures["samples"][2] == {"floor_ms": 50, "ms": 60, "gb": 2, "gb_per_s": 46.5}
+
+
+def test_what_may_be_lost_follows_from_what_a_big_copy_costs() -> None:
+    assert_expected_inline(
+        "\n".join(map(str, judge(CELLS))),
+        """\
+met          load of 2 x 8 KiB beside decode, share of the link: 0.93, at least 0.93
+met          load of 2 x 8 KiB beside decode, lost ms/GB: 4, at most 4
+met          load of 2 x 8 KiB beside decode in the background, lost ms/GB: 3, at most 3""",
+    )
+
+
+def test_one_that_loses_more_or_is_slower_misses() -> None:
+    cells = [CELLS[0], a_cell("auto", 4.1, 46.4), a_cell("background", 3.1, 50)]
+    assert [verdict.met for verdict in judge(cells)] == [False, False, False]
+
+
+def test_beside_a_gemm_that_holds_every_sm_small_fragments_have_no_target_for_their_speed() -> None:
+    cells = []
+    for kib in (8, 4):
+        cells += [
+            a_cell("big copy", 2.0, 50.0, "GEMM", kib),
+            a_cell("auto", 40.0, 30.0, "GEMM", kib),
+            a_cell("background", 3.0, 30.0, "GEMM", kib),
+        ]
+    assert_expected_inline(
+        "\n".join(map(str, judge(cells))),
+        """\
+met          load of 2 x 8 KiB beside GEMM, share of the link: 0.60, at least 0.60
+met          load of 2 x 8 KiB beside GEMM in the background, lost ms/GB: 3, at most 3
+met          load of 2 x 4 KiB beside GEMM in the background, lost ms/GB: 3, at most 3""",
+    )
+
+
+def test_the_table_has_a_row_for_each_way() -> None:
+    cells = [*CELLS, a_cell("big copy", 1.0, 50.0, "stream"), a_cell("auto", 1.5, 49.0, "stream")]
+    assert_expected_inline(
+        tables([*cells, a_cell("background", 1.0, 30.0, "stream")]),
+        """\
+ms: of compute lost for each GB moved; GB/s: meanwhile; medians
+
+load 2 x 8 KiB           path    decode: ms   GB/s  stream: ms   GB/s
+big copy                 -             2.00  50.00        1.00  50.00
+auto                     staged        4.00  46.50        1.50  49.00
+background               staged        3.00  30.00        1.00  30.00
+link, nothing beside it  -                -  50.00           -  50.00""",
+    )
+
+
+def test_the_ways_that_cannot_be_had_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(gpu: Any, host: Any, path: str) -> Any:
+        if path == "kernel":
+            raise ValueError("no kernels in this build")
+        return SimpleNamespace(path=path)
+
+    monkeypatch.setattr(interference, "OffloadHandler", make)
+    stack = SimpleNamespace(enter_context=lambda handler: handler)
+    handlers = interference._handlers(
+        SimpleNamespace(layout=None, host=None, device=torch.device("cuda")), stack
+    )
+    assert {name: handler.path for name, handler in handlers.items()} == {
+        "auto": "auto",
+        "strided": "strided",
+        "staged": "staged",
+        "background": "auto",
+    }
+    assert capsys.readouterr().out == "kernel cannot be had: no kernels in this build\n"
+
+
+def test_each_repeat_has_a_floor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def beside(compute: str, way: str | None) -> tuple[float, float, float]:
+        order.append(way)
+        return (float(len(order)), 1.0, 2.0)
+
+    monkeypatch.setattr(interference, "beside", beside)
+    samples = interference.measure("compute", {"big copy": "big", "auto": "ours"}, 2)
+    assert order == [None, "big", "ours"] * 3
+    assert samples["auto"] == [Sample(4, 6, 1, 2), Sample(7, 9, 1, 2)]
+    assert [sample.lost for sample in samples["big copy"]] == [1, 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_cell_is_in_the_file(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    assert interference.main([*TINY, "--device", device, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["settings"] == {"repeats": 2, "seconds": 0.002, "mib": 1}
+    kinds = [(one["direction"], one["way"]) for one in figures["cells"] if one["compute"] == "CPU"]
+    ways = ("big copy", "auto", "background")
+    if device == "cpu":
+        assert kinds == [(direction, way) for direction in ("store", "load") for way in ways]
+        assert figures["verdicts"] == []
+    else:
+        assert {*ways} <= {one["way"] for one in figures["cells"]}
+        assert len(figures["verdicts"]) == 2 * (3 * 3 + 1)
+    for cell in figures["cells"]:
+        assert len(cell["samples"]) == 2
+        assert cell["gb_per_s"] > 0
+    said = capsys.readouterr()
+    assert "blocks and pages with wrong bytes: 0" in said.out
+    assert "interference 100 %" in said.err
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_bytes_end_the_program_with_1(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [a_cell("big copy", 1, 1), a_cell("auto", 100, 1), a_cell("background", 100, 1)]
+    monkeypatch.setattr(interference, "measure_all", lambda *_: (cells, wrong))  # missed targets
+    assert interference.main(TINY) == wrong
+
+
+def test_bytes_that_are_wrong_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    note = interference.HandlerWay.start
+
+    def start(way: Any) -> Any:
+        way._blocks.layout.tensors[0][0, 0] += 1  # a block that no transfer has
+        return note(way)
+
+    monkeypatch.setattr(interference.HandlerWay, "start", start)
+    assert interference.main(TINY) == 1

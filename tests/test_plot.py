@@ -1,0 +1,131 @@
+"""The pictures show what the JSON files hold; without matplotlib it is said what to install."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import plot
+import pytest
+
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib")
+MACHINE = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11.0", "date": "2026-01-01"}
+
+
+def a_bandwidth_cell(layers: int, direction: str, blocks: int, ratio: float) -> dict[str, Any]:
+    shape = {"layers": layers, "fragment_kib": 8}
+    return {"shape": shape, "direction": direction, "blocks": blocks, "ratio": ratio}
+
+
+BANDWIDTH = {
+    "benchmark": "bandwidth",
+    "machine": MACHINE,
+    "cells": [
+        a_bandwidth_cell(2, "store", 1, 1.5),
+        a_bandwidth_cell(2, "store", 8, 1.25),
+        a_bandwidth_cell(3, "store", 8, 1.1),
+        a_bandwidth_cell(2, "load", 8, 1.75),
+    ],
+}
+INTERFERENCE = {
+    "benchmark": "interference",
+    "machine": MACHINE,
+    "cells": [
+        {
+            "shape": {"layers": layers, "fragment_kib": 8},
+            "direction": direction,
+            "compute": compute,
+            "way": way,
+            "lost_ms_per_gb": lost,
+            "lost_spread": [lost - 0.5, lost + 1],
+        }
+        for layers in (64, 160)
+        for direction in ("store", "load")
+        for compute in ("decode", "GEMM")
+        for way, lost in (("big copy", 1.0), ("auto", 2.0 * layers))
+    ],
+}
+
+
+def a_file(folder: Path, figures: Any) -> Path:
+    file = folder / f"{figures['benchmark']}-test.json"
+    file.write_text(json.dumps(figures))
+    return file
+
+
+@pytest.fixture
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib is there, as far as main() can see."""
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace(use=lambda backend: None))
+
+
+def test_a_shape_has_a_line_of_ratios_by_blocks() -> None:
+    assert plot.lines(BANDWIDTH, "store") == {
+        "2 x 8 KiB": ([1, 8], [1.5, 1.25]),
+        "3 x 8 KiB": ([8], [1.1]),
+    }
+    assert plot.lines(BANDWIDTH, "load") == {"2 x 8 KiB": ([8], [1.75])}
+
+
+def test_a_way_has_a_bar_for_each_compute() -> None:
+    assert plot.bars(INTERFERENCE, "load", "64 x 8 KiB") == {
+        "big copy": {"decode": (1.0, 0.5, 2.0), "GEMM": (1.0, 0.5, 2.0)},
+        "auto": {"decode": (128.0, 127.5, 129.0), "GEMM": (128.0, 127.5, 129.0)},
+    }
+
+
+def test_the_spread_is_drawn_from_the_median() -> None:
+    assert plot._errors([(2.0, 1.5, 5.0), (3.0, 3.0, 3.0)]) == [[0.5, 0.0], [3.0, 0.0]]
+
+
+def test_without_matplotlib_it_is_said_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main([]) == 2
+    said = capsys.readouterr().err
+    assert said == "plot.py draws with matplotlib; install it: pip install matplotlib\n"
+
+
+@pytest.mark.usefixtures("without_drawing")
+def test_a_file_that_cannot_be_drawn_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = (a_file(tmp_path, figures) for figures in (BANDWIDTH, {"benchmark": "duplex"}))
+    assert plot.main([str(good), str(bad)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"{bad} is not of bandwidth or interference, which are what can be drawn\n"
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+
+
+@pytest.mark.usefixtures("without_drawing")
+def test_a_picture_has_the_name_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved: list[Path] = []
+    picture = SimpleNamespace(savefig=lambda target, dpi: saved.append(target))
+    monkeypatch.setitem(plot.DRAWINGS, "bandwidth", lambda figures: picture)
+    file = a_file(tmp_path, BANDWIDTH)
+    assert plot.main([str(file)]) == 0
+    assert plot.main([str(file), "--out", str(tmp_path / "pictures")]) == 0
+    names = [tmp_path / "bandwidth-test.png", tmp_path / "pictures" / "bandwidth-test.png"]
+    assert saved == names
+    assert capsys.readouterr().out.splitlines() == list(map(str, names))
+
+
+def test_the_committed_files_are_drawn_by_default() -> None:
+    assert plot.RESULTS / "bandwidth-h200.json" in plot._drawable()
+    for file in plot._drawable():
+        assert json.loads(file.read_text())["benchmark"] in plot.DRAWINGS
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("figures", [BANDWIDTH, INTERFERENCE], ids=lambda one: one["benchmark"])
+def test_a_picture_is_drawn(figures: Any, tmp_path: Path) -> None:
+    file = a_file(tmp_path, figures)
+    assert plot.main([str(file)]) == 0
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,44 @@
+"""How the benchmark programs take their options, and how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from program import device_of, finish, new_parser
+from report import Verdict
+
+
+@pytest.mark.parametrize(("there", "device"), [(True, "cuda:3"), (False, "cpu")])
+def test_a_gpu_is_taken_where_there_is_one(
+    there: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    options = new_parser("what it measures").parse_args([])
+    assert device_of(options) == torch.device(device)
+    assert options.json is None
+
+
+def test_without_a_file_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = new_parser("what it measures").parse_args(["--device", "cpu"])
+    assert finish(options, {}, [], wrong=2) == 1
+    assert capsys.readouterr().out == "blocks and pages with wrong bytes: 2\n"
+
+
+def test_a_missed_target_is_written_and_ends_nothing_with_1(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "figures.json"
+    options = new_parser(None).parse_args(["--device", "cpu", "--json", str(file)])
+    verdicts = [Verdict("speed", 2.0, 1.0, at_least=True), Verdict("time", 1.0, None)]
+    assert finish(options, {"benchmark": "it"}, verdicts, wrong=0) == 0
+    figures = json.loads(file.read_text())
+    assert figures["benchmark"] == "it"
+    assert figures["machine"]["torch"] == torch.__version__
+    assert figures["verdicts"] == [
+        {"name": "speed", "target": 2, "measured": 1, "at_least": True, "met": False},
+        {"name": "time", "target": 1, "measured": None, "at_least": False, "met": None},
+    ]

@@ -1,0 +1,112 @@
+"""Transfers that go on and on are counted by time, and are the right bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from big_copy import BigCopy
+from computes import Idle
+from traffic import BigWay, HandlerWay, Traffic, beside
+from transfers import Shape
+
+from torch_kvswap import OffloadHandler, TransferError
+
+CPU = torch.device("cpu")
+
+
+class SteadyWay:
+    """10 MB after another, each in 10 ms."""
+
+    nbytes = 10_000_000
+
+    def __init__(self) -> None:
+        self.started = 0
+        self._free = time.perf_counter()
+
+    def start(self) -> Callable[[], bool]:
+        self.started += 1
+        end = self._free = max(self._free, time.perf_counter()) + 0.01
+        return lambda: time.perf_counter() >= end
+
+
+def test_what_moved_beside_a_compute_is_told_with_its_speed() -> None:
+    milliseconds, gigabytes, speed = beside(Idle(0.1), SteadyWay())
+    assert milliseconds == 100
+    assert 0.5 < speed <= 1.02
+    assert gigabytes == pytest.approx(0.1 * speed, rel=0.2)
+
+
+def test_a_compute_alone_has_nothing_beside_it() -> None:
+    assert beside(Idle(0.01), None) == (10, 0, 0)
+
+
+def test_two_transfers_are_under_way_until_they_are_stopped() -> None:
+    way = SteadyWay()
+    traffic = Traffic(way)
+    assert way.started == 2
+    time.sleep(0.015)
+    traffic.look()
+    assert way.started == 3
+    traffic.stop(time.perf_counter())
+    assert len(traffic._running) == 0
+
+
+def test_bytes_between_two_ends_are_counted_in_part() -> None:
+    traffic = Traffic(SteadyWay())
+    traffic.stop(0)
+    traffic._times, traffic._bytes = [0.0, 1.0, 3.0], [0, 100, 300]
+    assert traffic.moved(0.5, 2.0) == 150
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str) -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 26)
+    pairs: list[Any] = []
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+
+        def note(first: list[int], second: list[int], *, after: Any, background: bool) -> Any:
+            assert (after, background) == ((), True)
+            pairs.append([*zip(first, second, strict=True)])
+            return getattr(handler, direction)(first, second)
+
+        spied = SimpleNamespace(store=note, load=note, finished=handler.finished)
+        way = HandlerWay(spied, blocks, direction, 8, background=True)
+        beside(Idle(0.005), way)
+    assert way.nbytes == 8 * 2048
+    assert way.paths == {"host"}
+    assert blocks.wrong() == 0
+    assert not {*pairs[0]} & {*pairs[2]}
+    for one, other in pairwise(pairs):
+        blocks_and_pages = [*zip(*one, strict=True), *zip(*other, strict=True)]
+        assert not {*blocks_and_pages[0]} & {*blocks_and_pages[2]}
+        assert not {*blocks_and_pages[1]} & {*blocks_and_pages[3]}
+
+
+def test_a_transfer_that_fails_is_an_error() -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 26)
+    result = SimpleNamespace(ok=False, direction="store", job_id=1, state="failed", error="lost")
+    job = SimpleNamespace(done=lambda: True, result=result)
+    handler = SimpleNamespace(store=lambda *_, **__: job)
+    ended = HandlerWay(handler, blocks, "store", 8, background=False).start()
+    with pytest.raises(TransferError, match="store 1 failed: lost"):
+        ended()
+
+
+def test_a_big_copy_without_a_gpu_has_ended_when_it_began() -> None:
+    way = BigWay(BigCopy(CPU, 64), "store", 64)
+    assert way.start()()
+    assert beside(Idle(0.005), way)[1] > 0
+
+
+@pytest.mark.gpu
+def test_a_big_copy_on_a_gpu_moves_gigabytes() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    way = BigWay(BigCopy(device, 64 << 20), "load", 64 << 20)
+    beside(Idle(0.02), way)
+    assert beside(Idle(0.05), way)[2] > 1
