@@ -25,7 +25,18 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
     ("_extension", "process", "metrics", "nvtx", "ids"),
-    ("capi", "after", "result", "layout", "sharing", "host_memory", "groups", "ops", "paths"),
+    (
+        "capi",
+        "after",
+        "result",
+        "layout",
+        "sharing",
+        "host_memory",
+        "watch",
+        "groups",
+        "ops",
+        "paths",
+    ),
     ("native", "gate", "request"),
     ("job", "handler", "block_manager"),
     ("cli", "integrations", "__init__", "__main__"),

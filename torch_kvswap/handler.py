@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +17,7 @@ from torch_kvswap.metrics import Metrics
 from torch_kvswap.native import NativeHandler
 from torch_kvswap.nvtx import Ranges
 from torch_kvswap.request import Request
-from torch_kvswap.result import Result, TransferError
+from torch_kvswap.result import Result, TransferError, direction_of
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 
@@ -83,8 +82,8 @@ class OffloadHandler:
         no job. Any other failure ends the job that is returned as failed. A store fails when a load
         was to fill one of its blocks and failed or was cancelled, unless finished() has said so.
         """
-        request = Request(capi.STORES, first_block, after)
-        return self._submit(request, gpu_block_ids, page_ids)
+        request = Request(self.native, capi.STORES, gpu_block_ids, page_ids, first_block, after)
+        return self._submit(request)
 
     def load(
         self,
@@ -108,10 +107,9 @@ class OffloadHandler:
         own. gate: is closed, in the order of the current stream, until the load has landed; it has
         as many parts as there are layer groups. Returns when the load is on the device.
         """
-        request = Request(
-            capi.EXPEDITED if expedited else capi.LOADS, first_block, after, layer_groups, gate
-        )
-        return self._submit(request, gpu_block_ids, page_ids)
+        channel = capi.EXPEDITED if expedited else capi.LOADS
+        ids = gpu_block_ids, page_ids, first_block
+        return self._submit(Request(self.native, channel, *ids, after, layer_groups, gate))
 
     def finished(self) -> list[Result]:
         """The jobs that have ended since the last call, each job in one call only, in the order in
@@ -179,13 +177,13 @@ class OffloadHandler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
-        began = time.perf_counter()
-        with self._ranges.submit(request.direction):
-            request.read_ids(gpu_block_ids, page_ids, self.native)
-            job = Job(self, *self.native.submit(request, began))
-        if self._ranges.enabled:
-            self._ranges.begin(job.id, request.direction, job.nbytes)
+    def _submit(self, request: Request) -> Job:
+        if not self._ranges.enabled:
+            return Job(self, *self.native.submit(request))
+        direction = direction_of(request.native.channel)
+        with self._ranges.submit(direction):
+            job = Job(self, *self.native.submit(request))
+        self._ranges.begin(job.id, direction, job.nbytes)
         return job
 
     def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:

@@ -50,7 +50,7 @@ class Job:
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Waits for nothing."""
-        return bool(self._ask(poll=True).state >= capi.DONE)
+        return bool(self.handler.native.is_done(self.native))
 
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
@@ -80,5 +80,5 @@ class Job:
         if result is not None and not result.ok:
             raise TransferError([result]) from result.error
 
-    def _ask(self, poll: bool = False) -> capi.JobResult:
-        return self.handler.native.job(self.native, poll)
+    def _ask(self) -> capi.JobResult:
+        return self.handler.native.job(self.native)

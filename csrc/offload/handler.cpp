@@ -101,6 +101,12 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   }
 }
 
+bool Handler::has_ended(const Job* job) {
+  const Lock lock(dispatcher_.mutex);
+  if (!job->ended()) dispatcher_.advance();
+  return job->ended();
+}
+
 bool Handler::cancel(Job* job) {
   const Lock lock(dispatcher_.mutex);
   return dispatcher_.cancel(JobRef(job));

@@ -43,13 +43,14 @@ class Handler {
   int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
-  // Reads what has become of the job; poll: asks the device first.
+  // Reads what has become of the job, without asking the device.
   template <typename Read>
-  auto look(const Job* job, bool poll, const Read& read) {
+  auto look(const Job* job, const Read& read) {
     const Lock lock(dispatcher_.mutex);
-    if (poll) dispatcher_.advance();
     return read(*job);
   }
+  // Asks the device.
+  bool has_ended(const Job* job);
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int parts);
   kvswap_metrics metrics(int channel);
