@@ -67,11 +67,15 @@ class Handler {
   Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first.
   cuda::Stream stream_of(const kvswap_request& request) const;
+  // Looks for the end of what a thread waits for without the lock, so that nobody who submits
+  // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
+  void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
   void close_gate(Lock& lock, const kvswap_request& request);
 
   Dispatcher dispatcher_;
   RequestReader reader_;
   int64_t last_id_ = -1;
+  int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs
   bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none
 };
