@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _native = _extension.library()
 _submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
 _result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
+_release = _native.kvswap_job_release
 _AT_ONCE = 64  # results asked for in one call
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
@@ -148,14 +149,14 @@ class NativeHandler:
         if owner() is not None:
             return  # the process exits, and other threads may be in a call
         pointer, self._pointer = self._pointer, None
-        _extension.library().kvswap_handler_destroy(pointer)
+        _native.kvswap_handler_destroy(pointer)
 
     def _results(self, function: str, capacity: int) -> list[Result]:
         answers = (capi.JobResult * capacity)()
         results = []
         for answer in answers[: capi.call(function, self.pointer, answers, capacity)]:
             result = result_of(answer)
-            _extension.library().kvswap_job_release(answer.job)
+            _release(answer.job)
             if result is not None:
                 results.append(result)
         return results

@@ -26,7 +26,8 @@ class Watch:
         tensors = [tensor for layout in layouts for tensor in layout.tensors]
         addresses = [address for layout in layouts for address in layout.addresses]
         self._native: int = _extension.ops.torch_kvswap._watch_cache(tensors, addresses)
-        weakref.finalize(self, _release, self._native)
+        # Not at exit: other threads may still submit.
+        weakref.finalize(self, _release, self._native).atexit = False
 
     def check(self) -> None:
         """Raises RuntimeError, which names the tensor, when one has moved."""

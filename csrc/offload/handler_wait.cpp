@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 
 #include "../cuda_context.h"
@@ -11,7 +12,6 @@ namespace {
 // So long, in seconds, it looks for one end without the lock. Then others may have ended, too, and
 // make room for what is queued.
 constexpr double kLook = 50e-6;
-constexpr std::chrono::microseconds kQueuePause{200};
 
 }  // namespace
 
@@ -36,20 +36,24 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
 
 void Handler::look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began) {
   if (!transfer) {  // queued, or about to be enqueued by another thread
-    dispatcher_.progress.wait_for(lock, kQueuePause);
+    const double pause = std::clamp((now() - began) / 100, kLook, 1e-3);
+    dispatcher_.progress.wait_for(lock, std::chrono::duration<double>(pause));
     return;
   }
   ++looking_;
   lock.unlock();
+  cuda::Result state = cuda::kNotReady;
   try {
     const cuda::ContextGuard context(device());
     const double until = now() + kLook;
     do {
       pause_since(began);
-    } while (cuda::driver().query_event(transfer->ends.back()) == cuda::kNotReady && now() < until);
+      state = cuda::driver().query_event(transfer->ends.back());
+    } while (state == cuda::kNotReady && now() < until);
   } catch (const std::exception&) {  // whoever asks next with the lock finds the device lost, too
   }
   lock.lock();
+  transfer->end_seen |= state == cuda::kSuccess;
   transfer.reset();
   if (--looking_ == 0 && closed_) dispatcher_.progress.notify_all();
 }
