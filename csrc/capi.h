@@ -33,6 +33,11 @@ KVSWAP_API bool kvswap_host_unregister(int device, void* address);
 KVSWAP_API const char* kvswap_last_error();
 KVSWAP_API const char* kvswap_last_error_type();
 
+// Whether one of the tensors that the op _watch_cache was given has other memory now. Python calls
+// it with the GIL held, so that no tensor changes meanwhile.
+KVSWAP_API bool kvswap_cache_moved(const void* watched);
+KVSWAP_API void kvswap_cache_release(void* watched);
+
 // A handler: the native part of torch_kvswap.OffloadHandler, which says what the calls mean. Any
 // thread may call, and no call holds up another one for longer than a few driver calls. Functions
 // that return a pointer return null on failure, and those that return a truth false.
@@ -123,8 +128,10 @@ KVSWAP_API int kvswap_handler_unreported_failures(void* handler, kvswap_result* 
 KVSWAP_API bool kvswap_handler_close(void* handler);
 
 KVSWAP_API void kvswap_job_release(void* job);
-// poll: whether to ask the device.
-KVSWAP_API bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result);
+// What was found out before; does not ask the device.
+KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
+// Asks the device: 1 when the job has ended, 0 when it has not; -1 on failure.
+KVSWAP_API int kvswap_job_done(void* handler, void* job);
 // Makes the stream wait for the end of a group of layers of the job; -1: all. null: the stream that
 // is current on the device.
 KVSWAP_API bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,

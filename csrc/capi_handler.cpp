@@ -141,9 +141,14 @@ bool kvswap_handler_close(void* handler) {
 
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
-bool kvswap_job_result(void* handler, void* job, bool poll, kvswap_result* result) {
-  return succeeds(
-      [&] { *result = handler_at(handler).look(static_cast<Job*>(job), poll, describe); });
+bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
+  return succeeds([&] { *result = handler_at(handler).look(static_cast<Job*>(job), describe); });
+}
+
+int kvswap_job_done(void* handler, void* job) {
+  int done = -1;
+  succeeds([&] { done = handler_at(handler).has_ended(static_cast<Job*>(job)); });
+  return done;
 }
 
 bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream, bool is_current) {

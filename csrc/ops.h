@@ -26,4 +26,7 @@ Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int6
 void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
                           std::optional<int64_t> count, const Tensor& out);
 
+// No op for users: what kvswap_cache_moved looks at. The tensors had their memory at `addresses`.
+int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses);
+
 }  // namespace kvswap

@@ -26,7 +26,7 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 FLOORS = (
     ("_extension", "process", "metrics", "nvtx", "ids"),
     (
-        *("capi", "after", "result", "layout", "sharing", "host_memory", "groups", "ops"),
+        *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
         *("path_costs", "paths"),
     ),
     ("native", "gate", "request"),

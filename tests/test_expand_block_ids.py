@@ -102,3 +102,37 @@ torch_kvswap::expand_block_ids: block_ids[0] is 4611686018427387904; expected 0 
 torch_kvswap::expand_block_ids: out and block_ids share memory; expected memory of its own
 torch_kvswap::expand_block_ids: out has stride 0, so that its elements share memory; expected memory of its own""",
     )
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 15, 16, 17, 40])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("out_step", [1, 2])
+def test_every_factor_and_stride_expands_the_same(factor, step, out_step):
+    ids = torch.randint(0, (1 << 62) // factor, (7 * step,))[::step]
+    total = 7 * factor
+    for skip in {0, 1, factor, factor + 1, total - 1}:
+        for count in {1, factor, total - skip}:
+            count = min(count, total - skip)
+            backing = torch.full(((count + 2) * out_step,), -7)
+            out = backing[out_step : (count + 1) * out_step : out_step]
+            ops.expand_block_ids(ids, factor, skip, count, out=out)
+            assert out.tolist() == reference(ids.tolist(), factor, skip, count)
+            out.fill_(-7)
+            assert set(backing.tolist()) == {-7}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_nothing_is_written_when_any_id_is_wrong(step):
+    largest = (2**63 - 1 - 15) // 16
+    ids = torch.arange(100 * step)[::step]
+    ids[40] = largest
+    out = torch.full((1600,), -7)
+    ops.expand_block_ids(ids, 16, out=out)
+    assert out[655] == largest * 16 + 15
+    out.fill_(-7)
+    for wrong in (-1, -(2**63), largest + 1, 2**63 - 1):
+        ids[90] = wrong
+        with pytest.raises(RuntimeError, match=rf"block_ids\[90\] is {wrong}; expected 0 to"):
+            ops.expand_block_ids(ids, 16, out=out)
+    assert set(out.tolist()) == {-7}
+    assert ops.expand_block_ids(ids, 16, 0, 90 * 16).tolist()[:2] == [0, 1]  # the wrong is not read

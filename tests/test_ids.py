@@ -100,6 +100,17 @@ TypeError: page_ids is of object; ids must be integers""",
     )
 
 
+@pytest.mark.parametrize("count", [1, 31, 32, 500])
+def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
+    ids = [*range(count), np.int32(7), 2**63 - 1]
+    for kind in (list, tuple):
+        assert read_ids("page_ids", kind(ids)).tolist() == [int(number) for number in ids]
+    for wrong in (0.0, None, "1", 2**63, [1]):
+        assert refusal(read_ids, "page_ids", [*ids, wrong]).startswith(
+            ("TypeError: page_ids is of", "IndexError: page_ids[", "ValueError: page_ids must have")
+        )
+
+
 @pytest.mark.gpu
 def test_ids_on_the_gpu_are_refused() -> None:
     with pytest.raises(ValueError, match=r"page_ids is on cuda:0.*pass page_ids\.cpu\(\)"):

@@ -271,3 +271,21 @@ def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver)
         second = rig.store(3, 2)
         driver.run()
         assert [result.job_id for result in rig.handler.finished()] == [first.id, second.id]
+
+
+@pytest.mark.parametrize("culprit", [0, 7])
+@stubbed
+def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
+    driver: Driver, culprit: int
+) -> None:
+    with Rig(driver, pages=32) as rig:
+        hold, _ = rig.hold_up("store", 15, 31)
+        stores = [rig.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
+        pages = [*range(16)]  # those of each store come twice, with others between
+        well = rig.submit("load", [0, 1], [16, 17])
+        load = rig.submit("load", pages, pages)
+        rig.handler.cancel(stores[culprit])
+        rig.release(hold)
+        rig.finish()
+        assert state(well) == "done"
+        assert error(load) == f"store {stores[culprit].id} was cancelled"

@@ -20,6 +20,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_unregister": (_Bool, _Int, _Pointer),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
+    "kvswap_cache_moved": (_Bool, _Pointer),
+    "kvswap_cache_release": (None, _Pointer),
     "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
@@ -30,12 +32,16 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_handler_close": (_Bool, _Pointer),
     "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
     "kvswap_job_release": (None, _Pointer),
-    "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Bool, _Pointer),
+    "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),
+    "kvswap_job_done": (_Int, _Pointer, _Pointer),
     "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Bool),
     "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Bool),
 }
+# They take a microsecond and no lock. To let the GIL go costs more: a thread that computes in
+# Python gives it back only after milliseconds.
+HOLD_THE_GIL = ("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release")
 PATH = Path(__file__).with_name("_C.abi3.so")
 ops: Any = torch.ops  # torch has no type for load_library
 
@@ -66,10 +72,11 @@ def load() -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native library's C interface. Calls through it release the GIL."""
+    """The native library's C interface. Calls through it release the GIL, but for HOLD_THE_GIL."""
     load()
-    handle = ctypes.CDLL(str(PATH))
+    handle, holding = ctypes.CDLL(str(PATH)), ctypes.PyDLL(str(PATH))
     for name, (result, *arguments) in PROTOTYPES.items():
-        function = getattr(handle, name)
+        function = getattr(holding if name in HOLD_THE_GIL else handle, name)
         function.restype, function.argtypes = result, arguments
+        setattr(handle, name, function)
     return handle

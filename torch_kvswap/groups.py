@@ -11,13 +11,15 @@ from torch_kvswap import capi
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import Int64Array, PagedLayout
 from torch_kvswap.sharing import block_spaces
+from torch_kvswap.watch import Watch
 
 
 class Groups:
     """Layouts and their pools, checked against each other.
 
     is_list: whether the caller passed lists, and so passes lists of ids. num_layers: tensors of all
-    layouts, in their order. Holds the memory of both.
+    layouts, in their order. check_unmoved() raises RuntimeError when a tensor has other memory than
+    its layout says. Holds the memory of both.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Groups:
         _check_match(self.layouts, self.pools)
         self.device: torch.device = self.layouts[0].device
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
+        self.check_unmoved = Watch(self.layouts).check
         spaces = block_spaces(self.layouts)
         pools = {id(pool): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have
@@ -64,10 +67,6 @@ class Groups:
                 f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
             )
         return groups
-
-    def check_unmoved(self) -> None:
-        for layout in self.layouts:
-            layout.check_unmoved()
 
     def _address(self, values: Int64Array) -> int:
         self._kept.append(np.ascontiguousarray(values, np.int64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -12,14 +11,14 @@ from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.ids import Ids
-from torch_kvswap.job import Job
+from torch_kvswap.job import Job, wait_for
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import Metrics
 from torch_kvswap.native import NativeHandler
 from torch_kvswap.nvtx import Ranges
 from torch_kvswap.paths import path_options
 from torch_kvswap.request import Request
-from torch_kvswap.result import Result, TransferError
+from torch_kvswap.result import Result, TransferError, direction_of
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 
@@ -96,8 +95,9 @@ class OffloadHandler:
         no job. Any other failure ends the job that is returned as failed. A store fails when a load
         was to fill one of its blocks and failed or was cancelled, unless finished() has said so.
         """
-        request = Request(capi.STORES, first_block, after, background=background)
-        return self._submit(request, gpu_block_ids, page_ids)
+        ids = gpu_block_ids, page_ids, first_block
+        request = Request(self.native, capi.STORES, *ids, after, background=background)
+        return self._submit(request)
 
     def load(
         self,
@@ -123,8 +123,9 @@ class OffloadHandler:
         as many parts as there are layer groups. Returns when the load is on the device.
         """
         channel = capi.EXPEDITED if expedited else capi.LOADS
-        request = Request(channel, first_block, after, layer_groups, gate, background)
-        return self._submit(request, gpu_block_ids, page_ids)
+        ids = gpu_block_ids, page_ids, first_block
+        request = Request(self.native, channel, *ids, after, layer_groups, gate, background)
+        return self._submit(request)
 
     def finished(self) -> list[Result]:
         """The jobs that have ended since the last call, each job in one call only, in the order in
@@ -142,18 +143,7 @@ class OffloadHandler:
         ever. Raises TransferError with every one of them that failed or was cancelled, TimeoutError
         when some still run after the timeout, ValueError for a job of another handler.
         """
-        waited = None if jobs is None else self._own(jobs)
-        well = self.native.wait(waited, timeout)
-        if well is None:
-            running = [job for job in waited or () if not job.done()]
-            names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
-            raise TimeoutError(f"after {timeout} s some jobs still run{names if running else ''}")
-        if not well:
-            results = [job.result for job in waited or ()]
-            failed = [result for result in results if result and not result.ok]
-            failed = self.native.unreported_failures() if waited is None else failed
-            if failed:  # else another thread has been told
-                raise TransferError(failed) from failed[0].error
+        wait_for(self.native, None if jobs is None else self._own(jobs), timeout)
 
     def cancel(self, job: Job) -> bool:
         """Whether the job is, or will be, reported as cancelled; False when it has ended before.
@@ -192,13 +182,13 @@ class OffloadHandler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request, gpu_block_ids: object, page_ids: object) -> Job:
-        began = time.perf_counter()
-        with self._ranges.submit(request.direction):
-            request.read_ids(gpu_block_ids, page_ids, self.native)
-            job = Job(self, *self.native.submit(request, began))
-        if self._ranges.enabled:
-            self._ranges.begin(job.id, request.direction, job.nbytes)
+    def _submit(self, request: Request) -> Job:
+        if not self._ranges.enabled:
+            return Job(self, *self.native.submit(request))
+        direction = direction_of(request.native.channel)
+        with self._ranges.submit(direction):
+            job = Job(self, *self.native.submit(request))
+        self._ranges.begin(job.id, direction, job.nbytes)
         return job
 
     def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:

@@ -13,6 +13,7 @@ from torch_kvswap.result import Direction, Result, TransferError, direction_of, 
 
 if TYPE_CHECKING:
     from torch_kvswap.handler import OffloadHandler
+    from torch_kvswap.native import NativeHandler
 
 _release = _extension.library().kvswap_job_release  # __del__ may run when modules are gone
 
@@ -50,7 +51,7 @@ class Job:
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Waits for nothing."""
-        return bool(self._ask(poll=True).state >= capi.DONE)
+        return bool(self.handler.native.is_done(self.native))
 
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
@@ -80,5 +81,23 @@ class Job:
         if result is not None and not result.ok:
             raise TransferError([result]) from result.error
 
-    def _ask(self, poll: bool = False) -> capi.JobResult:
-        return self.handler.native.job(self.native, poll)
+    def _ask(self) -> capi.JobResult:
+        return self.handler.native.job(self.native)
+
+
+def wait_for(native: NativeHandler, jobs: list[Job] | None, timeout: float | None) -> None:
+    """`OffloadHandler.wait` for jobs of that handler; None is for all that were not reported."""
+    well = native.wait(jobs, timeout)
+    if well is None:
+        running = [job for job in jobs or () if not job.done()]
+        names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
+        raise TimeoutError(f"after {timeout} s some jobs still run{names if running else ''}")
+    if well:
+        return
+    if jobs is None:
+        failed = native.unreported_failures()
+    else:
+        results = [job.result for job in jobs]
+        failed = [result for result in results if result and not result.ok]
+    if failed:  # else another thread has been told
+        raise TransferError(failed) from failed[0].error

@@ -84,7 +84,7 @@ class PagedLayout(Planes):
             num_blocks=self.tensors[0].shape[block_dim],
         )
         self.tensor_of_plane = np.repeat(np.arange(len(planes), dtype=np.int64), planes)
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         _, planes_of, times = np.unique(self.bases, return_index=True, return_counts=True)
         if len(planes_of) < len(self.bases):
             plane = int(planes_of[np.argmax(times > 1)])
@@ -95,9 +95,7 @@ class PagedLayout(Planes):
 
     def check_unmoved(self) -> None:
         """Raises RuntimeError when a tensor no longer has the memory that it had here."""
-        if list(map(Tensor.data_ptr, self.tensors)) == self._addresses:  # at each submission
-            return
-        for index, (tensor, address) in enumerate(zip(self.tensors, self._addresses, strict=True)):
+        for index, (tensor, address) in enumerate(zip(self.tensors, self.addresses, strict=True)):
             if tensor.data_ptr() != address:
                 raise RuntimeError(
                     f"tensors[{index}] has moved from {address:#x} to {tensor.data_ptr():#x} since "

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch_kvswap.job import Job
     from torch_kvswap.request import Request
 
+_native = _extension.library()
+_submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
+_result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
+_release = _native.kvswap_job_release
 _AT_ONCE = 64  # results asked for in one call
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
@@ -41,7 +45,7 @@ class NativeHandler:
 
     @property
     def pointer(self) -> int:
-        self.check_process()
+        self._process.check("handler")
         if self._pointer is None:
             raise RuntimeError("the handler is gone")
         return self._pointer
@@ -49,17 +53,27 @@ class NativeHandler:
     def check_process(self) -> None:
         self._process.check("handler")
 
-    def submit(self, request: Request, began: float) -> tuple[int, int]:
+    def submit(self, request: Request) -> tuple[int, int]:
         """A native job, and its number."""
-        native = request.native(began)
-        job: int = capi.call("kvswap_handler_submit", self.pointer, ctypes.byref(native))
+        native = request.native
+        job: int | None = _submit(self.pointer, ctypes.byref(native))
+        if job is None:
+            capi.fail()
         return job, native.id
 
-    def job(self, native: int, poll: bool = False) -> capi.JobResult:
-        """What has become of a job; poll: ask the device."""
+    def job(self, native: int) -> capi.JobResult:
+        """What has become of a job; does not ask the device."""
         answer = capi.JobResult()
-        capi.call("kvswap_job_result", self.pointer, native, poll, ctypes.byref(answer))
+        if not _result_of(self.pointer, native, ctypes.byref(answer)):
+            capi.fail()
         return answer
+
+    def is_done(self, native: int) -> bool:
+        """Whether a job has ended; asks the device."""
+        done: int = _is_done(self.pointer, native)
+        if done < 0:
+            capi.fail()
+        return done == 1
 
     def finished(self) -> list[Result]:
         results: list[Result] = []
@@ -86,9 +100,11 @@ class NativeHandler:
         while True:
             left = _PATIENCE if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _PATIENCE)
-            ended = capi.call("kvswap_handler_wait", self.pointer, pointers, count, seconds)
+            ended: int = _wait(self.pointer, pointers, count, seconds)
+            if ended < 0:
+                capi.fail()
             if ended:
-                return bool(ended == 1)
+                return ended == 1
             if left <= seconds and deadline is not None:
                 return None
 
@@ -134,14 +150,14 @@ class NativeHandler:
         if owner() is not None:
             return  # the process exits, and other threads may be in a call
         pointer, self._pointer = self._pointer, None
-        _extension.library().kvswap_handler_destroy(pointer)
+        _native.kvswap_handler_destroy(pointer)
 
     def _results(self, function: str, capacity: int) -> list[Result]:
         answers = (capi.JobResult * capacity)()
         results = []
         for answer in answers[: capi.call(function, self.pointer, answers, capacity)]:
             result = result_of(answer)
-            _extension.library().kvswap_job_release(answer.job)
+            _release(answer.job)
             if result is not None:
                 results.append(result)
         return results

@@ -13,8 +13,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Ranges:
-    """The ranges of a handler: one around each submitting call, and one for each job from its
-    submission until it is reported. Off, every method does nothing.
+    """The ranges of a handler: one around the native part of each submission, and one for each job
+    from its submission until it is reported. Off, every method does nothing.
 
     Reads KVSWAP_NVTX when it is made: ValueError for what is neither 0 nor 1, RuntimeError when
     this torch has no NVTX. Any thread may call the methods. Keeps the jobs that are not reported.
@@ -32,7 +32,7 @@ class Ranges:
             _check()
 
     def submit(self, direction: str) -> AbstractContextManager[None]:
-        """Around the call that submits."""
+        """Around the native call that submits."""
         if not self.enabled:
             return _NOTHING
         return torch.cuda.nvtx.range(f"kvswap submit {direction}")

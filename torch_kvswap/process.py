@@ -17,7 +17,7 @@ class Process:
 
     def check(self, noun: str) -> None:
         """Raises RuntimeError in a process that was forked from the remembered one."""
-        if not self.is_current:
+        if os.getpid() != self.pid:
             raise RuntimeError(
                 f"this {noun} is of process {self.pid} and cannot be used in process "
                 f"{os.getpid()}, forked from it; make a {noun} in each process"

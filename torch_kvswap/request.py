@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -13,86 +14,102 @@ from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.ids import read_ids
 from torch_kvswap.native import NativeHandler
-from torch_kvswap.result import Direction, direction_of
 
 
 class Request:
-    """One submission: how, and the ids of each group. Ids are copied in read_ids()."""
+    """One submission, read and checked: `native`, with its ids copied. Raises TypeError and
+    ValueError for what this handler cannot move, RuntimeError when its cache has moved."""
+
+    __slots__ = ("_held", "native")
 
     def __init__(
         self,
+        handler: NativeHandler,
         channel: int,
-        first_block: int | Sequence[int],
+        gpu_block_ids: Any,
+        page_ids: Any,
+        first_block: Any,
         after: object,
         layer_groups: int | None = None,
         gate: Gate | None = None,
         background: bool = False,
     ) -> None:
-        self.direction: Direction = direction_of(channel)
-        self._channel = channel
-        self._first_block = first_block
-        self._after = after
-        self.gate = gate
-        self._layer_groups = layer_groups
-        self._background = background
-
-    def read_ids(self, gpu_block_ids: object, page_ids: object, handler: NativeHandler) -> None:
-        """Raises TypeError and ValueError for what cannot be moved by this handler."""
+        began = time.perf_counter()
         groups = handler.groups
         groups.check_unmoved()
-        if self.gate is not None and self.gate.handler is not handler:
-            raise ValueError("the gate was made by another handler than this load's")
-        self._grouped = groups.is_list
-        self._after_kind, self._after_handle = resolve_after(self._after, groups.device)
-        self._parts = self._layer_parts(groups)
-        self._blocks, blocks = _lists("gpu_block_ids", gpu_block_ids, groups)
-        self._pages, pages = _lists("page_ids", page_ids, groups)
-        first = self._first_block
-        if not isinstance(first, Sequence):
-            first = [operator.index(first)] * len(blocks)
-        elif len(first) != len(blocks):
-            raise ValueError(f"first_block has {len(first)} entries for {len(blocks)} groups")
-        self._counts = array("q")
-        for counts in zip(blocks, pages, first, strict=True):
-            self._counts.extend(counts)
-
-    def native(self, began: float) -> capi.Request:
-        return capi.Request(
+        after_kind, after_handle = resolve_after(after, groups.device)
+        parts, native_gate = 1, None
+        if gate is not None or layer_groups is not None:
+            parts, native_gate = _layer_parts(handler, layer_groups, gate)
+        if groups.is_list:
+            blocks, pages, counts = _read_lists(groups, gpu_block_ids, page_ids, first_block)
+        else:
+            blocks = read_ids("gpu_block_ids", gpu_block_ids)
+            pages = read_ids("page_ids", page_ids)
+            if type(first_block) is not int:
+                first_block = _first_blocks(first_block, 1)[0]
+            counts = array("q", (len(blocks), len(pages), first_block))
+        self._held = blocks, pages, counts
+        self.native = capi.Request(
             began,
-            self._channel,
-            self._parts,
-            self._after_kind,
-            self._grouped,
-            self._background,
-            self._after_handle,
-            None if self.gate is None else self.gate.native,
-            self._blocks.buffer_info()[0],
-            self._pages.buffer_info()[0],
-            self._counts.buffer_info()[0],
+            channel,
+            parts,
+            after_kind,
+            groups.is_list,
+            background,
+            after_handle,
+            native_gate,
+            blocks.buffer_info()[0],
+            pages.buffer_info()[0],
+            counts.buffer_info()[0],
         )
 
-    def _layer_parts(self, groups: Groups) -> int:
-        gate, parts = self.gate, self._layer_groups
-        if parts is None:
-            parts = 1 if gate is None else gate.parts
-        parts = operator.index(parts)
-        if not 1 <= parts <= groups.num_layers:
-            raise ValueError(
-                f"layer_groups={parts} of a cache with {groups.num_layers} tensors; expected 1 to "
-                f"{groups.num_layers}"
-            )
-        if gate is not None and gate.parts != parts:
-            raise ValueError(
-                f"the gate has {gate.parts} parts, the load {parts} layer groups; make them equal"
-            )
-        return parts
+
+def _layer_parts(
+    handler: NativeHandler, parts: int | None, gate: Gate | None
+) -> tuple[int, int | None]:
+    """In how many groups of layers, and the native gate."""
+    if gate is not None and gate.handler is not handler:
+        raise ValueError("the gate was made by another handler than this load's")
+    if parts is None:
+        parts = 1 if gate is None else gate.parts
+    parts, layers = operator.index(parts), handler.groups.num_layers
+    if not 1 <= parts <= layers:
+        raise ValueError(
+            f"layer_groups={parts} of a cache with {layers} tensors; expected 1 to {layers}"
+        )
+    if gate is None:
+        return parts, None
+    if gate.parts != parts:
+        raise ValueError(
+            f"the gate has {gate.parts} parts, the load {parts} layer groups; make them equal"
+        )
+    return parts, gate.native
 
 
-def _lists(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
+def _read_lists(
+    groups: Groups, gpu_block_ids: Any, page_ids: Any, first_block: int | Sequence[int]
+) -> tuple[array[int], array[int], array[int]]:
+    """The ids of all groups, one after the other, and for each how many, and its first block."""
+    blocks, num_blocks = _join("gpu_block_ids", gpu_block_ids, groups)
+    pages, num_pages = _join("page_ids", page_ids, groups)
+    first_blocks = _first_blocks(first_block, len(num_blocks))
+    counts = array("q")
+    for of_group in zip(num_blocks, num_pages, first_blocks, strict=True):
+        counts.extend(of_group)
+    return blocks, pages, counts
+
+
+def _first_blocks(first_block: int | Sequence[int], groups: int) -> Sequence[int]:
+    if not isinstance(first_block, Sequence):
+        return [operator.index(first_block)] * groups
+    if len(first_block) != groups:
+        raise ValueError(f"first_block has {len(first_block)} entries for {groups} groups")
+    return first_block
+
+
+def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
     """All ids one group after the other, and how many each group has."""
-    if not groups.is_list:
-        read = read_ids(name, ids)
-        return read, [len(read)]
     if not isinstance(ids, Sequence) or len(ids) != len(groups.layouts):
         raise ValueError(
             f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -30,13 +31,11 @@ struct Group {
 
   // The planes of part `part` of `parts`, of a model with `layers_in_all` layers.
   PlaneRange planes_of(int part, int parts, int64_t layers_in_all) const {
-    size_t bounds[2];
-    for (int i = 0; i < 2; ++i) {
-      size_t plane = 0;
-      while (plane < layers.size() && layers[plane] * parts / layers_in_all < part + i) ++plane;
-      bounds[i] = plane;
-    }
-    return {bounds[0], bounds[1]};
+    const auto first_of = [&](int number) -> size_t {
+      const auto is_before = [&](int64_t layer) { return layer * parts / layers_in_all < number; };
+      return std::partition_point(layers.begin(), layers.end(), is_before) - layers.begin();
+    };
+    return {first_of(part), first_of(part + 1)};
   }
 };
 

@@ -83,23 +83,10 @@ void Handler::close_gate(Lock& lock, const kvswap_request& request) {
   gate->busy = true;
 }
 
-int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
-  const double began = now();
-  size_t ended = 0;
-  bool failed = false;
-  int64_t last = -1;
-  for (;; pause_since(began)) {
-    const Lock lock(dispatcher_.mutex);
-    if (last < 0) last = last_id_;
-    dispatcher_.advance();
-    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
-      failed |= jobs[ended]->state != State::kDone;
-    }
-    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) {
-      return failed || (for_all && dispatcher_.ledger.has_failures()) ? 2 : 1;
-    }
-    if (now() - began >= seconds) return 0;
-  }
+bool Handler::has_ended(const Job* job) {
+  const Lock lock(dispatcher_.mutex);
+  if (!job->ended()) dispatcher_.advance();
+  return job->ended();
 }
 
 bool Handler::cancel(Job* job) {
@@ -166,6 +153,7 @@ void Handler::close() {
     dispatcher_.progress.wait(lock, [&] { return stopped_; });
     return;
   }
+  dispatcher_.progress.wait(lock, [&] { return looking_ == 0; });
   dispatcher_.stop(lock);
   stopped_ = true;
   dispatcher_.progress.notify_all();

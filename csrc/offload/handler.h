@@ -44,13 +44,14 @@ class Handler {
   int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   bool cancel(Job* job);
   void wait_on(Job* job, int layer_group, cuda::Stream stream);
-  // Reads what has become of the job; poll: asks the device first.
+  // Reads what has become of the job, without asking the device.
   template <typename Read>
-  auto look(const Job* job, bool poll, const Read& read) {
+  auto look(const Job* job, const Read& read) {
     const Lock lock(dispatcher_.mutex);
-    if (poll) dispatcher_.advance();
     return read(*job);
   }
+  // Asks the device.
+  bool has_ended(const Job* job);
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int parts);
   kvswap_metrics metrics(int channel);
@@ -67,11 +68,15 @@ class Handler {
   Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first.
   cuda::Stream stream_of(const kvswap_request& request) const;
+  // Looks for the end of what a thread waits for without the lock, so that nobody who submits
+  // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
+  void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
   void close_gate(Lock& lock, const kvswap_request& request);
 
   Dispatcher dispatcher_;
   RequestReader reader_;
   int64_t last_id_ = -1;
+  int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs
   bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none
 };

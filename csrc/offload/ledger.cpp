@@ -1,5 +1,7 @@
 #include "ledger.h"
 
+#include <algorithm>
+
 namespace kvswap {
 namespace {
 
@@ -10,13 +12,6 @@ std::string reason(const Job& source) {
 
 bool spoils(const Job& source) {
   return source.state == State::kFailed || source.state == State::kCancelled;
-}
-
-void add_once(std::vector<JobRef>& sources, const JobRef& source) {
-  for (const JobRef& known : sources) {
-    if (known.get() == source.get()) return;
-  }
-  sources.push_back(source);
 }
 
 }  // namespace
@@ -31,6 +26,7 @@ std::string Ledger::enter(const JobRef& job) {
   std::string doomed;
   const bool is_store = job->channel == kStores;
   int64_t last = -1;
+  std::vector<int64_t> sources;
   for (size_t i = 0; i < job->count() && doomed.empty(); ++i) {
     if (!is_store && !invalid_.empty()) {
       const auto found = invalid_.find(hazards_.slot_key(*job, i));
@@ -40,11 +36,15 @@ std::string Ledger::enter(const JobRef& job) {
         is_store ? hazards_.latest_load(*job, i) : hazards_.latest_store(*job, i);
     if (source == last || source < 0) continue;
     last = source;
-    if (const JobRef* open = open_job(source)) add_once(job->sources, *open);
+    if (open_job(source) != nullptr) sources.push_back(source);
     if (!is_store || failed_loads_.empty()) continue;
     const auto failed = failed_loads_.find(source);
     if (failed != failed_loads_.end()) doomed = reason(*failed->second);
   }
+  // Each once; a load of many blocks may have as many sources.
+  std::sort(sources.begin(), sources.end());
+  sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
+  for (const int64_t source : sources) job->sources.push_back(*open_job(source));
   if (is_store && !invalid_.empty()) {
     for (size_t i = 0; i < job->count(); ++i) invalid_.erase(hazards_.slot_key(*job, i));
   }

@@ -45,6 +45,9 @@ class Ledger {
   // Whether all jobs up to this number have ended.
   bool all_ended_until(int64_t id) const { return first_open_ > id; }
 
+  // The first job that has not ended. There is one.
+  const Job& oldest() const { return **open_.front(); }
+
   ChannelMetrics& metrics(int channel) { return metrics_[channel]; }
 
  private:

@@ -1,0 +1,79 @@
+"""A cache that has moved is found by the next submission, whatever moved it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from refusal import refusal
+from torch import Tensor
+
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.watch import Watch
+
+
+def make_layout(tensors: int = 3) -> PagedLayout:
+    return PagedLayout([torch.zeros(4, 6) for _ in range(tensors)])
+
+
+def replace_data(tensor: Tensor) -> None:
+    tensor.data = torch.zeros(4, 6)
+
+
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "data": replace_data,
+    "set_": lambda tensor: tensor.set_(torch.zeros(4, 6)),
+    "set_ to a later part": lambda tensor: tensor.set_(torch.zeros(9, 6)[5:]),
+    "resize_": lambda tensor: tensor.resize_(1 << 20),
+    "storage freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "storage grown": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+    "shared": lambda tensor: tensor.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("index", [0, 2])
+def test_whatever_gives_a_tensor_other_memory_is_seen(move: str, index: int) -> None:
+    layout = make_layout()
+    watch = Watch([make_layout(1), layout])
+    watch.check()
+    MOVES[move](layout.tensors[index])
+    assert refusal(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
+
+
+def test_a_tensor_that_moved_before_the_watch_began_is_seen() -> None:
+    layout = make_layout()
+    replace_data(layout.tensors[1])
+    assert "tensors[1] has moved" in refusal(Watch([layout]).check)
+
+
+def test_what_leaves_the_memory_alone_is_no_move() -> None:
+    layout = make_layout()
+    watch = Watch([layout])
+    for tensor in layout.tensors:
+        tensor.fill_(1).unsqueeze_(0)
+    watch.check()
+
+
+def test_tensors_cannot_be_swapped_behind_the_watch() -> None:
+    layout = make_layout()
+    watch = Watch([layout])
+    with pytest.raises(RuntimeError):  # PyTorch counts the references, for whatever reason it names
+        torch.utils.swap_tensors(layout.tensors[0], torch.zeros(4, 6))
+    watch.check()
+
+
+def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
+    layout = make_layout()
+    dropped = weakref.ref(layout.tensors[0].untyped_storage())
+    tensor = weakref.ref(layout.tensors[0])
+    watch = Watch([layout])
+    del layout
+    gc.collect()
+    assert tensor() is not None
+    del watch
+    gc.collect()
+    assert (tensor(), dropped()) == (None, None)
