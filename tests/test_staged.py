@@ -284,6 +284,59 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
         assert driver.live("events") <= events + 80
 
 
+@pytest.mark.parametrize("kind", ["store", "load"])
+@has_kernels
+@stubbed
+def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind: str) -> None:
+    whole = numbers(2, 12, MIB // 4)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+        driver.set_mode("manual")
+        driver.fail("cuLaunchKernel", 3)
+        ids = [7, 2, 5, 11, 0, 1, 3]
+        job = handler.store(ids, ids) if kind == "store" else handler.load(ids, ids)
+        assert job.done()
+        assert job.result is not None
+        assert not job.result.ok
+        assert driver.pending() == ""
+        driver.set_mode("immediate")
+
+
+@has_kernels
+@stubbed
+def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
+    whole = numbers(2, 24, MIB // 4)
+    layout = on_device(driver, whole)
+    ids = list(range(24))
+    pool = HostPool(layout, num_pages=24)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=8 * MIB) as handler:
+        sizes = {}
+        for kind in ("store", "load"):
+            driver.log()
+            handler.wait(handler.store(ids, ids) if kind == "store" else handler.load(ids, ids))
+            sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
+    assert sizes == {"store": [1, 2, 4, 4, 4, 4, 4, 1], "load": [4, 4, 4, 4, 4, 2, 1, 1]}
+
+
+@has_kernels
+@stubbed
+def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
+    whole = numbers(8, 16, 1024)
+    layout = on_device(driver, whole)
+    driver.set_stream(0, CURRENT)
+    with OffloadHandler(layout, HostPool(layout, num_pages=16), path="staged") as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(CURRENT)
+        jobs = [handler.store([i % 16], [i % 16], background=i % 100 >= 50) for i in range(200)]
+        driver.release(hold)
+        run_until(driver, lambda: handler.metrics().stores.done == 200)
+        paths = [job.result.path for job in jobs if job.result]
+        assert paths == (["staged"] * 50 + ["strided"] * 50) * 2
+        assert handler.metrics().stores.transfers < 150
+        driver.set_mode("immediate")
+
+
 @has_kernels
 @stubbed
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
