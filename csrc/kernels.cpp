@@ -15,6 +15,8 @@ extern "C" const unsigned char kvswap_pack_image[], kvswap_expand_block_ids_imag
 namespace kvswap::cuda {
 namespace {
 
+#ifdef KVSWAP_WITH_KERNELS
+
 constexpr int kNoMachineCode = 209;
 constexpr int kHopper = 9;
 constexpr int kSharedBytes = 160 << 10;  // the most that a launch asks for
@@ -45,7 +47,6 @@ void warm_up(Function kernel, Arguments nothing, Stream stream) {
 }
 
 Kernels load(int device) {
-#ifdef KVSWAP_WITH_KERNELS
   int capability = 0;
   KVSWAP_DRIVER_CHECK(driver().get_device_attribute(&capability, kComputeCapabilityMajor, device),
                       "cuDeviceGetAttribute");
@@ -68,13 +69,17 @@ Kernels load(int device) {
   driver().destroy_stream(stream);
   KVSWAP_DRIVER_CHECK(loaded, "loading the kernels");
   return kernels;
+}
+
 #else
-  static_cast<void>(device);
+
+[[noreturn]] Kernels load(int) {
   fail(
       "this library was built without nvcc and has no CUDA kernels; install the CUDA toolkit and "
       "build again");
-#endif
 }
+
+#endif
 
 }  // namespace
 

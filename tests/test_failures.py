@@ -141,7 +141,7 @@ def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Dr
 def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, failing: int) -> None:
     with Rig(driver) as rig:
         rig.fill("store")
-        jobs = [rig.store(i, i) for i in range(1, 6)]
+        jobs = [rig.store(i, 6 - i) for i in range(1, 6)]  # neighbours would be one copy
         driver.fail("cuMemcpyBatchAsync")  # of all
         driver.fail("cuMemcpyAsync", nth=1 + failing)  # then one by one, from that of fill() on
         job = jobs[failing - 1]

@@ -36,8 +36,7 @@ class OffloadHandler:
     path: "auto", the default, takes for each transfer the way of copying that is predicted to end
     first; "strided", "batch", "staged" or "kernel" is taken always, and KVSWAP_PATH says which
     where no path is given (`Result.path` names them). staging_bytes: GPU memory for staged copies,
-    half for stores and half for loads, taken when the handler is made and some transfer could be
-    staged.
+    half for stores, half for loads, taken at once where some transfer could be staged.
 
     Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
     another call, whose lock it would wait for. A context manager, which closes it. One that is
