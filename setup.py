@@ -1,8 +1,8 @@
 """Builds torch_kvswap/_C.abi3.so: one library for every torch from 2.11 on, with and without CUDA.
 
-It sees torch through the stable ABI only and brings its own static CUDA runtime. So nvcc need not
-match torch's CUDA, and a torch without CUDA will do. torch's own extension builder insists on both;
-that is why the compilers are called from here.
+It sees torch through the stable ABI only, and its kernels are an image in it that the driver loads.
+So nvcc need not match torch's CUDA, and a torch without CUDA will do. torch's own extension builder
+insists on both; that is why the compilers are called from here.
 
 KVSWAP_CUDA           auto, the default: with kernels if nvcc is found; 1: or else stop; 0: without
 KVSWAP_WERROR         1: the compilers' warnings are errors
@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -37,7 +36,6 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for t
 class Cuda(NamedTuple):
     nvcc: Path
     version: tuple[int, ...]
-    runtime: Path  # libcudart_static.a
 
 
 def say(message: str) -> None:
@@ -66,8 +64,12 @@ def find_torch() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def words(variable: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, ""))
+
+
 def find_cxx() -> list[str]:
-    cxx = shlex.split(os.environ.get("CXX") or "g++")
+    cxx = words("CXX") or ["g++"]
     if shutil.which(cxx[0]) is None:
         fail(f"there is no C++ compiler {cxx[0]}. Install g++, or name another compiler in CXX.")
     return cxx
@@ -90,15 +92,12 @@ def cuda_homes() -> Iterator[Path]:
 
 def cuda_in(home: Path) -> Cuda | None:
     """The CUDA in the folder `home`, if all that is needed of it is there."""
-    nvcc, machine = home.resolve() / "bin" / "nvcc", platform.machine()
-    folders = ("lib64", "lib", f"targets/{machine}-linux/lib", f"lib/{machine}-linux-gnu")
-    runtimes = [home / folder / "libcudart_static.a" for folder in folders]
-    runtime = next((file for file in runtimes if file.exists()), None)
-    if runtime is None or not nvcc.exists():
+    nvcc = home.resolve() / "bin" / "nvcc"
+    if not nvcc.exists() or not (home / "include" / "cuda_runtime.h").exists():
         return None
     report = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     version = release(report.stdout.partition("release")[2])
-    return Cuda(nvcc, version, runtime) if version >= OLDEST_CUDA else None
+    return Cuda(nvcc, version) if version >= OLDEST_CUDA else None
 
 
 def find_cuda() -> Cuda | None:
@@ -141,48 +140,49 @@ def call(command: list[str], advice: str = "") -> None:
 
 
 class BuildLibrary(build_ext):
-    """Compiles csrc/**/*.cpp with the C++ compiler and csrc/**/*.cu with nvcc."""
+    """Compiles csrc/**/*.cpp with the C++ compiler. What nvcc makes of csrc/**/NAME.cu is in the
+    library as bytes, `kvswap_NAME_image`."""
 
     def build_extension(self, ext: Extension) -> None:
         torch, cxx = find_torch(), find_cxx()
-        kernels = sorted(Path("csrc").rglob("*.cu"))
-        cuda = find_cuda() if kernels else None
-        common = ["-std=c++17", "-O3", TORCH_TARGET, "-Icsrc", "-isystem", str(torch / "include")]
-        host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-        host += ["-Werror"] if os.environ.get("KVSWAP_WERROR") == "1" else []
-        host += shlex.split(os.environ.get("CXXFLAGS", ""))
-        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
-        commands = {}
+        cuda, werror = find_cuda(), os.environ.get("KVSWAP_WERROR") == "1"
+        common = ["-std=c++17", "-O3", "-Icsrc"]
+        host = [TORCH_TARGET, "-isystem", str(torch / "include"), "-fPIC", "-fvisibility=hidden"]
+        host += ["-Wall", "-Wextra", *(["-Werror"] * werror), *words("CXXFLAGS")]
+        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread", *words("LDFLAGS")]
+        commands, self.cxx = {}, cxx
         if cuda:
-            common += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
-            link = [str(cuda.runtime), *link]
+            host += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
             nvcc = [str(cuda.nvcc), "-ccbin", [w for w in cxx if w[0] != "-"][-1], *common]
             nvcc += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
-            nvcc += [f"-Xcompiler={flag}" for flag in host]
-            commands = {kernel: nvcc for kernel in kernels}
+            nvcc += ["-Werror=all-warnings"] * werror
+            commands = {source: [*nvcc, "-fatbin"] for source in Path("csrc").rglob("*.cu")}
         commands |= {Path(source): [*cxx, *common, *host] for source in ext.sources}
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             objects = pool.map(self.compile, commands.keys(), commands.values())
-        # What is undefined is to be found now and not at load; the runtime's symbols stay inside.
-        strict = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
+        # What is undefined is to be found now and not at load.
+        checks = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        link += shlex.split(os.environ.get("LDFLAGS", ""))
-        call([*cxx, "-shared", *strict, *map(str, objects), *link, "-o", str(library)])
+        call([*cxx, "-shared", *checks, *map(str, objects), *link, "-o", str(library)])
 
     def compile(self, source: Path, command: list[str]) -> Path:
         """The object of `source`. Its name says what it was made from, so it is made only once."""
-        torch = importlib.metadata.version("torch")  # its headers may change in place
-        state = hashlib.sha256(shlex.join([*command, torch]).encode())
+        state = hashlib.sha256(shlex.join([*command, importlib.metadata.version("torch")]).encode())
         for file in [source, *sorted(Path("csrc").rglob("*.h"))]:
             state.update(file.read_bytes())
-        name = "-".join([*source.parts[1:], state.hexdigest()[:16]])
-        product = Path(self.build_temp, f"{name}.o")
+        product = Path(self.build_temp, f"{'-'.join(source.parts[1:])}-{state.hexdigest()[:16]}.o")
         if not product.exists():
             say(f"compiling {source}")
             product.parent.mkdir(parents=True, exist_ok=True)
             part = product.with_suffix(".part")
             advice = "\nKVSWAP_CUDA=0 leaves the kernels out." if source.suffix == ".cu" else ""
+            if source.suffix == ".cu":
+                image, name = product.with_suffix(".fatbin"), f"kvswap_{source.stem}_image"
+                call([*command, str(source), "-o", str(image)], advice)
+                command, source = [*self.cxx, "-Wa,--noexecstack"], product.with_suffix(".s")
+                place = f".section .rodata\n.balign 64\n.global {name}\n"
+                source.write_text(f'{place}{name}: .incbin "{image}"\n')
             call([*command, "-c", str(source), "-o", str(part)], advice)
             part.rename(product)
         return product

@@ -49,9 +49,24 @@ struct kvswap_group {
   int32_t block_space, slot_space;  // equal numbers share their blocks, or their pages
 };
 
+// Predicted seconds of a transfer: start + blocks * block + fragments * that of their size, where
+// fragment_seconds[i] is of one of 512 << i bytes. start_seconds < 0: not known, so that the path
+// is not chosen.
+#define KVSWAP_PATHS 5
+#define KVSWAP_FRAGMENT_SIZES 14
+struct kvswap_path_costs {
+  double start_seconds, block_seconds;
+  double fragment_seconds[KVSWAP_FRAGMENT_SIZES];
+};
+struct kvswap_path_options {
+  int32_t path;            // that is always taken; -1 for the one that is predicted to be best
+  uint64_t staging_bytes;  // GPU memory
+  kvswap_path_costs costs[2][KVSWAP_PATHS];  // of stores, of loads
+};
+
 // device: -1 for host memory on both sides. layers: in all groups together.
 KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
-                                       int device);
+                                       int device, const kvswap_path_options* options);
 // After kvswap_handler_close.
 KVSWAP_API void kvswap_handler_destroy(void* handler);
 // Takes new groups, with the same block sizes and pools, while no job is outstanding.
@@ -71,6 +86,7 @@ struct kvswap_request {
   int32_t layer_groups;
   int32_t after_kind;
   int32_t grouped;        // whether errors name the group of an id
+  int32_t background;     // whether only copy engines may copy
   void* after;            // a stream or an event
   void* gate;             // null for none
   const int64_t* blocks;  // of all groups, one group after the other
@@ -89,7 +105,7 @@ struct kvswap_result {
   double submit_seconds, queue_seconds, copy_seconds;
   int32_t channel;
   int32_t layer_groups;
-  int32_t path;       // 0 host, 1 batch, 2 strided
+  int32_t path;       // 0 host, 1 batch, 2 strided, 3 staged, 4 kernel
   int32_t state;      // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
   const char* error;  // of a failed job, valid as long as the job
   void* job;
@@ -141,7 +157,7 @@ struct kvswap_metrics {
   uint64_t queued, running;                     // jobs: in software, on the device
   uint64_t transfers;                           // copies given to the device
   uint64_t streams, events;                     // that exist
-  uint64_t jobs_by_path[4];                     // that are done: host, batch, strided, one to come
+  uint64_t jobs_by_path[KVSWAP_PATHS];          // that are done
   kvswap_histogram submit, queue, copy;         // seconds
 };
 

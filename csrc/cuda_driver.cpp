@@ -65,6 +65,12 @@ struct Lookup {
     require(table.wait_event, "cuStreamWaitEvent", 3020);
     require(table.query_event, "cuEventQuery", 2000);
     require(table.elapsed_time, "cuEventElapsedTime", 2000);
+    require(table.allocate, "cuMemAlloc", 3020);
+    require(table.free, "cuMemFree", 3020);
+    require(table.load_module, "cuModuleLoadData", 2000);
+    require(table.get_function, "cuModuleGetFunction", 2000);
+    require(table.set_function_attribute, "cuFuncSetAttribute", 9000);
+    require(table.launch, "cuLaunchKernel", 4000);
     require(table.allocate_host, "cuMemHostAlloc", 2020);
     require(table.register_host, "cuMemHostRegister", 6050);
     require(table.unregister_host, "cuMemHostUnregister", 4000);

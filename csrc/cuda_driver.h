@@ -16,6 +16,8 @@ using Result = int;
 using Stream = void*;
 using Event = void*;
 using Context = void*;
+using Module = void*;
+using Function = void*;
 using Address = unsigned long long;
 
 constexpr Result kSuccess = 0;
@@ -31,6 +33,8 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kRegisterPortable = 1;  // pinned for every device of the process
 constexpr int kCaptureRelaxed = 2;
 constexpr int kHas64BitMemoryOperations = 122;
+constexpr int kComputeCapabilityMajor = 75;
+constexpr int kMostDynamicSharedBytes = 8;  // of a function
 constexpr unsigned kWaitUntilAtLeast = 0;
 
 // cuGetProcAddress_v2. With the flag, stream 0 means the legacy default stream in what it finds.
@@ -103,6 +107,14 @@ struct Driver {
   Result (*query_event)(Event);
   Result (*elapsed_time)(float* milliseconds, Event start, Event end);
   Result (*wait_event)(Stream, Event, unsigned flags);
+  Result (*allocate)(Address*, size_t bytes);
+  Result (*free)(Address);
+  Result (*load_module)(Module*, const void* image);
+  Result (*get_function)(Function*, Module, const char* name);
+  Result (*set_function_attribute)(Function, int attribute, int value);
+  Result (*launch)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream,
+                   void** arguments, void** extra);
   Result (*allocate_host)(void**, size_t bytes, unsigned flags);
   Result (*register_host)(void*, size_t bytes, unsigned flags);
   Result (*unregister_host)(void*);

@@ -9,6 +9,7 @@
 #include "check.h"
 #include "cuda_context.h"
 #include "cuda_stream.h"
+#include "kernels.h"
 #include "ops.h"
 #include "tensor_check.h"
 
@@ -109,18 +110,16 @@ void expand_on_host(const Expansion& e) {
   for (; block <= last; i = end_of(block++)) expand_part(e, block, i, end_of(block));
 }
 
-void expand_on_cuda(const Expansion& expansion, int device) {
-#ifdef KVSWAP_WITH_KERNELS
+void expand_on_cuda(Expansion expansion, int device) {
+  constexpr int64_t kThreads = 256, kMostBlocks = 4096;
   const cuda::Stream stream = cuda::current_stream(device);
   const cuda::ContextGuard context(device);
-  expand_block_ids_on_cuda(expansion, stream);
-#else
-  static_cast<void>(expansion);
-  fail(
-      "block_ids is on cuda:", device,
-      ", but this library was built without nvcc and has no CUDA kernels; install the CUDA toolkit "
-      "and build again, or expand the ids on the CPU");
-#endif
+  const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMostBlocks);
+  void* arguments[] = {&expansion};
+  KVSWAP_DRIVER_CHECK(
+      cuda::driver().launch(cuda::kernels(device).expand_block_ids, static_cast<unsigned>(blocks),
+                            1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+      "cuLaunchKernel");
 }
 
 // The bytes from the first element to the last.

@@ -4,8 +4,8 @@
 
 namespace kvswap {
 
-// `out[i] = ids[j / factor] * factor + j % factor` with `j = i + skip`, for `count` outputs;
-// the strides are in elements.
+// What the kernel is told, too: `out[i] = ids[j / factor] * factor + j % factor` with `j = i +
+// skip`, for `count` outputs; the strides are in elements.
 struct Expansion {
   const int64_t* ids;
   int64_t id_stride;
@@ -15,9 +15,5 @@ struct Expansion {
   int64_t* out;
   int64_t out_stride;
 };
-
-// Launches on `stream` of the device whose context is current; does not wait for it.
-// There is at least one output.
-void expand_block_ids_on_cuda(const Expansion& expansion, void* stream);
 
 }  // namespace kvswap

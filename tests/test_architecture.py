@@ -26,19 +26,13 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 FLOORS = (
     ("_extension", "process", "metrics", "nvtx", "ids"),
     (
-        "capi",
-        "after",
-        "result",
-        "layout",
-        "sharing",
-        "host_memory",
-        "watch",
-        "groups",
-        "ops",
-        "paths",
+        *("capi", "after", "result", "layout", "sharing", "host_memory", "watch"),
+        *("groups", "ops"),
+        *("path_costs", "paths"),
     ),
     ("native", "gate", "request"),
     ("job", "handler", "block_manager"),
+    ("calibration",),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.

@@ -564,7 +564,7 @@ def test_a_joined_copy_is_one_transfer_that_waits_for_what_each_job_waits_for(
             """\
 wait for event 1 on loads
 record event 2 on loads
-batch of 5 on loads
+batch of 2 on loads
 record event 3 on loads
 wait for event 3 on current
 """,

@@ -34,8 +34,8 @@ def make_cuda(home: Path, version: str) -> Path:
         f'else echo "#$ TOP={home}" >&2; fi\n'
     )
     nvcc.chmod(0o755)
-    (home / "lib64").mkdir()
-    (home / "lib64" / "libcudart_static.a").touch()
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
     return home
 
 
@@ -61,8 +61,7 @@ def test_cuda_home_comes_before_all_others(setup, monkeypatch, tmp_path):
     first, second = make_cuda(tmp_path / "first", "12.8"), make_cuda(tmp_path / "second", "13.0")
     monkeypatch.setenv("CUDA_HOME", str(first))
     monkeypatch.setenv("CUDA_PATH", str(second))
-    runtime = first / "lib64" / "libcudart_static.a"
-    assert setup.find_cuda() == (first / "bin" / "nvcc", (12, 8), runtime)
+    assert setup.find_cuda() == (first / "bin" / "nvcc", (12, 8))
 
 
 def test_an_nvcc_on_the_path_that_is_a_script_says_where_the_real_one_is(
@@ -79,9 +78,9 @@ def test_an_nvcc_on_the_path_that_is_a_script_says_where_the_real_one_is(
 
 def test_a_cuda_that_is_too_old_or_incomplete_is_passed_over(setup, monkeypatch, tmp_path):
     old, new = make_cuda(tmp_path / "old", "11.8"), make_cuda(tmp_path / "new", "12.4")
-    without_runtime = make_cuda(tmp_path / "without_runtime", "12.8")
-    (without_runtime / "lib64" / "libcudart_static.a").unlink()
-    monkeypatch.setattr(setup, "cuda_homes", lambda: iter([old, without_runtime, new]))
+    without_headers = make_cuda(tmp_path / "without_headers", "12.8")
+    (without_headers / "include" / "cuda_runtime.h").unlink()
+    monkeypatch.setattr(setup, "cuda_homes", lambda: iter([old, without_headers, new]))
     assert setup.find_cuda().nvcc == new / "bin" / "nvcc"
 
 

@@ -23,11 +23,11 @@ def on_device(driver: Driver, whole: Tensor, tensors: list[Tensor]) -> PagedLayo
     return layout
 
 
-def moved(driver: Driver, layout: PagedLayout) -> str:
+def moved(driver: Driver, layout: PagedLayout, path: str = "auto") -> str:
     """Stores two blocks and loads them elsewhere, compares all bytes; what the driver copied."""
     host = HostPool(layout, num_pages=3)
     expected = [tensor.clone() for tensor in layout.tensors]
-    with OffloadHandler(layout, host) as handler:
+    with OffloadHandler(layout, host, path=path) as handler:
         driver.log()
         handler.wait(handler.store([1, 4], [2, 0]))
         for tensor in expected:
@@ -70,16 +70,20 @@ strided copy of 5 x 48 bytes on stream 103""",
     )
 
 
+@pytest.mark.parametrize("path", ["auto", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
 @stubbed
-def test_layers_without_an_order_go_in_a_batch(driver: Driver, kind: str) -> None:
+def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
+    driver: Driver, kind: str, path: str
+) -> None:
     whole = torch.randint(256, (16, BLOCKS, 48), dtype=torch.uint8)
     tensors = {
         "no two distances are equal": [whole[layer] for layer in (0, 1, 3, 6, 10)],
         "backwards": [whole[layer] for layer in (9, 7, 5, 3, 1)],
         "of two sizes": [whole[layer][:, : 16 + 8 * (layer % 2)] for layer in range(6)],
     }[kind]
-    assert "strided" not in moved(driver, on_device(driver, whole, tensors))
+    log = moved(driver, on_device(driver, whole, tensors), path)
+    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (path == "auto")
 
 
 @stubbed
@@ -91,7 +95,7 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
     layers = [whole[i * distance :][: BLOCKS * 48].view(BLOCKS, 48) for i in range(4)]
     for layer in layers:
         layer.random_(256)
-    log = moved(driver, on_device(driver, whole, layers))
+    log = moved(driver, on_device(driver, whole, layers), "strided")
     assert log.count("strided copy of 4 x 48 bytes") == 4
     driver.reset()
 

@@ -5,6 +5,7 @@ from importlib import import_module
 
 # Imported only when asked for: a command must not fail because another one cannot be imported.
 COMMANDS = {
+    "calibrate": ("torch_kvswap.cli.calibrate", "measure which way of copying is best here"),
     "demo": ("torch_kvswap.cli.demo", "serve prompts through a cache that is too small for them"),
     "doctor": ("torch_kvswap.cli.doctor", "say what this installation can do on this machine"),
 }

@@ -7,6 +7,7 @@ import ctypes
 from typing import Any, NoReturn
 
 from torch_kvswap import _extension
+from torch_kvswap.metrics import PATHS
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -32,6 +33,25 @@ class Group(ctypes.Structure):
     )
 
 
+FRAGMENT_SIZES = 14
+
+
+class PathCosts(ctypes.Structure):
+    _fields_ = (
+        ("start_seconds", ctypes.c_double),
+        ("block_seconds", ctypes.c_double),
+        ("fragment_seconds", ctypes.c_double * FRAGMENT_SIZES),
+    )
+
+
+class PathOptions(ctypes.Structure):
+    _fields_ = (
+        ("path", ctypes.c_int32),
+        ("staging_bytes", ctypes.c_uint64),
+        ("costs", (PathCosts * len(PATHS)) * 2),  # of stores, of loads
+    )
+
+
 class Request(ctypes.Structure):
     _fields_ = (
         ("began", ctypes.c_double),
@@ -39,6 +59,7 @@ class Request(ctypes.Structure):
         ("layer_groups", ctypes.c_int32),
         ("after_kind", ctypes.c_int32),
         ("grouped", ctypes.c_int32),
+        ("background", ctypes.c_int32),
         ("after", ctypes.c_void_p),
         ("gate", ctypes.c_void_p),
         ("blocks", _Int64s),

@@ -16,6 +16,7 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import Metrics
 from torch_kvswap.native import NativeHandler
 from torch_kvswap.nvtx import Ranges
+from torch_kvswap.paths import path_options
 from torch_kvswap.request import Request
 from torch_kvswap.result import Result, TransferError, direction_of
 
@@ -32,6 +33,12 @@ class OffloadHandler:
     two jobs that share a block or a page, of which one writes it, run in the order of submission
     whatever they are; others overlap.
 
+    path: "auto", the default, takes for each transfer the way of copying that is predicted to end
+    first; "strided", "batch", "staged" or "kernel" is taken always, and KVSWAP_PATH says which
+    where no path is given (`Result.path` names them). staging_bytes: GPU memory for staged copies,
+    half for stores and half for loads, taken when the handler is made and some transfer could be
+    staged.
+
     Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
     another call, whose lock it would wait for. A context manager, which closes it. One that is
     dropped or left open at exit is closed. In a forked child every call raises RuntimeError. With a
@@ -43,10 +50,13 @@ class OffloadHandler:
         self,
         gpu: PagedLayout | Sequence[PagedLayout],
         host: HostPool | Sequence[HostPool],
+        *,
+        path: str | None = None,
+        staging_bytes: int = 32 << 20,
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self.native = NativeHandler(groups)
+        self.native = NativeHandler(groups, path_options(path, staging_bytes, groups.device))
         # Holds the cache and the pools: neither may go before the jobs have ended.
         weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
@@ -67,6 +77,7 @@ class OffloadHandler:
         *,
         first_block: int | Sequence[int] = 0,
         after: After = None,
+        background: bool = False,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
         (first_block + j) % k, where k is host.blocks_per_page; the last page may be part used.
@@ -75,15 +86,17 @@ class OffloadHandler:
         after: the copy starts behind all that was given so far to this stream, or behind this
         event; None is the calling thread's current stream on the cache's device (the kernels that
         wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
-        touch the pages, but for work on a stream that waits for it (`Job.wait_on`).
+        touch the pages, but for work on a stream that waits for it (`Job.wait_on`). background:
+        only copy engines copy, so that kernels beside are slowed down no more than by one big copy;
+        it may take longer.
 
         Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler, a lost
         device and a stream that is being captured into a CUDA graph (RuntimeError): then there is
         no job. Any other failure ends the job that is returned as failed. A store fails when a load
         was to fill one of its blocks and failed or was cancelled, unless finished() has said so.
         """
-        request = Request(self.native, capi.STORES, gpu_block_ids, page_ids, first_block, after)
-        return self._submit(request)
+        ids = gpu_block_ids, page_ids, first_block
+        return self._submit(Request(self.native, capi.STORES, *ids, after, background=background))
 
     def load(
         self,
@@ -95,6 +108,7 @@ class OffloadHandler:
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
+        background: bool = False,
     ) -> Job:
         """store() the other way round, from page_ids to gpu_block_ids. What `after` says is what
         read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job.
@@ -108,8 +122,8 @@ class OffloadHandler:
         as many parts as there are layer groups. Returns when the load is on the device.
         """
         channel = capi.EXPEDITED if expedited else capi.LOADS
-        ids = gpu_block_ids, page_ids, first_block
-        return self._submit(Request(self.native, channel, *ids, after, layer_groups, gate))
+        what = gpu_block_ids, page_ids, first_block, after, layer_groups, gate, background
+        return self._submit(Request(self.native, channel, *what))
 
     def finished(self) -> list[Result]:
         """The jobs that have ended since the last call, each job in one call only, in the order in

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 BUCKETS = 26
-PATHS = ("host", "batch", "strided")  # ways of copying, by number
+PATHS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
 # Seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
 
@@ -31,7 +31,7 @@ class NativeMetrics(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in _JOBS + _DEVICE),
-        ("jobs_by_path", ctypes.c_uint64 * 4),
+        ("jobs_by_path", ctypes.c_uint64 * len(PATHS)),
         *((name, NativeHistogram) for name in ("submit", "queue", "copy")),
     ]
 
@@ -142,7 +142,7 @@ def _read_channel(fill: Fill, channel: int) -> ChannelMetrics:
     if not fill(channel, ctypes.pointer(native)):
         raise RuntimeError(f"the native handler gave no metrics of its channel {channel}")
     counts = {name: getattr(native, name) for name in _JOBS + _DEVICE}
-    paths = dict(zip(PATHS, native.jobs_by_path, strict=False))
+    paths = dict(zip(PATHS, native.jobs_by_path, strict=True))
     seconds = (native.submit, native.queue, native.copy)
     submit, queue, copy = (Histogram(BOUNDS, tuple(h.counts), h.sum) for h in seconds)
     return ChannelMetrics(**counts, path_jobs=paths, submit=submit, queue=queue, copy=copy)

@@ -32,6 +32,7 @@ class Request:
         after: object,
         layer_groups: int | None = None,
         gate: Gate | None = None,
+        background: bool = False,
     ) -> None:
         began = time.perf_counter()
         groups = handler.groups
@@ -55,6 +56,7 @@ class Request:
             parts,
             after_kind,
             groups.is_list,
+            background,
             after_handle,
             native_gate,
             blocks.buffer_info()[0],

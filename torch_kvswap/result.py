@@ -25,11 +25,12 @@ class Result:
 
     state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
     what it was to copy. path: the way of copying, "strided" (copy engine, a driver call for a
-    block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so)
-    or "host" (memcpy). submit_seconds: host time in the call that submitted it. queue_seconds: how
-    long it waited for its turn to be given to the driver. copy_seconds: the copy on the device
-    without the waits before it, for a job that was joined with others that of all of them; 0 when
-    it was never copied. error: why it failed; else None.
+    block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so),
+    "staged" (kernels pack, the copy engine moves whole pages), "kernel" (it reads and writes host
+    pages itself) or "host" (memcpy). submit_seconds: host time in the call that submitted it.
+    queue_seconds: how long it waited for its turn to be given to the driver. copy_seconds: the copy
+    on the device without the waits before it, for a job that was joined with others that of all of
+    them; 0 when it was never copied. error: why it failed; else None.
     """
 
     job_id: int

@@ -2,21 +2,16 @@
 
 #include <algorithm>
 
-#include "../copy/address_check.h"
-#include "../copy/address_map.h"
-#include "../copy/batch.h"
-#include "../copy/host.h"
 #include "../cuda_context.h"
-#include "path.h"
 
 namespace kvswap {
 
 Channel::Channel(int number, int device) : number(number), device_(device) {
-  if (device_ < 0) return;
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
-    stream_ = cuda::create_stream();
-    waiting_ = cuda::create_stream();
+    if (device_ >= 0) stream_ = cuda::create_stream();
+    if (device_ >= 0) waiting_ = cuda::create_stream();
+    copier_ = std::make_unique<Copier>(number, device, stream_);
   } catch (...) {
     close();
     throw;
@@ -100,59 +95,16 @@ std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>&
       KVSWAP_DRIVER_CHECK(driver->wait_event(stream_, event, 0), "cuStreamWaitEvent");
     }
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
-    const int parts = transfer.jobs.front()->layer_groups;
     copying = true;
-    for (int part = 0; part < parts; ++part) {
-      copy(transfer, part, groups, layers);
+    for (int part = 0; part < transfer.layer_groups(); ++part) {
+      const cuda::Stream end = copier_->copy(transfer, part, groups, layers);
       if (!driver) continue;
-      KVSWAP_DRIVER_CHECK(driver->record_event(transfer.ends[part], stream_), "cuEventRecord");
+      KVSWAP_DRIVER_CHECK(driver->record_event(transfer.ends[part], end), "cuEventRecord");
     }
     return "";
   } catch (const std::exception& error) {
     return error.what();
   }
-}
-
-template <typename Visit>
-void Channel::for_each_copy(const Transfer& transfer, const std::vector<Group>& groups,
-                            const Visit& visit) const {
-  for (const JobRef& job : transfer.jobs) {
-    const int64_t *blocks = job->blocks(), *slots = job->slots();
-    for (const Part& part : job->parts) {
-      const Group& group = groups[part.group];
-      visit(group, number == kStores
-                       ? BlockCopy{&group.gpu, &group.host, blocks, slots, part.count, device_ < 0}
-                       : BlockCopy{&group.host, &group.gpu, slots, blocks, part.count, true});
-      blocks += part.count;
-      slots += part.count;
-    }
-  }
-}
-
-void Channel::copy(const Transfer& transfer, int part, const std::vector<Group>& groups,
-                   int64_t layers) {
-  const int parts = transfer.jobs.front()->layer_groups;
-  if (environment_.check_addresses) {
-    FragmentList all(0);
-    for_each_copy(transfer, groups, [&](const Group& group, const BlockCopy& copy) {
-      add_fragments(all, copy, group.planes_of(part, parts, layers));
-    });
-    AddressMap addresses;
-    check_addresses(all, addresses);
-  }
-  FragmentList fragments(0);
-  for_each_copy(transfer, groups, [&](const Group& group, const BlockCopy& copy) {
-    const PlaneRange planes = group.planes_of(part, parts, layers);
-    const CopyPlan plan = plan_copy(group, planes, device_);
-    if (plan.path == Path::kStrided) return copy_strided(copy, plan.runs, stream_);
-    add_fragments(fragments, copy, planes);
-  });
-  if (fragments.empty()) return;
-  if (device_ < 0) return copy_on_host(fragments);
-  BatchOptions options(environment_);
-  options.device = device_;
-  options.has_pageable = any_is_pageable(groups);
-  copy_batch(fragments, stream_, options);
 }
 
 bool Channel::has_ended(Transfer& transfer) const {
@@ -170,10 +122,6 @@ double Channel::copy_seconds(const Transfer& transfer) const {
   return ms / 1e3;
 }
 
-bool Channel::synchronize() {
-  return device_ < 0 || cuda::driver().synchronize_stream(stream_) == cuda::kSuccess;
-}
-
 bool Channel::is_alive() const {
   if (device_ < 0) return true;
   const cuda::Result state = cuda::driver().query_stream(stream_);
@@ -186,6 +134,7 @@ void Channel::close() {
   retired_.clear();
   events_.destroy_idle();
   moments_.destroy();
+  if (copier_ != nullptr) copier_->close();
   for (cuda::Stream* stream : {&stream_, &waiting_}) {
     if (*stream != nullptr) cuda::driver().destroy_stream(*stream);
     *stream = nullptr;

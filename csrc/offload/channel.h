@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "../environment.h"
+#include "copier.h"
 #include "event_pool.h"
 #include "group.h"
 #include "job.h"
@@ -53,6 +53,13 @@ class Channel {
   void give_moment(Moment* moment) { moments_.give(moment); }
   bool is_over(const Moment& moment) const { return moments_.is_over(moment); }
 
+  // Of the copies; null where both sides are host memory.
+  cuda::Stream stream() const { return stream_; }
+
+  // From now on transfers can be staged, in this memory.
+  void use_staging(cuda::Address begin, uint64_t bytes) { copier_->use_staging(begin, bytes); }
+  bool has_staging() const { return copier_->has_staging(); }
+
   // A transfer of these jobs with its events. Throws, and takes nothing, when one cannot be made.
   std::shared_ptr<Transfer> make_transfer(std::vector<JobRef> jobs);
 
@@ -71,27 +78,22 @@ class Channel {
   double copy_seconds(const Transfer& transfer) const;
 
   // Waits until all that was enqueued has run. False when the device is lost. Without the lock.
-  bool synchronize();
+  bool synchronize() { return copier_->synchronize(); }
   // Whether the device still answers.
   bool is_alive() const;
 
-  size_t streams() const { return stream_ == nullptr ? 0 : 2; }
-  size_t events() const { return moments_.created() + events_.created(); }
+  size_t streams() const { return stream_ == nullptr ? 0 : 2 + copier_->streams(); }
+  size_t events() const { return moments_.created() + events_.created() + copier_->events(); }
   // Lets streams and events go; nothing runs any more, or the device is lost.
   void close();
 
  private:
-  // Calls visit(group, copy) for each group of each job.
-  template <typename Visit>
-  void for_each_copy(const Transfer& transfer, const std::vector<Group>& groups,
-                     const Visit& visit) const;
-  void copy(const Transfer& transfer, int part, const std::vector<Group>& groups, int64_t layers);
   void give_events(Transfer& transfer);
 
   const int device_;
-  const Environment environment_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
+  std::unique_ptr<Copier> copier_;
   EventPool events_;
   Moments moments_;
   size_t entries_ = 0;                              // in flight

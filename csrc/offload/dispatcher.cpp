@@ -11,55 +11,39 @@ namespace {
 // What is enqueued by the thread that submits it: to wake another takes ten microseconds.
 constexpr double kSmallSeconds = 50e-6;
 
+std::vector<std::unique_ptr<Channel>> make_channels(int device) {
+  std::vector<std::unique_ptr<Channel>> channels;
+  for (int number = 0; number < kChannels; ++number) {
+    channels.push_back(std::make_unique<Channel>(number, device));
+  }
+  return channels;
+}
+
 }  // namespace
 
-Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device)
+Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device,
+                       const kvswap_path_options& options)
     : device(device),
       groups(std::move(of)),
       hazards(groups),
       ledger(hazards),
-      layers_(layers),
-      plans_(make_plans()) {
-  for (int number = 0; number < kChannels; ++number) {
-    channels.push_back(std::make_unique<Channel>(number, device));
-  }
-}
+      channels(make_channels(device)),
+      planner(groups, device, options, channels),
+      layers_(layers) {}
 
 Dispatcher::~Dispatcher() = default;
 
-std::vector<CopyPlan> Dispatcher::make_plans() const {
-  std::vector<CopyPlan> plans;
-  for (const Group& group : groups) {
-    plans.push_back(plan_copy(group, {0, group.gpu.count()}, device));
-  }
-  return plans;
-}
-
-size_t Dispatcher::entries_of(const Job& job) const {
-  size_t entries = 0;
-  for (const Part& part : job.parts) {
-    entries += plans_[part.group].queue_entries(part.count, groups[part.group].gpu.count());
-  }
-  return entries;
-}
-
-int Dispatcher::path_of(const Job& job) const {
-  return static_cast<int>(plans_[job.parts.empty() ? 0 : job.parts.front().group].path);
-}
-
 bool Dispatcher::is_small(const Job& job) const {
   if (device < 0) return true;
-  double seconds = 0;
   for (const Part& part : job.parts) {
     if (groups[part.group].host_is_pageable) return false;  // the driver copies in the call
-    seconds += plans_[part.group].submit_seconds(part.count, groups[part.group].gpu.count());
   }
-  return seconds <= kSmallSeconds;
+  return planner.submit_seconds_of(job) <= kSmallSeconds;
 }
 
 bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
   if (channel.submitting >= 0) return false;
-  if (job.id > flush_until_ && !channel.has_room_for(entries_of(job))) return false;
+  if (job.id > flush_until_ && !channel.has_room_for(planner.entries_of(job))) return false;
   for (const auto& other : channels) {
     if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
   }
@@ -120,6 +104,8 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
   if (error.empty()) {
     try {
       transfer = channel.make_transfer(jobs);
+      transfer->parts = planner.parts_of(jobs);
+      transfer->entries = planner.entries_of(transfer->parts);
     } catch (const std::exception& problem) {
       error = problem.what();
     }
@@ -127,7 +113,6 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
   if (error.empty()) {
     std::vector<cuda::Event> behind;
     for (const JobRef& job : jobs) {
-      transfer->entries += entries_of(*job);
       if (job->after != nullptr) behind.push_back(job->after->event);
       for (const auto& other : channels) {
         auto before =
@@ -169,6 +154,7 @@ void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& trans
     if (job->gate != nullptr) job->gate->busy = false;
     job->gate = nullptr;
     job->copy_seconds = seconds;
+    if (!transfer->parts.empty()) job->path = static_cast<int>(transfer->parts.front().path);
     job->state = State::kRunning;
     job->transfer = transfer;
     if (device < 0) ledger.finish(job, State::kDone, "");

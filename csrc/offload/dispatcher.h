@@ -10,7 +10,7 @@
 #include "group.h"
 #include "hazards.h"
 #include "ledger.h"
-#include "path.h"
+#include "planner.h"
 
 namespace kvswap {
 
@@ -24,7 +24,8 @@ using Lock = std::unique_lock<std::mutex>;
 // enqueues a copy, which can take long.
 class Dispatcher {
  public:
-  Dispatcher(std::vector<Group> groups, int64_t layers, int device);
+  Dispatcher(std::vector<Group> groups, int64_t layers, int device,
+             const kvswap_path_options& options);
   ~Dispatcher();
 
   std::mutex mutex;
@@ -35,12 +36,10 @@ class Dispatcher {
   Hazards hazards;
   Ledger ledger;
   std::vector<std::unique_ptr<Channel>> channels;
+  Planner planner;
 
   // The error after which the device runs nothing any more, or "".
   const std::string& lost() const { return lost_; }
-
-  // The way in which a job is copied: that of the first of its groups.
-  int path_of(const Job& job) const;
 
   // Enqueues a job that is in the ledger, or queues it.
   void dispatch(Lock& lock, const JobRef& job);
@@ -74,8 +73,6 @@ class Dispatcher {
 
  private:
   Channel& channel_of(const Job& job) { return *channels[job.channel]; }
-  std::vector<CopyPlan> make_plans() const;
-  size_t entries_of(const Job& job) const;
   bool is_small(const Job& job) const;
   bool can_start(const Channel& channel, const Job& job) const;
   bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t entries,
@@ -91,7 +88,6 @@ class Dispatcher {
   void work(Channel& channel);
 
   const int64_t layers_;
-  std::vector<CopyPlan> plans_;  // of each group, for all of its planes
   std::string lost_;
   int64_t flush_until_ = -1;
   std::vector<Gate*> unopened_;  // whose load has failed, and the driver did not open them

@@ -104,7 +104,7 @@ void Dispatcher::check_alive(const std::string& error) {
 void Dispatcher::rebind(std::vector<Group> of) {
   groups = std::move(of);
   hazards.rebind(groups);
-  plans_ = make_plans();
+  planner.rebind();
 }
 
 void Dispatcher::stop(Lock& lock) {
@@ -116,6 +116,7 @@ void Dispatcher::stop(Lock& lock) {
   }
   lock.lock();
   for (const auto& channel : channels) channel->close();
+  planner.close();
 }
 
 }  // namespace kvswap

@@ -54,7 +54,7 @@ std::vector<JobRef> Dispatcher::take(Channel& channel) {
     if (!next.ended()) {  // else it was cancelled
       if (!jobs.empty() && !joins(channel, jobs, bytes, entries, next)) break;
       bytes += next.nbytes;
-      entries += entries_of(next);
+      entries += planner.entries_of(next);
       --channel.waiting;
       next.enqueuing = true;
       jobs.push_back(channel.queue.front());
@@ -69,10 +69,11 @@ bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t
   const bool flushing = next.id <= flush_until_;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
-  if (!flushing && entries + entries_of(next) > kJoinedEntries) return false;
+  if (!flushing && entries + planner.entries_of(next) > kJoinedEntries) return false;
   for (const Job* job : {jobs.front().get(), &next}) {
     if (job->layer_groups > 1 || job->gate != nullptr) return false;
   }
+  if (next.background != jobs.front()->background) return false;
   // Nothing may be written twice in one copy.
   if (next.behind[channel.number] >= jobs.front()->id) return false;
   for (const auto& other : channels) {

@@ -41,6 +41,7 @@ Group read_group(const kvswap_group& from, int device) {
     group.host.allocations.push_back(memory.begin);
     group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
   }
+  group.runs = equidistant_runs(group.gpu, group.host, {0, group.gpu.count()});
   return group;
 }
 

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../capi.h"
-#include "../copy/planes.h"
+#include "../copy/packed.h"
+#include "../copy/strided.h"
 
 namespace kvswap {
 
@@ -18,6 +20,8 @@ struct Group {
   // Groups with the same number share their blocks, or their slots: the same id is the same memory.
   int block_space = 0, slot_space = 0;
   bool host_is_pageable = false;
+  std::vector<PlaneRun> runs;         // of planes at one distance
+  std::shared_ptr<PlaneTable> table;  // for the kernels; null where none can be used
 
   uint64_t block_bytes() const {
     uint64_t bytes = 0;

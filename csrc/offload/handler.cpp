@@ -16,8 +16,9 @@ void refuse_capture(cuda::Stream stream, const char* noun) {
 
 }  // namespace
 
-Handler::Handler(std::vector<Group> groups, int64_t layers, int device)
-    : dispatcher_(std::move(groups), layers, device), reader_(dispatcher_.groups) {}
+Handler::Handler(std::vector<Group> groups, int64_t layers, int device,
+                 const kvswap_path_options& options)
+    : dispatcher_(std::move(groups), layers, device, options), reader_(dispatcher_.groups) {}
 
 void Handler::check_open() const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
@@ -33,7 +34,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   }
   if (request.gate != nullptr) close_gate(lock, request);
   job->id = last_id_ + 1;
-  job->path = dispatcher_.path_of(*job);
+  job->path = static_cast<int>(dispatcher_.planner.path_of(*job));
   job->gate = static_cast<Gate*>(request.gate);
   job->submitted_at = now();
   std::string error;

@@ -15,7 +15,8 @@ namespace kvswap {
 class Handler {
  public:
   // The context of the device is current.
-  Handler(std::vector<Group> groups, int64_t layers, int device);
+  Handler(std::vector<Group> groups, int64_t layers, int device,
+          const kvswap_path_options& options);
 
   JobRef submit(const kvswap_request& request);
   // Reads the jobs that have ended and were not reported, which they are now: so many at most.

@@ -1,31 +1,96 @@
 #include "path.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "job.h"
+
 namespace kvswap {
 namespace {
 
-constexpr size_t kFewestPlanes = 4;  // of a run, on average
 constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
-constexpr size_t kFragmentsPerEntry = 25;
+constexpr double kSecondsPerPage = 1e-6, kSecondsPerPiece = 6e-6, kSecondsPerLaunch = 4e-6;
+constexpr size_t kFragmentsPerEntry = 25, kBlocksPerLaunch = 496;
+// A kernel that waits for the link slows down the compute beside it all the while.
+constexpr double kMostKernelBytes = 4 << 20;
+constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
+
+// Of a fragment of so many bytes: between the figures for the powers of two around it.
+double fragment_seconds(const double* table, double bytes) {
+  const double place = std::log2(bytes / 512);
+  const double last = KVSWAP_FRAGMENT_SIZES - 1;
+  if (place <= 0) return table[0];
+  if (place >= last) return table[KVSWAP_FRAGMENT_SIZES - 1] * std::exp2(place - last);
+  const auto below = static_cast<size_t>(place);
+  const double share = place - static_cast<double>(below);
+  return table[below] * (1 - share) + table[below + 1] * share;
+}
 
 }  // namespace
 
-CopyPlan plan_copy(const Group& group, PlaneRange planes, int device) {
-  if (device < 0) return {Path::kHost, {}};
-  if (group.host_is_pageable) return {Path::kBatch, {}};
-  auto runs = equidistant_runs(group.gpu, group.host, planes);
-  if (runs.size() * kFewestPlanes > planes.end - planes.begin) return {Path::kBatch, {}};
-  return {Path::kStrided, std::move(runs)};
+size_t queue_entries(Path path, const Group& group, size_t blocks) {
+  if (path == Path::kStrided) return blocks * group.runs.size();
+  if (path == Path::kStaged) return blocks + kMostPieces;
+  if (path == Path::kKernel) return 1 + blocks / kBlocksPerLaunch;
+  return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }
 
-size_t CopyPlan::queue_entries(size_t blocks, size_t planes) const {
-  if (path == Path::kStrided) return blocks * runs.size();
-  return 1 + blocks * planes / kFragmentsPerEntry;
+double submit_seconds(Path path, const Group& group, size_t blocks) {
+  const auto count = static_cast<double>(blocks);
+  if (path == Path::kStrided) {
+    return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
+  }
+  if (path == Path::kStaged) {
+    return count * kSecondsPerPage + std::min(count, double{kMostPieces}) * kSecondsPerPiece;
+  }
+  if (path == Path::kKernel) {
+    return static_cast<double>(1 + blocks / kBlocksPerLaunch) * kSecondsPerLaunch;
+  }
+  return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
 }
 
-double CopyPlan::submit_seconds(size_t blocks, size_t planes) const {
-  if (path == Path::kStrided)
-    return static_cast<double>(blocks * runs.size()) * kSecondsPerStridedCopy;
-  return static_cast<double>(blocks * planes) * kSecondsPerBatchFragment;
+double PathChooser::seconds(Path path, const Group& group, const Transfer& transfer) const {
+  const int direction = transfer.channel == kStores ? 0 : 1;
+  const kvswap_path_costs& costs = options_.costs[direction][static_cast<int>(path)];
+  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
+  const auto blocks = static_cast<double>(transfer.blocks);
+  const auto planes = static_cast<double>(group.gpu.count());
+  const double calls = path == Path::kStrided ? static_cast<double>(group.runs.size()) : 1;
+  const double bytes = static_cast<double>(group.block_bytes()) / planes;
+  return costs.start_seconds + blocks * calls * costs.block_seconds +
+         blocks * planes * fragment_seconds(costs.fragment_seconds, bytes);
+}
+
+Path PathChooser::choose(const Group& group, const Transfer& transfer) const {
+  if (group.host_is_pageable) return Path::kBatch;
+  const bool may_stage = transfer.may_stage && !transfer.background &&
+                         transfer.channel != kExpedited;  // it has no staging buffer
+  const bool may_launch = transfer.may_launch && !transfer.background;
+  const double bytes =
+      static_cast<double>(transfer.blocks) * static_cast<double>(group.block_bytes());
+  Path best = Path::kStrided;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
+    if (path == Path::kStaged && !may_stage) continue;
+    if (path == Path::kKernel && !may_launch) continue;
+    if (forces(path)) return path;
+    if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
+    const double predicted = seconds(path, group, transfer);
+    if (predicted >= least) continue;
+    least = predicted;
+    best = path;
+  }
+  return best;
+}
+
+bool PathChooser::wants(Path path, const Group& group) const {
+  for (const int channel : {kStores, kLoads, kExpedited}) {
+    for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
+      if (choose(group, {channel, blocks}) == path) return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace kvswap

@@ -38,6 +38,7 @@ JobRef RequestReader::read(const kvswap_request& request) {
   JobRef job(new Job);
   job->channel = request.channel;
   job->layer_groups = request.layer_groups;
+  job->background = request.background != 0;
   ++requests_;
   const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts;
   int64_t total = 0;

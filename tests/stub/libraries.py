@@ -18,6 +18,7 @@ COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "
 def build() -> Path:
     """The folder of the stub's libraries, made by the first that asks."""
     files = sorted(path for folder in SOURCES.values() for path in (HERE / folder).iterdir())
+    files.append(HERE.parents[1] / "csrc" / "copy" / "pack.h")
     digest = hashlib.sha256(" ".join(COMMAND).encode())
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())

@@ -8,6 +8,7 @@ namespace stub {
 Functions context_calls();
 Functions memory_calls();
 Functions copy_calls();
+Functions kernel_calls();
 Functions stream_calls();
 Functions event_calls();
 

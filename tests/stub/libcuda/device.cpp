@@ -121,7 +121,8 @@ void Device::reset() {
   log.clear();
   memory.clear();
   faults = Faults();
-  attributes = {{122, 1}};  // can use 64-bit stream memory operations
+  // It is a Hopper, and can use 64-bit stream memory operations.
+  attributes = {{75, 9}, {122, 1}};
   initialized = 1;
   global_capture = capture_spoilt = 0;
   capturing_ = false;

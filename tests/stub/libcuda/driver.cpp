@@ -12,7 +12,7 @@ const stub::Functions& functions() {
   static const auto& all = *new stub::Functions([] {
     stub::Functions merged;
     for (auto part : {stub::context_calls(), stub::memory_calls(), stub::copy_calls(),
-                      stub::stream_calls(), stub::event_calls()}) {
+                      stub::kernel_calls(), stub::stream_calls(), stub::event_calls()}) {
       merged.merge(part);
     }
     return merged;

@@ -6,7 +6,7 @@
 namespace stub {
 namespace {
 
-constexpr unsigned kHostMemory = 1;
+constexpr unsigned kHostMemory = 1, kDeviceMemory = 2;
 
 int get_pointer_attributes(unsigned count, int* names, void** values, unsigned long long address) {
   const Call call("cuPointerGetAttributes");
@@ -24,14 +24,29 @@ int get_pointer_attributes(unsigned count, int* names, void** values, unsigned l
   return kSuccess;
 }
 
-int allocate(void** address, size_t bytes, unsigned) {
+const char* noun(unsigned type) { return type == kHostMemory ? " bytes of host memory" : " bytes"; }
+
+uint64_t allocate(size_t bytes, unsigned type) {
+  void* address = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  std::memset(address, 0xcd, bytes);
+  const auto begin = reinterpret_cast<uint64_t>(address);
+  device().memory.add({begin, begin + bytes, type, 0, Range::kAllocated});
+  device().log.add("allocate ", bytes, noun(type));
+  return begin;
+}
+
+int allocate_host(void** address, size_t bytes, unsigned) {
   const Call call("cuMemHostAlloc");
   if (call.result) return call.result;
-  *address = std::malloc(bytes);
-  std::memset(*address, 0xcd, bytes);
-  const auto begin = reinterpret_cast<uint64_t>(*address);
-  device().memory.add({begin, begin + bytes, kHostMemory, 0, Range::kAllocated});
-  device().log.add("allocate ", bytes, " bytes of host memory");
+  *address = reinterpret_cast<void*>(allocate(bytes, kHostMemory));
+  return kSuccess;
+}
+
+int allocate_device(unsigned long long* address, size_t bytes) {
+  const Call call("cuMemAlloc");
+  if (call.result) return call.result;
+  if (bytes == 0) return kInvalidValue;
+  *address = allocate(bytes, kDeviceMemory);
   return kSuccess;
 }
 
@@ -42,9 +57,10 @@ int forget(const char* name, void* address, Range::Origin origin, int refusal) {
   const Range found = device().memory.find(begin);
   if (found.type == 0 || found.begin != begin || found.origin != origin) return refusal;
   const bool allocated = origin == Range::kAllocated;
-  device().log.add(allocated ? "free " : "unregister ", found.end - begin, " bytes of host memory");
+  device().log.add(allocated ? "free " : "unregister ", found.end - begin, noun(found.type));
   if (device().in_use(begin, found.end)) {
-    device().log.violation("host memory was let go with work on it pending");
+    const char* side = found.type == kHostMemory ? "host" : "GPU";
+    device().log.violation(side, " memory was let go with work on it pending");
   } else if (allocated) {
     std::free(address);
   }
@@ -54,6 +70,10 @@ int forget(const char* name, void* address, Range::Origin origin, int refusal) {
 
 int free_host(void* address) {
   return forget("cuMemFreeHost", address, Range::kAllocated, kInvalidValue);
+}
+
+int free_device(unsigned long long address) {
+  return forget("cuMemFree", reinterpret_cast<void*>(address), Range::kAllocated, kInvalidValue);
 }
 
 int unregister(void* address) {
@@ -76,7 +96,9 @@ int register_host(void* address, size_t bytes, unsigned) {
 Functions memory_calls() {
   return {
       {"cuPointerGetAttributes", reinterpret_cast<void*>(&get_pointer_attributes)},
-      {"cuMemHostAlloc", reinterpret_cast<void*>(&allocate)},
+      {"cuMemHostAlloc", reinterpret_cast<void*>(&allocate_host)},
+      {"cuMemAlloc", reinterpret_cast<void*>(&allocate_device)},
+      {"cuMemFree", reinterpret_cast<void*>(&free_device)},
       {"cuMemFreeHost", reinterpret_cast<void*>(&free_host)},
       {"cuMemHostRegister", reinterpret_cast<void*>(&register_host)},
       {"cuMemHostUnregister", reinterpret_cast<void*>(&unregister)},

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../cuda_driver.h"
+#include "../kernels.h"
+#include "pack.h"
+#include "planes.h"
+
+// Blocks as the pack kernels see them: planes on the GPU, and packed in a host page or a buffer.
+namespace kvswap {
+
+// What the kernels read of the planes of a cache, in the memory of the GPU.
+class PlaneTable {
+ public:
+  // Uploads it on `stream` and waits for that. The context of the device is current.
+  PlaneTable(const Planes& gpu, const Planes& host, cuda::Stream stream);
+  ~PlaneTable();
+  PlaneTable(const PlaneTable&) = delete;
+  PlaneTable& operator=(const PlaneTable&) = delete;
+
+  uint64_t entry(size_t plane) const { return address_ + plane * sizeof(PlaneEntry); }
+  // Of all addresses and sizes, on both sides; 16 at most.
+  uint32_t word_bytes() const { return word_bytes_; }
+
+ private:
+  cuda::Address address_ = 0;
+  uint32_t word_bytes_ = 16;
+};
+
+// Whether each block's planes lie one behind the other on the host, and all ids fit the kernels.
+bool is_packed(const Planes& host, int64_t num_blocks, int64_t num_slots);
+
+// Blocks of some planes of a group, all of them in one direction.
+struct PackedCopy {
+  const Planes* gpu;
+  const Planes* host;
+  const PlaneTable* table;
+  PlaneRange planes;
+  const int64_t* blocks;
+  const int64_t* slots;
+  size_t count;
+  bool to_host;
+
+  uint64_t block_bytes() const;
+  uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }
+};
+
+// A launch of the pack kernels: as many CTAs at most, each with as many threads that have a chunk
+// of shared memory each.
+struct PackLaunch {
+  unsigned ctas, threads;
+  uint32_t chunk_bytes;
+};
+
+// Copies the bytes from `begin` to `end` of all blocks between the GPU's planes and `packed`, where
+// the byte `begin` is. Launches on `stream`; throws what the driver refuses.
+void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
+          const cuda::Kernels& kernels, cuda::Stream stream);
+
+// Copies all blocks between the GPU's planes and pinned host pages by a kernel.
+void copy_by_kernel(const PackedCopy& copy, const cuda::Kernels& kernels, cuda::Stream stream);
+
+}  // namespace kvswap

@@ -1,0 +1,132 @@
+#include "staged.h"
+
+#include <algorithm>
+
+#include "../check.h"
+
+namespace kvswap {
+namespace {
+
+constexpr uint64_t kAlignment = 256;
+constexpr uint64_t kSmallestPiece = 512 << 10;
+constexpr size_t kMostPieces = 32;
+
+uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
+void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
+                cuda::Stream stream, const BatchOptions& options) {
+  const uint64_t size = copy.block_bytes();
+  FragmentList fragments(end / size - begin / size + 1);
+  for (uint64_t from = begin; from < end;) {
+    const uint64_t i = from / size, to = std::min(end, (i + 1) * size);
+    const uint64_t page = copy.host_address(i) + (from - i * size), buffer = packed + from - begin;
+    const auto index = static_cast<int64_t>(i);
+    if (copy.to_host) {
+      fragments.add({buffer, page, to - from, index, false}, true);
+    } else {
+      fragments.add({page, buffer, to - from, index, true}, true);
+    }
+    from = to;
+  }
+  copy_batch(fragments, stream, options);
+}
+
+}  // namespace
+
+uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
+                     bool to_host) {
+  const uint64_t grown = to_host ? 2 * done : left / 2;
+  const uint64_t bytes = std::min(most, std::max(kSmallestPiece, grown));
+  // Whole blocks, whose pages are one copy each, where a block fits.
+  const uint64_t unit = block_bytes <= most ? block_bytes : kAlignment;
+  return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
+}
+
+StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
+    : address_(begin), bytes_(bytes / (2 * kAlignment) * (2 * kAlignment)) {}
+
+cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& streams,
+                                 const cuda::Kernels& kernels, const BatchOptions& options) {
+  const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
+  const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
+  const cuda::Driver& driver = cuda::driver();
+  const uint64_t size = copy.block_bytes(), all = copy.count * size;
+  for (uint64_t begin = 0; begin < all;) {
+    const uint64_t bytes = piece_bytes(begin, all - begin, size, bytes_ / 2, copy.to_host);
+    const Piece& piece = take(bytes, first);
+    const uint64_t end = begin + bytes, packed = address_ + piece.begin;
+    const auto move = [&](cuda::Stream stream) {
+      if (stream == streams.kernels) {
+        pack(copy, begin, end, packed, kernels, stream);
+      } else {
+        copy_pages(copy, begin, end, packed, stream, options);
+      }
+    };
+    move(first);
+    KVSWAP_DRIVER_CHECK(driver.record_event(piece.moved, first), "cuEventRecord");
+    KVSWAP_DRIVER_CHECK(driver.wait_event(second, piece.moved, 0), "cuStreamWaitEvent");
+    move(second);
+    KVSWAP_DRIVER_CHECK(driver.record_event(piece.free, second), "cuEventRecord");
+    begin = end;
+  }
+  return second;
+}
+
+StagingBuffer::Piece& StagingBuffer::take(uint64_t bytes, cuda::Stream stream) {
+  const uint64_t begin = next_ + bytes <= bytes_ ? next_ : 0, end = round_up(begin + bytes);
+  // Those in its place are the oldest: all others came after them, round the buffer.
+  cuda::Event behind = nullptr;
+  const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
+  while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMostPieces) {
+    behind = pieces_.front().free;
+    drop_first();
+  }
+  if (behind != nullptr) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, behind, 0), "cuStreamWaitEvent");
+  }
+  const cuda::Event moved = take_event();
+  pieces_.push_back({begin, end, moved, nullptr});
+  pieces_.back().free = take_event();
+  next_ = end;
+  return pieces_.back();
+}
+
+cuda::Event StagingBuffer::take_event() {
+  cuda::Event event = nullptr;
+  if (idle_.empty()) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, cuda::kEventDisableTiming),
+                        "cuEventCreate");
+    return event;
+  }
+  event = idle_.back();
+  idle_.pop_back();
+  return event;
+}
+
+void StagingBuffer::drop_first() {
+  // Waits for them are with the driver already, and keep to this record of theirs.
+  for (const cuda::Event event : {pieces_.front().moved, pieces_.front().free}) {
+    if (event != nullptr) idle_.push_back(event);
+  }
+  pieces_.pop_front();
+}
+
+void StagingBuffer::order_before(cuda::Stream stream) const {
+  if (pieces_.empty()) return;
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.back().free, 0),
+                      "cuStreamWaitEvent");
+}
+
+void StagingBuffer::forget() {
+  while (!pieces_.empty()) drop_first();
+  next_ = 0;
+}
+
+void StagingBuffer::destroy() {
+  forget();
+  for (const cuda::Event event : idle_) cuda::driver().destroy_event(event);
+  idle_.clear();
+}
+
+}  // namespace kvswap

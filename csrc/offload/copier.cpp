@@ -1,0 +1,108 @@
+#include "copier.h"
+
+#include "../copy/address_check.h"
+#include "../copy/address_map.h"
+#include "../copy/host.h"
+#include "../cuda_context.h"
+#include "../kernels.h"
+
+namespace kvswap {
+
+Copier::Copier(int channel, int device, cuda::Stream copies)
+    : channel_(channel), device_(device), copies_(copies) {}
+
+void Copier::use_staging(cuda::Address begin, uint64_t bytes) {
+  kernels_ = cuda::create_stream();
+  staging_ = std::make_unique<StagingBuffer>(begin, bytes);
+}
+
+cuda::Stream Copier::copy(const Transfer& transfer, int layer_group,
+                          const std::vector<Group>& groups, int64_t layers) {
+  if (environment_.check_addresses) check(transfer, layer_group, groups, layers);
+  const auto planes_of = [&](const TransferPart& part) {
+    return groups[part.group].planes_of(layer_group, transfer.layer_groups(), layers);
+  };
+  FragmentList fragments(0);
+  bool is_behind_staged = !has_staging() || channel_ == kStores;
+  for (const TransferPart& part : transfer.parts) {
+    const PlaneRange planes = planes_of(part);
+    if (part.path == Path::kStaged || planes.begin == planes.end) continue;
+    // A staged load before this one may still be unpacked.
+    if (!is_behind_staged) staging_->order_before(copies_);
+    is_behind_staged = true;
+    const Group& group = groups[part.group];
+    if (part.path == Path::kStrided) {
+      const bool all = transfer.layer_groups() == 1;
+      const BlockCopy copy = paged(part, group);
+      copy_strided(copy, all ? group.runs : equidistant_runs(group.gpu, group.host, planes),
+                   copies_);
+    } else if (part.path == Path::kKernel) {
+      copy_by_kernel(packed(part, group, planes), cuda::kernels(device_), copies_);
+    } else {
+      add_fragments(fragments, paged(part, group), planes);
+    }
+  }
+  if (!fragments.empty() && device_ < 0) copy_on_host(fragments);
+  if (!fragments.empty() && device_ >= 0) copy_batch(fragments, copies_, batch_options(groups));
+  cuda::Stream end = copies_;
+  for (const TransferPart& part : transfer.parts) {
+    const PlaneRange planes = planes_of(part);
+    if (part.path != Path::kStaged || planes.begin == planes.end) continue;
+    if (channel_ == kStores) {
+      KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, transfer.start, 0),
+                          "cuStreamWaitEvent");
+    }
+    end = staging_->copy(packed(part, groups[part.group], planes), {copies_, kernels_},
+                         cuda::kernels(device_), batch_options(groups));
+  }
+  return end;
+}
+
+BlockCopy Copier::paged(const TransferPart& part, const Group& group) const {
+  const int64_t *blocks = part.blocks.data(), *slots = part.slots.data();
+  const size_t count = part.blocks.size();
+  if (channel_ == kStores) return {&group.gpu, &group.host, blocks, slots, count, device_ < 0};
+  return {&group.host, &group.gpu, slots, blocks, count, true};
+}
+
+PackedCopy Copier::packed(const TransferPart& part, const Group& group, PlaneRange planes) const {
+  return {&group.gpu,         &group.host,       group.table.get(),  planes,
+          part.blocks.data(), part.slots.data(), part.blocks.size(), channel_ == kStores};
+}
+
+void Copier::check(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+                   int64_t layers) const {
+  FragmentList all(0);
+  for (const TransferPart& part : transfer.parts) {
+    const Group& group = groups[part.group];
+    add_fragments(all, paged(part, group),
+                  group.planes_of(layer_group, transfer.layer_groups(), layers));
+  }
+  AddressMap addresses;
+  check_addresses(all, addresses);
+}
+
+BatchOptions Copier::batch_options(const std::vector<Group>& groups) const {
+  BatchOptions options(environment_);
+  options.device = device_;
+  options.has_pageable = any_is_pageable(groups);
+  return options;
+}
+
+bool Copier::synchronize() {
+  if (device_ < 0) return true;
+  bool alive = true;
+  for (const cuda::Stream stream : {copies_, kernels_}) {
+    if (stream != nullptr) alive &= cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
+  }
+  if (staging_ != nullptr) staging_->forget();
+  return alive;
+}
+
+void Copier::close() {
+  staging_.reset();
+  if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
+  kernels_ = nullptr;
+}
+
+}  // namespace kvswap

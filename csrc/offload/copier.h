@@ -1,0 +1,51 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../copy/staged.h"
+#include "../environment.h"
+#include "group.h"
+#include "transfer.h"
+
+namespace kvswap {
+
+// Gives the copies of one channel's transfers to the driver, each in its way. Whoever does has set
+// the channel's `submitting`; no lock is needed. The context of the device is current.
+class Copier {
+ public:
+  // channel: its number. device: -1 where both sides are host memory. copies: the channel's stream.
+  Copier(int channel, int device, cuda::Stream copies);
+  ~Copier() { close(); }
+
+  // From now on transfers can be staged, in this memory.
+  void use_staging(cuda::Address begin, uint64_t bytes);
+  bool has_staging() const { return staging_ != nullptr; }
+
+  // Copies one group of layers of a transfer, behind its start event. Returns the stream on which
+  // the end is.
+  cuda::Stream copy(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+                    int64_t layers);
+
+  // Waits until all that was copied has run. False when the device is lost.
+  bool synchronize();
+
+  size_t streams() const { return kernels_ == nullptr ? 0 : 1; }
+  size_t events() const { return has_staging() ? staging_->events() : 0; }
+  void close();
+
+ private:
+  PackedCopy packed(const TransferPart& part, const Group& group, PlaneRange planes) const;
+  BlockCopy paged(const TransferPart& part, const Group& group) const;
+  void check(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+             int64_t layers) const;
+  BatchOptions batch_options(const std::vector<Group>& groups) const;
+
+  const int channel_, device_;
+  const cuda::Stream copies_;
+  const Environment environment_;
+  cuda::Stream kernels_ = nullptr;  // packs and unpacks beside the copies
+  std::unique_ptr<StagingBuffer> staging_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "channel.h"
+#include "group.h"
+#include "path.h"
+
+namespace kvswap {
+
+// Says how jobs are copied, and owns what that takes on the GPU: tables of planes, and the memory
+// of the staging buffers. The context of the device is current.
+class Planner {
+ public:
+  static constexpr uint64_t kFewestStagingBytes = 1 << 20;
+
+  // device: -1 where both sides are host memory. Gives the groups their tables and the channels
+  // their buffers, where some transfer would use them. Throws ValueError where a forced path cannot
+  // be had.
+  Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
+          std::vector<std::unique_ptr<Channel>>& channels);
+  ~Planner() { close(); }
+
+  // The groups have changed: new tables.
+  void rebind();
+
+  // Of a job that is copied alone: the path of its first group, entries of the driver's queue,
+  // seconds of the thread that submits it.
+  Path path_of(const Job& job) const;
+  size_t entries_of(const Job& job) const;
+  double submit_seconds_of(const Job& job) const;
+
+  // What a transfer of these jobs copies.
+  std::vector<TransferPart> parts_of(const std::vector<JobRef>& jobs) const;
+  size_t entries_of(const std::vector<TransferPart>& parts) const;
+
+  void close();
+
+ private:
+  void set_up(std::vector<std::unique_ptr<Channel>>& channels);
+  void make_tables();
+  Path choose(const Job& job, int group, size_t blocks) const;
+
+  std::vector<Group>& groups_;
+  const int device_;
+  const uint64_t staging_bytes_;
+  const PathChooser chooser_;
+  bool has_kernels_ = false;
+  const cuda::Stream stream_;  // to upload tables
+  cuda::Address staging_ = 0;
+};
+
+}  // namespace kvswap

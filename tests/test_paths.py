@@ -1,0 +1,185 @@
+"""Which way a transfer takes: what is asked for, and what the figures say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from stub import DEVICE, Driver, stubbed
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
+from torch_kvswap.metrics import PATHS
+from torch_kvswap.paths import CHOICES, path_options
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+needs_kernels = pytest.mark.skipif(
+    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
+)
+
+
+def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSWAP_PATH", raising=False)
+    assert path_options(None, 7, GPU).path == -1
+    assert path_options("auto", 7, GPU).staging_bytes == 7
+
+
+def test_a_path_is_forced_by_its_name_or_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for path in CHOICES[1:]:
+        assert path_options(path, 0, GPU).path == PATHS.index(path)
+    monkeypatch.setenv("KVSWAP_PATH", "strided")
+    assert path_options(None, 0, GPU).path == PATHS.index("strided")
+    assert path_options("auto", 0, GPU).path == -1
+
+
+def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_expected_inline(
+        refusal(path_options, "fast", 0, CPU),
+        """ValueError: path='fast'; expected one of auto, batch, strided, staged, kernel""",
+    )
+    assert_expected_inline(
+        refusal(path_options, "auto", -1, CPU),
+        """ValueError: staging_bytes=-1; expected 0 or more""",
+    )
+    monkeypatch.setenv("KVSWAP_PATH", "host")
+    assert_expected_inline(
+        refusal(path_options, None, 0, CPU),
+        """ValueError: KVSWAP_PATH='host'; expected one of auto, batch, strided, staged, kernel""",
+    )
+
+
+def test_a_path_without_figures_is_unknown_to_the_native_side() -> None:
+    options = path_options("auto", 0, GPU)
+    for of_direction in options.costs:
+        assert of_direction[PATHS.index("strided")].start_seconds > 0
+        assert of_direction[PATHS.index("host")].start_seconds < 0
+
+
+def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
+    assert path_options("auto", 0, CPU).costs[0][0].start_seconds < 0
+    layout = PagedLayout([torch.zeros(4, 8)])
+    with OffloadHandler(layout, HostPool(layout, 2), path="staged") as handler:
+        job = handler.store([1], [1], background=True)
+        assert job.result is not None
+        assert job.result.path == "host"
+
+
+# The choice, by figures that a test makes up: microseconds of the start, a block and a fragment
+
+
+@contextmanager
+def figures(folder: Path, **of_paths: tuple[float, float, float]) -> Iterator[None]:
+    costs = {
+        path: {"start_us": start, "block_us": block, "fragment_us": {"512": fragment}}
+        for path, (start, block, fragment) in of_paths.items()
+    }
+    file = folder / "costs.json"
+    file.write_text(json.dumps({"store": costs, "load": costs}))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_PATH_COSTS", str(file))
+        yield
+
+
+def paths_taken(
+    driver: Driver, layers: int, fragment: int = 512, counts: tuple[int, ...] = (1, 4, 16)
+) -> str:
+    """Of stores, loads, expedited loads and loads in the background, by blocks."""
+    whole = torch.zeros(layers, 20, fragment, dtype=torch.uint8)
+    driver.adopt(whole.view(-1), DEVICE)
+    layout = PagedLayout(list(whole))
+    layout.device = GPU
+    lines = []
+    with OffloadHandler(layout, HostPool(layout, 20)) as handler:
+        for count in counts:
+            ids = list(range(count))
+            jobs = [
+                handler.store(ids, ids),
+                handler.load(ids, ids),
+                handler.load(ids, ids, expedited=True),
+                handler.load(ids, ids, background=True),
+            ]
+            handler.wait(jobs)
+            lines.append(f"{count}: " + " ".join(job.result.path for job in jobs if job.result))
+    return "\n".join(lines)
+
+
+@stubbed
+def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
+        assert_expected_inline(
+            paths_taken(driver, layers=4),
+            """\
+1: strided strided strided strided
+4: strided strided strided strided
+16: batch batch batch batch""",
+        )
+
+
+@stubbed
+def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_path: Path) -> None:
+    whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
+    driver.adopt(whole.view(-1), DEVICE)
+    taken = []
+    with figures(tmp_path, strided=(0, 1, 0), batch=(2.5, 0, 0)):
+        for layers in ([0, 1, 2, 3], [0, 1, 3, 6, 10]):  # one distance; three pairs
+            layout = PagedLayout([whole[layer] for layer in layers])
+            layout.device = GPU
+            with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+                job = handler.store([1], [1])
+                handler.wait(job)
+                assert job.result is not None
+                taken.append(job.result.path)
+    assert taken == ["strided", "batch"]
+
+
+@needs_kernels
+@stubbed
+def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path) -> None:
+    fast = {"kernel": (1.0, 0.0, 2.0), "staged": (12.0, 0.0, 0.1)}
+    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), **fast):
+        assert_expected_inline(
+            paths_taken(driver, layers=4),
+            """\
+1: kernel kernel kernel strided
+4: staged staged kernel strided
+16: staged staged kernel strided""",
+        )
+
+
+@needs_kernels
+@stubbed
+def test_a_large_load_is_not_left_to_a_kernel(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
+        taken = paths_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
+    assert_expected_inline(
+        taken,
+        """\
+16: kernel kernel kernel strided
+17: strided strided strided strided""",
+    )
+
+
+@needs_kernels
+@stubbed
+def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5)):
+        paths_taken(driver, layers=4)
+    assert driver.calls("cuMemAlloc") == 0
+    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
+        paths_taken(driver, layers=4)
+    assert driver.calls("cuMemAlloc") == 2  # the table of planes and the buffer
+
+
+@stubbed
+def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path):
+        taken = paths_taken(driver, layers=4, counts=(1,))
+    assert_expected_inline(taken, """1: strided strided strided strided""")
