@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,13 +73,18 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
         assert job.result.path == "host"
 
 
-# The choice, by figures that a test makes up: microseconds of the start, a block and a fragment
+# The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
+# On the stub's clock each call that copies takes one.
 
 
 @contextmanager
 def figures(folder: Path, **of_paths: tuple[float, float, float]) -> Iterator[None]:
     costs = {
-        path: {"start_us": start, "block_us": block, "fragment_us": {"512": fragment}}
+        path: {
+            "start_us": 1000 * start,
+            "block_us": 1000 * block,
+            "fragment_us": {"512": 1000 * fragment},
+        }
         for path, (start, block, fragment) in of_paths.items()
     }
     file = folder / "costs.json"
@@ -176,6 +182,48 @@ def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Pa
     with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
         paths_taken(driver, layers=4)
     assert driver.calls("cuMemAlloc") == 2  # the table of planes and the buffer
+
+
+@needs_kernels
+@stubbed
+def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
+    driver: Driver, tmp_path: Path
+) -> None:
+    whole = torch.zeros(4, 20, 512, dtype=torch.uint8)
+    driver.adopt(whole.view(-1), DEVICE)
+    layout = PagedLayout(list(whole))
+    layout.device = GPU
+    taken = []
+    # It takes two milliseconds.
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(0.1, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4)) as handler,
+    ):
+        for pause in (0.0, 0.0, 0.2, 0.0):
+            time.sleep(pause)
+            job = handler.store([1], [1])
+            handler.wait(job)
+            assert job.result is not None
+            taken.append(job.result.path)
+    assert taken == ["staged", "strided", "staged", "strided"]
+
+
+@needs_kernels
+@stubbed
+def test_a_path_that_is_forced_stays_also_where_it_is_held_up(
+    driver: Driver, tmp_path: Path
+) -> None:
+    whole = torch.zeros(4, 20, 512, dtype=torch.uint8)
+    driver.adopt(whole.view(-1), DEVICE)
+    layout = PagedLayout(list(whole))
+    layout.device = GPU
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(0.1, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4), path="staged") as handler,
+    ):
+        for _ in range(3):
+            handler.wait(handler.store([1], [1]))
+        assert handler.metrics().stores.path_jobs["staged"] == 3
 
 
 @stubbed

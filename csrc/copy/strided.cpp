@@ -47,9 +47,9 @@ void fill(cuda::StridedSide& side, uint64_t address, uint64_t distance, uint64_t
 
 }  // namespace
 
-std::vector<PlaneRun> equidistant_runs(const Planes& src, const Planes& dst, PlaneRange planes) {
+std::vector<PlaneRun> equidistant_runs(const Planes& src, const Planes& dst) {
   std::vector<PlaneRun> runs;
-  for (size_t p = planes.begin; p < planes.end; ++p) {
+  for (size_t p = 0; p < src.count(); ++p) {
     if (!runs.empty()) {
       PlaneRun& run = runs.back();
       const uint64_t of_src = distance_at(src, run.first), of_dst = distance_at(dst, run.first);

@@ -14,7 +14,7 @@ struct PlaneRun {
   size_t first, count;
 };
 
-std::vector<PlaneRun> equidistant_runs(const Planes& src, const Planes& dst, PlaneRange planes);
+std::vector<PlaneRun> equidistant_runs(const Planes& src, const Planes& dst);
 
 // One copy for each block and run, on `stream`, whose device's context is current. Host memory is
 // pinned. A driver error names the call, the block, both addresses and the sizes; what was

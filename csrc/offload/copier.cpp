@@ -32,10 +32,7 @@ cuda::Stream Copier::copy(const Transfer& transfer, int layer_group,
     is_behind_staged = true;
     const Group& group = groups[part.group];
     if (part.path == Path::kStrided) {
-      const bool all = transfer.layer_groups() == 1;
-      const BlockCopy copy = paged(part, group);
-      copy_strided(copy, all ? group.runs : equidistant_runs(group.gpu, group.host, planes),
-                   copies_);
+      copy_strided(paged(part, group), group.runs_of(planes), copies_);
     } else if (part.path == Path::kKernel) {
       copy_by_kernel(packed(part, group, planes), cuda::kernels(device_), copies_);
     } else {

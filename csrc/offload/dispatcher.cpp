@@ -33,17 +33,9 @@ Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device,
 
 Dispatcher::~Dispatcher() = default;
 
-bool Dispatcher::is_small(const Job& job) const {
-  if (device < 0) return true;
-  for (const Part& part : job.parts) {
-    if (groups[part.group].host_is_pageable) return false;  // the driver copies in the call
-  }
-  return planner.submit_seconds_of(job) <= kSmallSeconds;
-}
-
 bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
   if (channel.submitting >= 0) return false;
-  if (job.id > flush_until_ && !channel.has_room_for(planner.entries_of(job))) return false;
+  if (job.id > flush_until_ && !channel.has_room_for(job.entries)) return false;
   for (const auto& other : channels) {
     if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
   }
@@ -55,7 +47,7 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
-  if (channel.queue.empty() && is_small(*job) && can_start(channel, *job)) {
+  if (channel.queue.empty() && job->enqueue_seconds <= kSmallSeconds && can_start(channel, *job)) {
     channel.submitting = job->id;
     return start(lock, channel, {job});
   }
@@ -103,8 +95,9 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
   std::vector<std::shared_ptr<Transfer>> held;
   if (error.empty()) {
     try {
+      std::vector<TransferPart> parts = planner.parts_of(jobs);
       transfer = channel.make_transfer(jobs);
-      transfer->parts = planner.parts_of(jobs);
+      transfer->parts = std::move(parts);
       transfer->entries = planner.entries_of(transfer->parts);
     } catch (const std::exception& problem) {
       error = problem.what();

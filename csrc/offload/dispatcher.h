@@ -73,7 +73,6 @@ class Dispatcher {
 
  private:
   Channel& channel_of(const Job& job) { return *channels[job.channel]; }
-  bool is_small(const Job& job) const;
   bool can_start(const Channel& channel, const Job& job) const;
   bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t entries,
              Job& next);

@@ -53,6 +53,7 @@ void Dispatcher::retire_first(Channel& channel) {
   double seconds = 0;
   try {
     seconds = channel.copy_seconds(*transfer);
+    planner.note(*transfer, seconds);
   } catch (const std::exception& problem) {
     if (!channel.is_alive()) throw;
     error = problem.what();

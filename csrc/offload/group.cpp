@@ -41,7 +41,8 @@ Group read_group(const kvswap_group& from, int device) {
     group.host.allocations.push_back(memory.begin);
     group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
   }
-  group.runs = equidistant_runs(group.gpu, group.host, {0, group.gpu.count()});
+  for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
+  group.runs = equidistant_runs(group.gpu, group.host);
   return group;
 }
 

@@ -20,13 +20,19 @@ struct Group {
   // Groups with the same number share their blocks, or their slots: the same id is the same memory.
   int block_space = 0, slot_space = 0;
   bool host_is_pageable = false;
+  uint64_t block_bytes = 0;           // in all planes
   std::vector<PlaneRun> runs;         // of planes at one distance
   std::shared_ptr<PlaneTable> table;  // for the kernels; null where none can be used
 
-  uint64_t block_bytes() const {
-    uint64_t bytes = 0;
-    for (const uint64_t size : gpu.sizes) bytes += size;
-    return bytes;
+  // Those of these planes.
+  std::vector<PlaneRun> runs_of(PlaneRange planes) const {
+    std::vector<PlaneRun> clipped;
+    for (const PlaneRun& run : runs) {
+      const size_t first = std::max(run.first, planes.begin);
+      const size_t end = std::min(run.first + run.count, planes.end);
+      if (first < end) clipped.push_back({first, end - first});
+    }
+    return clipped;
   }
 
   // The planes of part `part` of `parts`, of a model with `layers_in_all` layers.

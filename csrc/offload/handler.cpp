@@ -34,9 +34,9 @@ JobRef Handler::submit(const kvswap_request& request) {
   }
   if (request.gate != nullptr) close_gate(lock, request);
   job->id = last_id_ + 1;
-  job->path = static_cast<int>(dispatcher_.planner.path_of(*job));
   job->gate = static_cast<Gate*>(request.gate);
   job->submitted_at = now();
+  dispatcher_.planner.plan(*job);
   std::string error;
   try {
     job->after = moment(*dispatcher_.channels[job->channel], request);

@@ -34,11 +34,13 @@ struct Job {
   int channel = 0;
   int layer_groups = 1;
   State state = State::kQueued;
-  int path = 0;             // kvswap::Path
-  bool queued = false;      // ever, in software
-  bool enqueuing = false;   // or enqueued
-  bool cancelled = false;   // after that
-  bool background = false;  // copies without kernels
+  int path = 0;               // kvswap::Path
+  uint32_t entries = 0;       // of the driver's queue, when it is copied alone
+  float enqueue_seconds = 0;  // of the thread that does it
+  bool queued = false;        // ever, in software
+  bool enqueuing = false;     // or enqueued
+  bool cancelled = false;     // after that
+  bool background = false;    // copies without kernels
   uint64_t nbytes = 0;
   std::vector<Part> parts;
   std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each

@@ -50,33 +50,49 @@ double submit_seconds(Path path, const Group& group, size_t blocks) {
   return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
 }
 
-double PathChooser::seconds(Path path, const Group& group, const Transfer& transfer) const {
-  const int direction = transfer.channel == kStores ? 0 : 1;
-  const kvswap_path_costs& costs = options_.costs[direction][static_cast<int>(path)];
-  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
-  const auto blocks = static_cast<double>(transfer.blocks);
-  const auto planes = static_cast<double>(group.gpu.count());
-  const double calls = path == Path::kStrided ? static_cast<double>(group.runs.size()) : 1;
-  const double bytes = static_cast<double>(group.block_bytes()) / planes;
-  return costs.start_seconds + blocks * calls * costs.block_seconds +
-         blocks * planes * fragment_seconds(costs.fragment_seconds, bytes);
+PathChooser::PathChooser(const kvswap_path_options& options,
+                         const std::vector<kvswap::Group>& groups)
+    : forced_(options.path) {
+  for (const kvswap::Group& group : groups) {
+    Group& fitted = groups_.emplace_back();
+    fitted.host_is_pageable = group.host_is_pageable;
+    fitted.block_bytes = static_cast<double>(group.block_bytes);
+    const auto planes = static_cast<double>(group.gpu.count());
+    for (int direction = 0; direction < 2; ++direction) {
+      for (int path = 0; path < KVSWAP_PATHS; ++path) {
+        kvswap_path_costs costs = options.costs[direction][path];
+        const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
+        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
+        costs.block_seconds +=
+            planes * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / planes);
+        fitted.costs[direction][path] = costs;
+      }
+    }
+  }
 }
 
-Path PathChooser::choose(const Group& group, const Transfer& transfer) const {
+double PathChooser::seconds(Path path, const Transfer& transfer) const {
+  const int direction = transfer.channel == kStores ? 0 : 1;
+  const kvswap_path_costs& costs = groups_[transfer.group].costs[direction][static_cast<int>(path)];
+  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
+  return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
+}
+
+Path PathChooser::choose(const Transfer& transfer) const {
+  const Group& group = groups_[transfer.group];
   if (group.host_is_pageable) return Path::kBatch;
-  const bool may_stage = transfer.may_stage && !transfer.background &&
-                         transfer.channel != kExpedited;  // it has no staging buffer
-  const bool may_launch = transfer.may_launch && !transfer.background;
-  const double bytes =
-      static_cast<double>(transfer.blocks) * static_cast<double>(group.block_bytes());
+  const double bytes = static_cast<double>(transfer.blocks) * group.block_bytes;
+  // Expedited loads have no staging buffer.
+  const bool may_stage =
+      transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
   Path best = Path::kStrided;
   double least = std::numeric_limits<double>::infinity();
   for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
     if (path == Path::kStaged && !may_stage) continue;
-    if (path == Path::kKernel && !may_launch) continue;
+    if (path == Path::kKernel && !transfer.may_launch) continue;
     if (forces(path)) return path;
     if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
-    const double predicted = seconds(path, group, transfer);
+    const double predicted = seconds(path, transfer);
     if (predicted >= least) continue;
     least = predicted;
     best = path;
@@ -84,10 +100,13 @@ Path PathChooser::choose(const Group& group, const Transfer& transfer) const {
   return best;
 }
 
-bool PathChooser::wants(Path path, const Group& group) const {
-  for (const int channel : {kStores, kLoads, kExpedited}) {
-    for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
-      if (choose(group, {channel, blocks}) == path) return true;
+bool PathChooser::wants(Path path) const {
+  if (forces(path)) return true;
+  for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
+    for (const int channel : {kStores, kLoads, kExpedited}) {
+      for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
+        if (choose({group, channel, blocks}) == path) return true;
+      }
     }
   }
   return false;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "../capi.h"
 #include "group.h"
 
@@ -21,25 +23,31 @@ double submit_seconds(Path path, const Group& group, size_t blocks);
 // Says which way is taken: the one that is predicted to end first, of those that can be had.
 class PathChooser {
  public:
-  explicit PathChooser(const kvswap_path_options& options) : options_(options) {}
+  PathChooser(const kvswap_path_options& options, const std::vector<Group>& groups);
 
   struct Transfer {
-    int channel;
+    int group, channel;
     size_t blocks;
-    bool background = false;  // no kernels
-    bool may_stage = true;    // there are kernels and a staging buffer
-    bool may_launch = true;   // there are kernels
+    bool may_launch = true;  // kernels
+    bool may_stage = true;   // in a buffer that is there
   };
-  Path choose(const Group& group, const Transfer& transfer) const;
+  Path choose(const Transfer& transfer) const;
+  // Infinite for a path whose figures are not known.
+  double seconds(Path path, const Transfer& transfer) const;
 
-  // Whether any transfer of the group would take this path.
-  bool wants(Path path, const Group& group) const;
-  bool forces(Path path) const { return options_.path == static_cast<int>(path); }
+  // Whether any transfer would take this path.
+  bool wants(Path path) const;
+  bool forces(Path path) const { return forced_ == static_cast<int>(path); }
 
  private:
-  double seconds(Path path, const Group& group, const Transfer& transfer) const;
+  struct Group {
+    bool host_is_pageable;
+    double block_bytes;
+    kvswap_path_costs costs[2][KVSWAP_PATHS];  // block_seconds: of all fragments, too
+  };
 
-  const kvswap_path_options options_;
+  int forced_;
+  std::vector<Group> groups_;
 };
 
 }  // namespace kvswap

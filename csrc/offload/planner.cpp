@@ -5,15 +5,25 @@
 #include "../check.h"
 #include "../cuda_context.h"
 #include "../kernels.h"
+#include "clock.h"
 
 namespace kvswap {
+namespace {
+
+constexpr double kPageableSeconds = 1;  // the driver copies in the call
+// So many times slower than predicted, and then so many times as long without kernels, in seconds
+// at most. Two copies on one link make each other only twice slower.
+constexpr double kCrowded = 2.5, kAvoidTimes = 20, kLongestAvoidance = 1;
+constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
+
+}  // namespace
 
 Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
                  std::vector<std::unique_ptr<Channel>>& channels)
     : groups_(groups),
       device_(device),
-      staging_bytes_(options.staging_bytes),
-      chooser_(options),
+      options_(options),
+      chooser_(options, groups),
       stream_(channels[kStores]->stream()) {
   if (device < 0) return;
   try {
@@ -28,12 +38,8 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
 }
 
 void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
-  const auto wanted = [&](Path path) {
-    const auto wants = [&](const Group& group) { return chooser_.wants(path, group); };
-    return chooser_.forces(path) || std::any_of(groups_.begin(), groups_.end(), wants);
-  };
-  const bool stages = wanted(Path::kStaged);
-  if (!stages && !wanted(Path::kKernel)) return;
+  const bool stages = chooser_.wants(Path::kStaged);
+  if (!stages && !chooser_.wants(Path::kKernel)) return;
   cuda::kernels(device_);
   make_tables();
   has_kernels_ = true;
@@ -42,11 +48,12 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
   }
   if (!stages) return;
-  KVSWAP_CHECK(staging_bytes_ >= kFewestStagingBytes, "staging_bytes=", staging_bytes_,
-               " is too little; give it ", kFewestStagingBytes, " or more");
-  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, staging_bytes_), "cuMemAlloc of ",
-                      staging_bytes_, " bytes for staging");
-  const uint64_t half = staging_bytes_ / 2;
+  KVSWAP_CHECK(options_.staging_bytes >= kFewestStagingBytes,
+               "staging_bytes=", options_.staging_bytes, " is too little; give it ",
+               kFewestStagingBytes, " or more");
+  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
+                      options_.staging_bytes, " bytes for staging");
+  const uint64_t half = options_.staging_bytes / 2;
   channels[kStores]->use_staging(staging_, half);
   channels[kLoads]->use_staging(staging_ + half, half);
 }
@@ -60,37 +67,39 @@ void Planner::make_tables() {
 }
 
 void Planner::rebind() {
+  chooser_ = PathChooser(options_, groups_);
   if (has_kernels_) make_tables();
 }
 
 Path Planner::choose(const Job& job, int group, size_t blocks) const {
   if (device_ < 0) return Path::kHost;
-  const bool may_launch = groups_[group].table != nullptr;
-  return chooser_.choose(groups_[group], {job.channel, blocks, job.background,
-                                          may_launch && staging_ != 0, may_launch});
+  const bool is_crowded = options_.path < 0 && crowded_until_ > job.submitted_at;
+  const bool may_launch = groups_[group].table != nullptr && !job.background && !is_crowded;
+  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
 }
 
-Path Planner::path_of(const Job& job) const {
-  if (job.parts.empty()) return choose(job, 0, 0);
-  return choose(job, job.parts.front().group, job.parts.front().count);
-}
-
-size_t Planner::entries_of(const Job& job) const {
-  size_t entries = 0;
-  for (const Part& part : job.parts) {
-    const Path path = choose(job, part.group, part.count);
-    entries += queue_entries(path, groups_[part.group], part.count);
-  }
-  return entries;
-}
-
-double Planner::submit_seconds_of(const Job& job) const {
+void Planner::plan(Job& job) const {
   double seconds = 0;
   for (const Part& part : job.parts) {
+    const Group& group = groups_[part.group];
     const Path path = choose(job, part.group, part.count);
-    seconds += submit_seconds(path, groups_[part.group], part.count);
+    if (&part == &job.parts.front()) job.path = static_cast<int>(path);
+    job.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
+    seconds += group.host_is_pageable ? kPageableSeconds : submit_seconds(path, group, part.count);
   }
-  return seconds;
+  job.enqueue_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
+}
+
+void Planner::note(const Transfer& transfer, double seconds) {
+  double predicted = kLeastCrowdedSeconds;
+  bool launched = false;
+  for (const TransferPart& part : transfer.parts) {
+    launched |= part.path == Path::kStaged || part.path == Path::kKernel;
+    predicted += chooser_.seconds(part.path,
+                                  {part.group, transfer.jobs.front()->channel, part.blocks.size()});
+  }
+  if (!launched || seconds < kCrowded * predicted) return;
+  crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 
 std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs) const {

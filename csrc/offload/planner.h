@@ -25,15 +25,17 @@ class Planner {
   // The groups have changed: new tables.
   void rebind();
 
-  // Of a job that is copied alone: the path of its first group, entries of the driver's queue,
-  // seconds of the thread that submits it.
-  Path path_of(const Job& job) const;
-  size_t entries_of(const Job& job) const;
-  double submit_seconds_of(const Job& job) const;
+  // Fills in what copying the job alone takes: the path of its first group, entries of the driver's
+  // queue, time of the thread that submits it.
+  void plan(Job& job) const;
 
   // What a transfer of these jobs copies.
   std::vector<TransferPart> parts_of(const std::vector<JobRef>& jobs) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
+
+  // A transfer has taken so long on the device. Kernels that are held up by those of the compute
+  // make it many times slower; then the copy engines take over for a while.
+  void note(const Transfer& transfer, double seconds);
 
   void close();
 
@@ -44,8 +46,9 @@ class Planner {
 
   std::vector<Group>& groups_;
   const int device_;
-  const uint64_t staging_bytes_;
-  const PathChooser chooser_;
+  const kvswap_path_options options_;
+  PathChooser chooser_;
+  double crowded_until_ = 0;  // the GPU, by kernels of others
   bool has_kernels_ = false;
   const cuda::Stream stream_;  // to upload tables
   cuda::Address staging_ = 0;

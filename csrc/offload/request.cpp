@@ -88,7 +88,7 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   }
   job.parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.ids.insert(job.ids.end(), blocks, blocks + num_blocks);
-  job.nbytes += group.block_bytes() * num_blocks;
+  job.nbytes += group.block_bytes * num_blocks;
 }
 
 void RequestReader::refuse_duplicates(std::vector<int64_t>& seen, const std::string& list,

@@ -6,10 +6,16 @@ Does not initialise CUDA, so it may run beside anything.
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import torch
 
 from torch_kvswap import _extension
+from torch_kvswap.path_costs import read_figures
+
+_MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
+_MODELS = Path("/proc/driver/nvidia/gpus")
 
 
 def _release(version: int) -> str:
@@ -26,11 +32,11 @@ def _kernels() -> str:
     library = _extension.library()
     runtime, driver = library.kvswap_kernel_version(), library.kvswap_driver_version()
     if not runtime:
-        return "none: built without nvcc, so expand_block_ids takes CPU ids only"
+        return f"none: built without nvcc, {_MISSING}"
     if driver and driver // 1000 < runtime // 1000:
         return (
-            f"built with {_release(runtime)}, too new for the driver: expand_block_ids takes CPU "
-            "ids only; update the driver or build with an older nvcc"
+            f"built with {_release(runtime)}, too new for the driver, {_MISSING}; update the "
+            "driver or build with an older nvcc"
         )
     return f"built with {_release(runtime)}"
 
@@ -49,6 +55,18 @@ def _scattered_copies() -> str:
     return f"cuMemcpyBatchAsync, {limit} fragments a call"
 
 
+def _path_costs() -> str:
+    """Where the figures are from that decide between the ways of copying, for each kind of GPU."""
+    files = sorted(_MODELS.glob("*/information"))
+    found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
+    models = sorted({model[1] for model in found if model})
+    try:
+        sources = [f"{read_figures(model).source} ({model})" for model in models]
+    except ValueError as error:
+        return f"none: {error}"
+    return ", ".join(sources) or "unknown: the system names no GPU"
+
+
 def report() -> dict[str, str]:
     """What the installation has, by topic."""
     cuda = torch.version.cuda
@@ -59,6 +77,7 @@ def report() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
+        "path costs": _path_costs(),
     }
 
 
