@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kNoMachineCode = 209;
 constexpr int kHopper = 9;
-constexpr int kSharedBytes = 160 << 10;  // the most that a launch asks for
+constexpr int kSharedBytes = 64 << 10;  // the most that a launch asks for; every GPU has it
 
 Module load_module(const void* image) {
   Module module = nullptr;

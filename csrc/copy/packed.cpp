@@ -10,7 +10,7 @@ namespace {
 
 // Many CTAs for a short time disturb the compute beside them less than few for long. Over the link
 // a few have enough in flight.
-constexpr PackLaunch kOnDevice{64, 16, 2048}, kOverLink{8, 32, 4096};
+constexpr PackLaunch kOnDevice{64, 16, 2048}, kOverLink{8, 16, 4096};
 constexpr unsigned kWarpsPerCta = 8;  // of the kernel without bulk copies
 
 uint32_t common_alignment(const Planes& gpu, const Planes& host) {
