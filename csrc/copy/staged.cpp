@@ -97,6 +97,7 @@ cuda::Event StagingBuffer::take_event() {
   if (idle_.empty()) {
     KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, cuda::kEventDisableTiming),
                         "cuEventCreate");
+    ++events_;
     return event;
   }
   event = idle_.back();
@@ -127,6 +128,7 @@ void StagingBuffer::destroy() {
   forget();
   for (const cuda::Event event : idle_) cuda::driver().destroy_event(event);
   idle_.clear();
+  events_ = 0;
 }
 
 }  // namespace kvswap

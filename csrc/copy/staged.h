@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <vector>
 
@@ -34,7 +35,8 @@ class StagingBuffer {
 
   // All pieces are over, also those of a copy that failed on the way.
   void forget();
-  size_t events() const { return idle_.size() + 2 * pieces_.size(); }
+  // Those that exist. Any thread may ask.
+  size_t events() const { return events_; }
   void destroy();
 
  private:
@@ -52,6 +54,7 @@ class StagingBuffer {
   uint64_t next_ = 0;         // where the next piece begins
   std::deque<Piece> pieces_;  // in the order of submission; none overlaps another
   std::vector<cuda::Event> idle_;
+  std::atomic<size_t> events_{0};
 };
 
 // How many bytes the next piece has, of `left` that are not moved yet, `done` before it. The first
