@@ -234,6 +234,27 @@ def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None
 
 @has_kernels
 @stubbed
+def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
+    driver: Driver,
+) -> None:
+    whole = [numbers(4, 6, 2048), numbers(4, 6, 2048)]
+    before = whole[0].clone()
+    layouts = [on_device(driver, of_group) for of_group in whole]
+    pools = [HostPool(layout, num_pages=6) for layout in layouts]
+    with OffloadHandler(layouts, pools, path="staged") as handler:
+        handler.wait(handler.store([[1], []], [[1], []]))
+        driver.set_mode("manual")
+        job = handler.load([[1], []], [[5], []], layer_groups=2, after=())
+        while driver.step(103):  # the copies, without the kernels
+            pass
+        assert not job.done()
+        run_until(driver, job.done)
+        assert torch.equal(whole[0][:, 5], before[:, 1])
+        driver.set_mode("immediate")
+
+
+@has_kernels
+@stubbed
 def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     whole = numbers(8, 6, 2048)
     layout = on_device(driver, whole)

@@ -51,7 +51,10 @@ cuda::Stream Copier::copy(const Transfer& transfer, int layer_group,
     }
     end = staging_->copy(packed(part, groups[part.group], planes), {copies_, kernels_},
                          cuda::kernels(device_), batch_options(groups));
+    is_behind_staged = true;
   }
+  // Also with nothing to copy: the group of layers before may have been staged.
+  if (!is_behind_staged) staging_->order_before(copies_);
   return end;
 }
 
