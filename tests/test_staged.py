@@ -63,7 +63,7 @@ def expect(
     ("layers", "fragment"),
     [(3, 4096), (7, 48), (5, 18432), (3, 7), (3, 10), (2, 36), (1, 3 * MIB), (2, 700 * 1024 + 8)],
 )
-@pytest.mark.parametrize("staging", [MIB, 2 * MIB, 32 * MIB])
+@pytest.mark.parametrize("staging", [MIB, 2 * MIB + 77, 32 * MIB])
 @has_kernels
 @stubbed
 def test_every_byte_arrives_and_no_other_changes(

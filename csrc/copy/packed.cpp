@@ -8,6 +8,12 @@
 namespace kvswap {
 namespace {
 
+// CTAs at most, each with as many threads that have a chunk of shared memory each.
+struct PackLaunch {
+  unsigned ctas, threads;
+  uint32_t chunk_bytes;
+};
+
 // Many CTAs for a short time disturb the compute beside them less than few for long. Over the link
 // a few have enough in flight.
 constexpr PackLaunch kOnDevice{64, 16, 2048}, kOverLink{8, 16, 4096};

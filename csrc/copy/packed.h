@@ -47,13 +47,6 @@ struct PackedCopy {
   uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }
 };
 
-// A launch of the pack kernels: as many CTAs at most, each with as many threads that have a chunk
-// of shared memory each.
-struct PackLaunch {
-  unsigned ctas, threads;
-  uint32_t chunk_bytes;
-};
-
 // Copies the bytes from `begin` to `end` of all blocks between the GPU's planes and `packed`, where
 // the byte `begin` is. Launches on `stream`; throws what the driver refuses.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,

@@ -53,7 +53,7 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
                kFewestStagingBytes, " or more");
   KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
                       options_.staging_bytes, " bytes for staging");
-  const uint64_t half = options_.staging_bytes / 2;
+  const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
   channels[kStores]->use_staging(staging_, half);
   channels[kLoads]->use_staging(staging_ + half, half);
 }
