@@ -11,7 +11,7 @@ from sim import CURRENT, run_until
 from stub import DEVICE, Driver, stubbed
 from torch import Tensor
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError, _extension
 
 MIB = 1 << 20
 has_kernels = pytest.mark.skipif(
@@ -372,6 +372,21 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     assert f"free {32 * MIB} bytes" in log
     assert "free 64 bytes" in log  # the table of planes
     assert (driver.live("streams"), driver.live("events")) == (streams - 8, 0)
+
+
+@has_kernels
+@stubbed
+def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
+    layout = on_device(driver, numbers(2, 6, 4096))
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+        driver.set_mode("manual")
+        job = handler.load([1], [1])
+        driver.fail("cuEventQuery", code=700)
+        with pytest.raises(TransferError, match="the device is lost"):
+            handler.wait(job)
+        driver.log()
+    assert "free" not in driver.log()
+    driver.set_mode("immediate")
 
 
 @has_kernels

@@ -117,7 +117,7 @@ void Dispatcher::stop(Lock& lock) {
   }
   lock.lock();
   for (const auto& channel : channels) channel->close();
-  planner.close();
+  lost_.empty() ? planner.close() : planner.leave();
 }
 
 }  // namespace kvswap

@@ -132,6 +132,11 @@ size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {
   return entries;
 }
 
+void Planner::leave() {
+  for (Group& group : groups_) new std::shared_ptr<PlaneTable>(std::move(group.table));
+  staging_ = 0;
+}
+
 void Planner::close() {
   for (Group& group : groups_) group.table.reset();
   if (staging_ != 0) cuda::driver().free(staging_);

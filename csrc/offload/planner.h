@@ -37,7 +37,10 @@ class Planner {
   // make it many times slower; then the copy engines take over for a while.
   void note(const Transfer& transfer, double seconds);
 
+  // Frees the memory; nothing runs any more.
   void close();
+  // Leaves it where it is: the device is lost, and nobody knows what still runs.
+  void leave();
 
  private:
   void set_up(std::vector<std::unique_ptr<Channel>>& channels);
