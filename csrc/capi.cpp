@@ -39,7 +39,8 @@ bool kvswap_host_register(int device, void* address, uint64_t bytes) {
   return succeeds([&] {
     const kvswap::cuda::ContextGuard context(device);
     KVSWAP_DRIVER_CHECK(
-        kvswap::cuda::driver().register_host(address, bytes, kvswap::cuda::kRegisterPortable),
+        kvswap::cuda::driver().register_host(
+            address, bytes, kvswap::cuda::kRegisterPortable | kvswap::cuda::kRegisterMapped),
         "cuMemHostRegister");
   });
 }

@@ -31,6 +31,7 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDefault = 0;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kRegisterPortable = 1;  // pinned for every device of the process
+constexpr unsigned kRegisterMapped = 2;    // kernels may read and write it
 constexpr int kCaptureRelaxed = 2;
 constexpr int kHas64BitMemoryOperations = 122;
 constexpr int kComputeCapabilityMajor = 75;

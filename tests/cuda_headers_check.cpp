@@ -78,6 +78,7 @@ static_assert(cuda::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(cuda::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(cuda::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
+static_assert(cuda::kRegisterMapped == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(cuda::kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cuda::kWaitUntilAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(cuda::kHas64BitMemoryOperations == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
