@@ -15,6 +15,7 @@ constexpr size_t kFragmentsPerEntry = 25, kBlocksPerLaunch = 496;
 // A kernel that waits for the link slows down the compute beside it all the while.
 constexpr double kMostKernelBytes = 4 << 20;
 constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
+constexpr double kSmallestPiece = 512 << 10;
 
 // Of a fragment of so many bytes: between the figures for the powers of two around it.
 double fragment_seconds(const double* table, double bytes) {
@@ -42,7 +43,10 @@ double submit_seconds(Path path, const Group& group, size_t blocks) {
     return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
   }
   if (path == Path::kStaged) {
-    return count * kSecondsPerPage + std::min(count, double{kMostPieces}) * kSecondsPerPiece;
+    // Pieces grow by a factor of two.
+    const double bytes = count * static_cast<double>(group.block_bytes);
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / kSmallestPiece));
+    return count * kSecondsPerPage + pieces * kSecondsPerPiece;
   }
   if (path == Path::kKernel) {
     return static_cast<double>(1 + blocks / kBlocksPerLaunch) * kSecondsPerLaunch;
