@@ -67,6 +67,8 @@ struct kvswap_path_options {
 // device: -1 for host memory on both sides. layers: in all groups together.
 KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
                                        int device, const kvswap_path_options* options);
+// Why paths that would be chosen cannot be had, or "". Valid as long as the handler.
+KVSWAP_API const char* kvswap_handler_path_problem(void* handler);
 // After kvswap_handler_close.
 KVSWAP_API void kvswap_handler_destroy(void* handler);
 // Takes new groups, with the same block sizes and pools, while no job is outstanding.

@@ -95,6 +95,10 @@ void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layer
   return handler;
 }
 
+const char* kvswap_handler_path_problem(void* handler) {
+  return handler_at(handler).path_problem().c_str();
+}
+
 void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
 
 bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {

@@ -220,6 +220,27 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_second(
 
 
 @stubbed
+def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_it(
+    driver: Driver, tmp_path: Path
+) -> None:
+    driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of planes
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        pytest.warns(RuntimeWarning, match="kernels would make some") as warned,
+    ):
+        taken = paths_taken(driver, layers=4, counts=(1,))
+    assert taken == "1: strided strided strided strided"
+    (warning,) = warned
+    if _extension.library().kvswap_kernel_version():
+        assert_expected_inline(
+            str(warning.message),
+            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/paths.md)""",
+        )
+    else:
+        assert "built without nvcc" in str(warning.message)
+
+
+@stubbed
 def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) -> None:
     with figures(tmp_path):
         taken = paths_taken(driver, layers=4, counts=(1,))

@@ -42,6 +42,14 @@ class NativeHandler:
             -1 if groups.device.type == "cpu" else groups.device.index,
             ctypes.byref(options),
         )
+        problem = _native.kvswap_handler_path_problem(self._pointer).decode()
+        if problem:
+            warnings.warn(
+                f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
+                "engines do all of them (docs/paths.md)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @property
     def pointer(self) -> int:

@@ -60,6 +60,9 @@ class Handler {
   // The device did not take the caller's context: it is lost.
   void lose(const std::string& error);
 
+  // Why paths that would be chosen cannot be had, or "". Stays.
+  const std::string& path_problem() const { return dispatcher_.planner.problem(); }
+
   // -1 where all is host memory.
   int device() const { return dispatcher_.device; }
 

@@ -30,6 +30,7 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
     set_up(channels);
   } catch (const std::exception& error) {
     close();
+    problem_ = error.what();
     for (const Path path : {Path::kStaged, Path::kKernel}) {
       if (!chooser_.forces(path)) continue;
       fail<ValueError>("path='", path_name(path), "' cannot be had: ", error.what());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "channel.h"
@@ -21,6 +22,9 @@ class Planner {
   Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
           std::vector<std::unique_ptr<Channel>>& channels);
   ~Planner() { close(); }
+
+  // Why paths that would be chosen cannot be had, or "".
+  const std::string& problem() const { return problem_; }
 
   // The groups have changed: new tables.
   void rebind();
@@ -51,6 +55,7 @@ class Planner {
   const int device_;
   const kvswap_path_options options_;
   PathChooser chooser_;
+  std::string problem_;
   double crowded_until_ = 0;  // the GPU, by kernels of others
   bool has_kernels_ = false;
   const cuda::Stream stream_;  // to upload tables
