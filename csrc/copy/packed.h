@@ -45,6 +45,8 @@ struct PackedCopy {
 
   uint64_t block_bytes() const;
   uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }
+  // Whether one copy of the driver may have block i and the one before it.
+  bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
 // A launch of the pack kernels: as many CTAs at most, each with as many threads that have a chunk

@@ -26,6 +26,12 @@ class Memory {
     return known ? std::prev(next)->second : Range{};
   }
 
+  // Whether a copy may touch all of it: a registration has an end, also where another one follows.
+  bool holds(uint64_t begin, uint64_t bytes) const {
+    const Range range = find(begin);
+    return range.origin != Range::kRegistered || begin + bytes <= range.end;
+  }
+
   bool overlaps(uint64_t begin, uint64_t end) const {
     auto next = ranges_.lower_bound(begin);
     return find(begin).type != 0 || (next != ranges_.end() && next->first < end);
