@@ -100,19 +100,20 @@ bool bind_host(void* address, uint64_t bytes, int node) {
 void touch_host(void* address, uint64_t bytes, const Touch& how) {
   const uint64_t first = reinterpret_cast<uint64_t>(address), end = first + bytes;
   const uint64_t begin = first / page_size() * page_size();
-  std::atomic<uint64_t> next{begin};
+  // Stripes end between huge pages, but for the last.
+  std::atomic<uint64_t> next{begin / kHugePage * kHugePage};
   std::atomic<bool> wants_collapse{how.collapse};
   std::atomic<int> error{0};
   const auto work = [&] {
     while (error.load() == 0) {
-      const uint64_t at = next.fetch_add(kStripe);
-      if (at >= end) return;
-      const uint64_t stripe_end = std::min(end, at + kStripe);
-      collapse(at, stripe_end, wants_collapse);
-      if (const int refusal = populate(at, stripe_end)) error.store(refusal);
+      const uint64_t stripe = next.fetch_add(kStripe);
+      if (stripe >= end) return;
+      const uint64_t from = std::max(begin, stripe), to = std::min(end, stripe + kStripe);
+      collapse(from, to, wants_collapse);
+      if (const int refusal = populate(from, to)) error.store(refusal);
     }
   };
-  const auto stripes = static_cast<int64_t>((end - begin + kStripe - 1) / kStripe);
+  const auto stripes = static_cast<int64_t>((end - begin) / kStripe + 1);
   std::vector<std::thread> threads;
   try {
     for (int64_t i = 0; i < std::min<int64_t>(how.threads, stripes); ++i) {
