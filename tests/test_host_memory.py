@@ -234,11 +234,14 @@ def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> N
         patch.setattr(_extension.library(), "kvswap_host_map", note)
         patch.setattr(machine, "memlock_limit", lambda: 1000)
         text = refusal(HostPool, layout, 10, pinned=True)
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
 cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; raise the limit on locked
 memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit memlock=-1), ask for
-fewer pages, or pass pinned=False for pageable memory""")
+fewer pages, or pass pinned=False for pageable memory""",
+    )
     gc.collect()
     with pytest.raises(AssertionError, match="nothing is mapped"):
         mapped_bytes(mapped[0])
@@ -254,11 +257,14 @@ def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver
         pool = HostPool(on_gpu(driver), num_pages=10)
     assert len(warned) == 1
     assert warned[0].filename == __file__
-    assert_expected_inline(textwrap.fill(str(warned[0].message), 88), """\
+    assert_expected_inline(
+        textwrap.fill(str(warned[0].message), 88),
+        """\
 the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
 CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
 pageable memory. The pages are pageable now: the driver copies them through memory of
-its own and holds up the thread that submits, and no kernel reaches them""")
+its own and holds up the thread that submits, and no kernel reaches them""",
+    )
     assert not pool.is_pinned
     assert (pool.ready_pages, pool.wait_ready()) == (10, True)
     with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
