@@ -105,23 +105,46 @@ void check_disjoint(const std::vector<BlockTensor>& src, const std::vector<Block
        ", share memory; the copies of one call run in any order: use two calls");
 }
 
+bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
+  return tensor.device < 0 && addresses.find(tensor.base).kind == MemoryKind::kPageable;
+}
+
+// Tells whether one copy of the driver may have two blocks: pinned memory may have been registered
+// in pieces. No driver, no pieces.
+class Pieces {
+ public:
+  Pieces(const BlockTensor& tensor, AddressMap* addresses)
+      : tensor_(tensor), addresses_(addresses) {
+    has_pieces_ = addresses != nullptr && tensor.device < 0 && !is_pageable(tensor, *addresses);
+  }
+  bool has_both(int64_t block, int64_t other) const {
+    return !has_pieces_ || begin(block) == begin(other);
+  }
+
+ private:
+  uint64_t begin(int64_t block) const { return addresses_->find(tensor_.address(block)).begin; }
+
+  const BlockTensor& tensor_;
+  AddressMap* addresses_;
+  bool has_pieces_;
+};
+
 FragmentList make_fragments(const std::vector<BlockTensor>& src,
-                            const std::vector<BlockTensor>& dst, const BlockIds& ids) {
+                            const std::vector<BlockTensor>& dst, const BlockIds& ids,
+                            AddressMap* addresses) {
   const size_t count = ids.src.ids.size();
   FragmentList fragments(count * src.size());
   for (size_t t = 0; t < src.size(); ++t) {
     if (src[t].bytes == 0) continue;
+    const Pieces src_pieces(src[t], addresses), dst_pieces(dst[t], addresses);
     for (size_t i = 0; i < count; ++i) {
       fragments.add({src[t].address(ids.src.ids[i]), dst[t].address(ids.dst.ids[i]), src[t].bytes,
                      static_cast<int64_t>(i), src[t].device < 0},
-                    i > 0);
+                    i > 0 && src_pieces.has_both(ids.src.ids[i - 1], ids.src.ids[i]) &&
+                        dst_pieces.has_both(ids.dst.ids[i - 1], ids.dst.ids[i]));
     }
   }
   return fragments;
-}
-
-bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
-  return tensor.device < 0 && addresses.find(tensor.base).kind == MemoryKind::kPageable;
 }
 
 // Both streams wait for each other around `copy`, as in Tensor.copy_.
@@ -164,15 +187,17 @@ void copy_blocks(const std::vector<BlockTensor>& src, const std::vector<BlockTen
     check_range(ids.src, src[t]);
     check_range(ids.dst, dst[t]);
   }
-  const FragmentList fragments = make_fragments(src, dst, ids);
+  std::optional<AddressMap> addresses;
+  if (!src.empty() && (src[0].device >= 0 || dst[0].device >= 0)) addresses.emplace();
+  AddressMap* known = addresses ? &*addresses : nullptr;
+  const FragmentList fragments = make_fragments(src, dst, ids, known);
   if (fragments.empty()) return;
   check_distinct(ids.dst, dst[0].count);
   check_disjoint(src, dst, ids);
-  if (src[0].device < 0 && dst[0].device < 0) return copy_on_host(fragments);
-  AddressMap addresses;
+  if (known == nullptr) return copy_on_host(fragments);
   bool has_pageable = false;
   for (size_t t = 0; t < src.size(); ++t) {
-    has_pageable |= is_pageable(src[t], addresses) || is_pageable(dst[t], addresses);
+    has_pageable |= is_pageable(src[t], *known) || is_pageable(dst[t], *known);
   }
   copy_on_device(fragments, src[0].device, dst[0].device, has_pageable);
 }

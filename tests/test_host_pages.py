@@ -37,8 +37,14 @@ def test_replicated_pages_are_those_of_every_rank() -> None:
 
 
 def test_ranks_and_parts_that_cannot_be_are_refused() -> None:
-    assert_expected_inline(refusal(Pages, layout(), 9, 1, 4, 4), """ValueError: rank=4, world=4: expected a rank from 0 to world - 1""")
-    assert_expected_inline(refusal(Pages, layout(), 3, 1, 0, 4), """ValueError: num_pages=3 for world=4: each process needs a page at least""")
+    assert_expected_inline(
+        refusal(Pages, layout(), 9, 1, 4, 4),
+        """ValueError: rank=4, world=4: expected a rank from 0 to world - 1""",
+    )
+    assert_expected_inline(
+        refusal(Pages, layout(), 3, 1, 0, 4),
+        """ValueError: num_pages=3 for world=4: each process needs a page at least""",
+    )
     with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not str"):
         Pages("layout", 1, 1)  # type: ignore[arg-type]
 

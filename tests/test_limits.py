@@ -24,10 +24,13 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_available_is_the_limit(tree: Path) -> None:
     limits.check_room(100 * MIB, reserved=False)
-    assert_expected_inline(refusal(limits.check_room, 100 * MIB + 1, reserved=False), """\
+    assert_expected_inline(
+        refusal(limits.check_room, 100 * MIB + 1, reserved=False),
+        """\
 ValueError: the pages need 104857601 bytes of host memory, of which 104857600 are
 available (MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the
-memory""")
+memory""",
+    )
 
 
 def test_a_control_group_may_allow_less(tree: Path) -> None:
@@ -35,18 +38,24 @@ def test_a_control_group_may_allow_less(tree: Path) -> None:
     write(tree, "sys/fs/cgroup/box/memory.max", f"{64 * MIB}")
     write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * MIB}")
     limits.check_room(48 * MIB, reserved=False)
-    assert_expected_inline(refusal(limits.check_room, 48 * MIB + 1, reserved=False), """\
+    assert_expected_inline(
+        refusal(limits.check_room, 48 * MIB + 1, reserved=False),
+        """\
 ValueError: the pages need 50331649 bytes of host memory, and the control group of this
 process has 50331648 left of 67108864 (/sys/fs/cgroup/box/memory.max); ask for fewer
-pages, or raise the memory limit of the container or service""")
+pages, or raise the memory limit of the container or service""",
+    )
 
 
 def test_reserved_huge_pages_are_enough_or_not(tree: Path) -> None:
     limits.check_room(6 * MIB, reserved=True)
-    assert_expected_inline(refusal(limits.check_room, 6 * MIB + 1, reserved=True), """\
+    assert_expected_inline(
+        refusal(limits.check_room, 6 * MIB + 1, reserved=True),
+        """\
 ValueError: the pages need 4 reserved huge pages of 2097152 bytes, of which 3 are free
 (HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), ask for
-fewer pages, or leave huge_pages=True out""")
+fewer pages, or leave huge_pages=True out""",
+    )
 
 
 def test_a_machine_that_says_nothing_is_believed(
