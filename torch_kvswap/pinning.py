@@ -146,7 +146,8 @@ class Pinning:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
-                warnings.warn(f"{self._state()}: {error}", RuntimeWarning, stacklevel=1)
+                text = f"{self._state()}, and the others cannot be used: {error}; {self._advice()}"
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
 
         name = "torch_kvswap pinning"
         self._thread = threading.Thread(target=work, name=name, daemon=True)
@@ -157,11 +158,14 @@ class Pinning:
         return f"{last - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = len(self._pages.own) * self._pages.size
+        nbytes = len(self._pages.own_bytes)
         return (
             f"the driver did not pin {nbytes} bytes of host memory for {self._device}: {error}; "
-            f"{advice(nbytes)}, or pass pinned=False for pageable memory"
+            f"{self._advice()}, or pass pinned=False for pageable memory"
         )
+
+    def _advice(self) -> str:
+        return advice(len(self._pages.own_bytes))
 
     def _degrade(self, error: Exception) -> None:
         """All pages are usable, and every copy is the driver's to stage."""
