@@ -127,9 +127,19 @@ def take(cell: Cell, make: Way, counts: bool) -> None:
     if isinstance(owner, HostPool):
         owner.close()
     del memory, owner
-    getattr(torch._C, "_host_emptyCache", lambda: None)()
+    if cell.name == TORCH and torch.cuda.is_initialized():
+        empty_pinned_cache()
     if counts:
         cell.add(ready, time.perf_counter() - start, resident, huge)
+
+
+def empty_pinned_cache() -> None:
+    """Else torch would hand out the memory of the sample before."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
+    raise RuntimeError("this torch has no call that lets its pinned memory go")
 
 
 def measure_beside(device: torch.device, nbytes: int, seconds: float) -> Beside:

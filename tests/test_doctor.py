@@ -1,6 +1,11 @@
 import subprocess
 import sys
 
+from trees import write
+
+from torch_kvswap import machine
+from torch_kvswap.cli import doctor
+
 
 def test_doctor_reports_every_topic_and_leaves_cuda_alone():
     program = (
@@ -17,5 +22,19 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "GPUs",
         "CUDA kernels",
         "scattered copies",
+        "host memory",
         "0",
     ]
+
+
+def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
+    text = "MemAvailable: 8388608 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
+    write(tmp_path, "proc/meminfo", text)
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", f"{5 << 30}\n")
+    write(tmp_path, "sys/fs/cgroup/memory.current", f"{1 << 30}\n")
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert doctor.report()["host memory"] == (
+        "4.0 GiB can be had; huge pages are made when asked, 3 reserved ones of 2 MiB are free"
+    )

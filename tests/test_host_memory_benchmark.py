@@ -28,7 +28,9 @@ def test_the_target_is_a_quarter_of_torchs_time() -> None:
 
 def test_the_table_has_each_way_and_what_the_compute_lost() -> None:
     cells = [a_cell("torch", 2), a_cell("HostPool", 0.5, 3 << 30)]
-    assert_expected_inline(tables(cells, Beside([10.0, 10.0], [10.0, 15.0], 0.25)), """\
+    assert_expected_inline(
+        tables(cells, Beside([10.0, 10.0], [10.0, 15.0], 0.25)),
+        """\
 4 GiB     ready, s  s per GiB  free, s per GiB  resident share  huge share
 torch            2       0.50             0.10            1.00           -
 HostPool      0.50       0.12             0.10            1.00        0.75
@@ -36,7 +38,8 @@ HostPool      0.50       0.12             0.10            1.00        0.75
 compute       steps  median, us  p99, us
 alone             2       10.00    10.00
 while pinned      2       12.50    19.85
-compute lost in the 0.25 s: 20.0%""")
+compute lost in the 0.25 s: 20.0%""",
+    )
 
 
 def test_it_runs_without_a_gpu_and_leaves_figures(

@@ -12,10 +12,13 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from rigs import run_script
+from stub import Driver, stubbed
+from trees import write
 
 from torch_kvswap import _extension, machine
 from torch_kvswap.mapping import Mapping, create_file, map_pool
@@ -216,13 +219,30 @@ def test_memory_is_placed_on_a_node_that_there_is() -> None:
     assert "prefer" in lines[0]
 
 
+@stubbed
+def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) -> None:
+    for attribute, value in ((50, 1), (33, 0xAB), (34, 0x1C)):  # PCI domain, bus and device
+        driver.set_attribute(attribute, value)
+    nodes = []
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        write(Path(folder), "sys/bus/pci/devices/0001:ab:1c.0/numa_node", "3\n")
+        patch.setattr(machine, "ROOT", Path(folder))
+        bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
+        patch.setattr(_extension.library(), "kvswap_host_bind", bind)
+        mapped = Mapping(MIB)
+        mapped.place(GPU, None, range(4096, MIB))
+        driver.set_attribute(33, 0)  # there is no such device
+        mapped.place(GPU, None, range(MIB))
+        driver.fail("cuDeviceGetAttribute")
+        mapped.place(GPU, None, range(MIB))
+    assert nodes == [(MIB - 4096, 3)]
+
+
 def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpus = sorted(os.sched_getaffinity(0))
-    listed = tmp_path / "sys/devices/system/node/node0/cpulist"
-    listed.parent.mkdir(parents=True)
-    listed.write_text(f"{cpus[0]}\n")
+    write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{cpus[0]}\n")
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(_extension.library(), "kvswap_host_bind", lambda *arguments: False)
     calls = []

@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from torch_kvswap import _extension
+from torch_kvswap import _extension, machine
 
 
 def _release(version: int) -> str:
@@ -49,6 +49,17 @@ def _scattered_copies() -> str:
     return f"cuMemcpyBatchAsync, {limit} fragments a call"
 
 
+def _host_memory() -> str:
+    available, reserved = machine.available_bytes(), machine.reserved_huge_pages()
+    limits = [limit.left for limit in machine.control_group_limits()]
+    room = min([*limits, *([] if available is None else [available])], default=None)
+    transparent = "made when asked" if machine.offers_huge_pages(shared=False) else "not made"
+    return (
+        f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB can be had; huge pages are "
+        f"{transparent}, {reserved.free} reserved ones of {reserved.size >> 20} MiB are free"
+    )
+
+
 def report() -> dict[str, str]:
     """What the installation has, by topic."""
     cuda = torch.version.cuda
@@ -59,6 +70,7 @@ def report() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
+        "host memory": _host_memory(),
     }
 
 
