@@ -8,6 +8,7 @@ import re
 import textwrap
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -337,3 +338,37 @@ def test_a_refused_registration_leaves_no_error_for_the_next_kernel() -> None:
     torch.cuda.synchronize()
     assert ones.eq(2).all().item()
     one.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    with HostPool(layout, num_pages=16) as pool, OffloadHandler(layout, pool) as handler:
+        pool.pages.fill_(1)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        pool.pages.fill_(2)  # a page that was copied here would no longer be the one that is pinned
+        handler.wait(handler.load([3, 15], [0, 1]))
+        assert layout.tensors[0][:2].eq(2).all().item()
+        os.close(write_end)
+        os.waitpid(child, 0)
+        os.close(read_end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"world": 2, "replicated": True}, {"huge_pages": False}])
+def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    layout.tensors[0].random_(256)
+    with (
+        HostPool(layout, 64, pinned=True, chunk_bytes=16 << 20, **options) as pool,
+        OffloadHandler(layout, pool) as handler,
+    ):
+        assert pool.is_pinned
+        handler.wait(handler.store([0, 1, 2], [15, 16, 63]))
+        assert torch.equal(pool.pages[[15, 16, 63], 0], layout.tensors[0][:3].cpu())

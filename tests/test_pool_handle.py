@@ -303,3 +303,30 @@ def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
         assert process.wait() == 0
     values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()
     assert values == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None) -> None:
+    script = """
+        connection, _ = rank(int(sys.argv[1]))
+        from torch_kvswap import OffloadHandler
+        cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
+        handle = PoolHandle.receive(connection)
+        pool = HostPool.attach(cache, handle, 1, 2, pinned=True, chunk_bytes=2 << 20)
+        assert pool.is_pinned
+        with pool, OffloadHandler(cache, pool) as handler:
+            handler.wait(handler.store([0, 1], [3, 5]))
+        connection.send(b"!")
+    """
+    here, there = socket.socketpair()
+    cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
+    with here, there, HostPool(cache, 6, pinned=True, world=2) as pool:
+        process = start(script, there)
+        there.close()
+        pool.share().send(here)
+        with OffloadHandler(cache, pool) as handler:
+            handler.wait(handler.store([0], [2]))
+        assert here.recv(1) == b"!"
+        assert process.wait() == 0
+        values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()
+    assert values == [0, 0, 1, 2, 0, 2]
