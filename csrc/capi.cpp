@@ -1,5 +1,7 @@
 #include "capi.h"
 
+#include <optional>
+
 #include "c_error.h"
 #include "copy/address_map.h"
 #include "cuda_context.h"
@@ -53,9 +55,11 @@ bool kvswap_host_unregister(int device, void* address) {
   });
 }
 
-int kvswap_host_is_pinned(const void* address) {
+int kvswap_host_is_pinned(int device, const void* address) {
   int pinned = -1;
   succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    if (device >= 0) context.emplace(device);
     const auto memory = kvswap::AddressMap().find(reinterpret_cast<uint64_t>(address));
     pinned = memory.kind == kvswap::MemoryKind::kPinned;
   });

@@ -27,9 +27,9 @@ KVSWAP_API int kvswap_kernel_version();
 // failure.
 KVSWAP_API bool kvswap_host_register(int device, void* address, uint64_t bytes);
 KVSWAP_API bool kvswap_host_unregister(int device, void* address);
-// Whether the driver says that the address is pinned: 1 or 0, -1 on failure. Does not initialise
-// CUDA.
-KVSWAP_API int kvswap_host_is_pinned(const void* address);
+// Whether the driver says that the address is pinned: 1 or 0, -1 on failure. device: in whose
+// context it is asked; -1 asks in that of the thread and does not initialise CUDA.
+KVSWAP_API int kvswap_host_is_pinned(int device, const void* address);
 // PCI domain, bus and device of a GPU.
 KVSWAP_API bool kvswap_device_pci_address(int device, int32_t* numbers);
 

@@ -10,6 +10,9 @@ import mmap
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -282,3 +285,51 @@ def test_importing_and_mapping_use_no_cuda() -> None:
         print(pool.is_pinned, torch.cuda.is_initialized())
     """
     assert run_script(script) == "False False\n"
+
+
+OLD_KERNEL = """
+    #include <cerrno>
+    #include <cstddef>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+
+    /* Before Linux 4.14 there is no WIPEONFORK, before 5.14 no POPULATE_WRITE, before 6.1 no COLLAPSE. */
+    extern "C" int madvise(void* address, size_t bytes, int advice) noexcept {
+      if (advice == 18 || advice == 23 || advice == 25) return errno = EINVAL, -1;
+      return syscall(SYS_madvise, address, bytes, advice);
+    }
+"""
+
+
+@KINDS
+def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(
+    kind: str, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text(textwrap.dedent(OLD_KERNEL))
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    body = f"""
+        import ctypes, os, sys
+        sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
+        from test_mapping import MIB, in_child, mapping, resident
+        mapping({kind!r}, MIB).touch(0, MIB)
+        before = resident()
+        mapped = mapping({kind!r}, 64 * MIB + 4096)
+        mapped.touch(0, mapped.nbytes)
+        print(63 < (resident() - before) / MIB < 66)
+        ctypes.memset(mapped.address, 7, mapped.nbytes)
+        print(in_child(lambda: ctypes.string_at(mapped.address + 5 * MIB, 1) == bytes([7])))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env={
+            **os.environ,
+            "LD_PRELOAD": os.fspath(library),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n1\n"

@@ -18,7 +18,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_kernel_version": (_Int,),
     "kvswap_host_register": (_Bool, _Int, _Pointer, ctypes.c_uint64),
     "kvswap_host_unregister": (_Bool, _Int, _Pointer),
-    "kvswap_host_is_pinned": (_Int, _Pointer),
+    "kvswap_host_is_pinned": (_Int, _Int, _Pointer),
     "kvswap_device_pci_address": (_Bool, _Int, _Pointer),
     "kvswap_host_map": (_Pointer, _Int, ctypes.c_uint64, ctypes.c_uint64, _Bool),
     "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),

@@ -40,7 +40,7 @@ class Registration:
     def is_known(self) -> bool:
         """Whether there is something, and the driver says that all of it is pinned."""
         addresses = list(self._bytes)
-        return bool(addresses) and all(map(is_pinned, addresses))
+        return bool(addresses) and all(is_pinned(address, self._device) for address in addresses)
 
     def remove(self) -> None:
         """Unregisters all pieces. A fork has the memory, but not the registrations."""
@@ -58,6 +58,8 @@ class Registration:
         self._held = None
 
 
-def is_pinned(address: int) -> bool:
-    """Whether the driver says so. Does not initialise CUDA."""
-    return bool(_extension.library().kvswap_host_is_pinned(address) == 1)
+def is_pinned(address: int, device: torch.device | None = None) -> bool:
+    """Whether the driver says so, asked in the context of a GPU or, which does not initialise CUDA,
+    in that of the thread."""
+    index = -1 if device is None else device.index
+    return bool(_extension.library().kvswap_host_is_pinned(index, address) == 1)
