@@ -15,7 +15,7 @@ from torch_kvswap.limits import check_room
 from torch_kvswap.pool_handle import PoolHandle
 
 _ALIGNMENT = 2 << 20  # of huge pages
-_MOST_THREADS = 16  # more do not make the kernel clear pages faster
+_MOST_THREADS = 16  # a guess at what fills the memory bus; benchmarks/host_memory.py measures it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -34,10 +34,8 @@ class Mapping:
         if fd is not None:
             self._close_file = weakref.finalize(self, os.close, fd)
             status = os.fstat(fd)
-            mapped, unit = (
-                status.st_size,
-                status.st_blksize,
-            )  # that of its huge pages, if it has any
+            mapped = status.st_size
+            unit = status.st_blksize  # that of its huge pages, if it has any
         else:
             mapped, unit = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, SYSTEM_PAGE
         wants_huge = huge_pages is not False
