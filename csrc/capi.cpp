@@ -1,9 +1,13 @@
 #include "capi.h"
 
+#include <optional>
+
 #include "c_error.h"
+#include "copy/address_map.h"
 #include "cuda_context.h"
 #include "cuda_driver.h"
 #include "environment.h"
+#include "host_memory.h"
 
 using kvswap::succeeds;
 
@@ -50,6 +54,45 @@ bool kvswap_host_unregister(int device, void* address) {
     const kvswap::cuda::ContextGuard context(device);
     KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().unregister_host(address), "cuMemHostUnregister");
   });
+}
+
+int kvswap_host_is_pinned(int device, const void* address) {
+  int pinned = -1;
+  succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    if (device >= 0) context.emplace(device);
+    const auto memory = kvswap::AddressMap().find(reinterpret_cast<uint64_t>(address));
+    pinned = memory.kind == kvswap::MemoryKind::kPinned;
+  });
+  return pinned;
+}
+
+bool kvswap_device_pci_address(int device, int32_t* numbers) {
+  return succeeds([&] {
+    for (const int attribute :
+         {kvswap::cuda::kPciDomain, kvswap::cuda::kPciBus, kvswap::cuda::kPciDevice}) {
+      KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().get_device_attribute(numbers++, attribute, device),
+                          "cuDeviceGetAttribute of CUDA device ", device);
+    }
+  });
+}
+
+void* kvswap_host_map(int fd, uint64_t bytes, uint64_t alignment, bool transparent) {
+  void* address = nullptr;
+  succeeds([&] { address = kvswap::map_host(fd, bytes, alignment, transparent); });
+  return address;
+}
+
+void kvswap_host_unmap(void* address, uint64_t bytes) { kvswap::unmap_host(address, bytes); }
+
+bool kvswap_host_bind(void* address, uint64_t bytes, int node) {
+  return kvswap::bind_host(address, bytes, node);
+}
+
+bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse,
+                       const int32_t* cpus, int cpu_count) {
+  return succeeds(
+      [&] { kvswap::touch_host(address, bytes, {threads, collapse, cpus, cpu_count}); });
 }
 
 const char* kvswap_last_error() { return kvswap::last_error().c_str(); }

@@ -27,6 +27,18 @@ KVSWAP_API int kvswap_kernel_version();
 // failure.
 KVSWAP_API bool kvswap_host_register(int device, void* address, uint64_t bytes);
 KVSWAP_API bool kvswap_host_unregister(int device, void* address);
+// Whether the driver says that the address is pinned: 1 or 0, -1 on failure. device: in whose
+// context it is asked; -1 asks in that of the thread and does not initialise CUDA.
+KVSWAP_API int kvswap_host_is_pinned(int device, const void* address);
+// PCI domain, bus and device of a GPU.
+KVSWAP_API bool kvswap_device_pci_address(int device, int32_t* numbers);
+
+// Memory of a host pool, csrc/host_memory.h. Null or false on failure.
+KVSWAP_API void* kvswap_host_map(int fd, uint64_t bytes, uint64_t alignment, bool transparent);
+KVSWAP_API void kvswap_host_unmap(void* address, uint64_t bytes);
+KVSWAP_API bool kvswap_host_bind(void* address, uint64_t bytes, int node);
+KVSWAP_API bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse,
+                                  const int32_t* cpus, int cpu_count);
 
 // The error of the calling thread's last call that failed, valid until its next one, and the Python
 // exception that stands for it.
@@ -42,11 +54,21 @@ KVSWAP_API void kvswap_cache_release(void* watched);
 // thread may call, and no call holds up another one for longer than a few driver calls. Functions
 // that return a pointer return null on failure, and those that return a truth false.
 
+// What of a pool can be used now. Python changes it while the pool is pinned: `last_page` grows,
+// after `chunk_blocks` has got smaller if it does.
+struct kvswap_usable_pages {
+  int64_t first_page, last_page;  // the last is not one of them
+  // Blocks that are registered in one piece, counted from the first page of the pool on: no copy of
+  // the driver may run from one piece into the next.
+  int64_t chunk_blocks;
+};
+
 // A layout and its host pool; lists have `planes` entries.
 struct kvswap_group {
   const int64_t *gpu_bases, *gpu_strides, *sizes, *host_bases, *host_strides, *layers;
   int64_t planes, num_blocks, num_pages, blocks_per_page;
-  int32_t block_space, slot_space;  // equal numbers share their blocks, or their pages
+  int32_t block_space, slot_space;    // equal numbers share their blocks, or their pages
+  const kvswap_usable_pages* usable;  // as long as the handler
 };
 
 // Predicted seconds of a transfer: start + blocks * block + fragments * that of their size, where

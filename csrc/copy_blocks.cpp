@@ -10,6 +10,7 @@
 #include "copy/overlap.h"
 #include "cuda_context.h"
 #include "cuda_stream.h"
+#include "pieces.h"
 #include "tensor_check.h"
 
 namespace kvswap {
@@ -106,22 +107,21 @@ void check_disjoint(const std::vector<BlockTensor>& src, const std::vector<Block
 }
 
 FragmentList make_fragments(const std::vector<BlockTensor>& src,
-                            const std::vector<BlockTensor>& dst, const BlockIds& ids) {
+                            const std::vector<BlockTensor>& dst, const BlockIds& ids,
+                            AddressMap* addresses) {
   const size_t count = ids.src.ids.size();
   FragmentList fragments(count * src.size());
   for (size_t t = 0; t < src.size(); ++t) {
     if (src[t].bytes == 0) continue;
+    const Pieces src_pieces(src[t], addresses), dst_pieces(dst[t], addresses);
     for (size_t i = 0; i < count; ++i) {
       fragments.add({src[t].address(ids.src.ids[i]), dst[t].address(ids.dst.ids[i]), src[t].bytes,
                      static_cast<int64_t>(i), src[t].device < 0},
-                    i > 0);
+                    i > 0 && src_pieces.has_both(ids.src.ids[i - 1], ids.src.ids[i]) &&
+                        dst_pieces.has_both(ids.dst.ids[i - 1], ids.dst.ids[i]));
     }
   }
   return fragments;
-}
-
-bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
-  return tensor.device < 0 && addresses.find(tensor.base).kind == MemoryKind::kPageable;
 }
 
 // Both streams wait for each other around `copy`, as in Tensor.copy_.
@@ -164,15 +164,17 @@ void copy_blocks(const std::vector<BlockTensor>& src, const std::vector<BlockTen
     check_range(ids.src, src[t]);
     check_range(ids.dst, dst[t]);
   }
-  const FragmentList fragments = make_fragments(src, dst, ids);
+  std::optional<AddressMap> addresses;
+  if (!src.empty() && (src[0].device >= 0 || dst[0].device >= 0)) addresses.emplace();
+  AddressMap* known = addresses ? &*addresses : nullptr;
+  const FragmentList fragments = make_fragments(src, dst, ids, known);
   if (fragments.empty()) return;
   check_distinct(ids.dst, dst[0].count);
   check_disjoint(src, dst, ids);
-  if (src[0].device < 0 && dst[0].device < 0) return copy_on_host(fragments);
-  AddressMap addresses;
+  if (known == nullptr) return copy_on_host(fragments);
   bool has_pageable = false;
   for (size_t t = 0; t < src.size(); ++t) {
-    has_pageable |= is_pageable(src[t], addresses) || is_pageable(dst[t], addresses);
+    has_pageable |= is_pageable(src[t], *known) || is_pageable(dst[t], *known);
   }
   copy_on_device(fragments, src[0].device, dst[0].device, has_pageable);
 }

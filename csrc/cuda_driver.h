@@ -35,6 +35,7 @@ constexpr unsigned kRegisterMapped = 2;    // kernels may read and write it
 constexpr int kCaptureRelaxed = 2;
 constexpr int kHas64BitMemoryOperations = 122;
 constexpr int kComputeCapabilityMajor = 75;
+constexpr int kPciBus = 33, kPciDevice = 34, kPciDomain = 50;
 constexpr int kMostDynamicSharedBytes = 8;  // of a function
 constexpr unsigned kWaitUntilAtLeast = 0;
 

@@ -24,10 +24,11 @@ PROGRAMS = [
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "process", "metrics", "nvtx", "ids"),
+    ("_extension", "process", "metrics", "nvtx", "ids", "machine", "limits"),
     (
         *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
         *("path_costs", "paths"),
+        *("host_pages", "mapping", "pool_handle", "registration", "pinning"),
     ),
     ("native", "gate", "request"),
     ("job", "handler", "block_manager"),

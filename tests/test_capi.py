@@ -20,6 +20,7 @@ from torch_kvswap.layout import PagedLayout
 
 HEADER = Path(__file__).parent.parent / "csrc" / "capi.h"
 STRUCTURES = {
+    "kvswap_usable_pages": capi.UsablePages,
     "kvswap_group": capi.Group,
     "kvswap_request": capi.Request,
     "kvswap_result": capi.JobResult,

@@ -3,7 +3,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from trees import write
 
+from torch_kvswap import machine
 from torch_kvswap.cli import doctor
 
 
@@ -23,6 +25,7 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "CUDA kernels",
         "scattered copies",
         "path costs",
+        "host memory",
         "0",
     ]
 
@@ -32,14 +35,26 @@ def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
 ) -> None:
     monkeypatch.delenv("KVSWAP_PATH_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "_MODELS", tmp_path / "gpus")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert doctor.report()["path costs"] == "unknown: the system names no GPU"
     for number, model in enumerate(["Imaginary 9000", "Imaginary 9000", "Other GPU"]):
-        folder = tmp_path / "gpus" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   1\n")
+        file = f"proc/driver/nvidia/gpus/{number}/information"
+        write(tmp_path, file, f"Model: \t\t {model}\nIRQ:   1\n")
     assert doctor.report()["path costs"] == (
         "path_costs.json, generic (Imaginary 9000), path_costs.json, generic (Other GPU)"
     )
     monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
     assert doctor.report()["path costs"].startswith("none: the costs of the paths cannot be read")
+
+
+def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
+    text = "MemAvailable: 8388608 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
+    write(tmp_path, "proc/meminfo", text)
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", f"{5 << 30}\n")
+    write(tmp_path, "sys/fs/cgroup/memory.current", f"{1 << 30}\n")
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert doctor.report()["host memory"] == (
+        "4.0 GiB can be had; huge pages are made when asked, 3 reserved ones of 2 MiB are free"
+    )

@@ -8,6 +8,7 @@ import re
 import textwrap
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from expecttest import assert_expected_inline
 from refusal import refusal
 from stub import HOST, Driver, place, stubbed
 from stub.cuda import CudaError
+from trees import write
 
-from torch_kvswap import _extension, host_memory
+from torch_kvswap import _extension, machine
+from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.registration import Registration
 
 
 def make_layout(row_bytes: int = 656, device: str = "cpu") -> PagedLayout:
@@ -109,13 +113,16 @@ def test_pages_without_blocks_are_refused() -> None:
     )
 
 
-def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory.os, "sysconf", lambda name: 2048)  # 4 MiB are installed
+def test_more_than_the_machine_has_room_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "proc/meminfo", "MemTotal: 65536 kB\nMemAvailable: 4096 kB\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert_expected_inline(
         refusal(HostPool, make_layout(), num_pages=10_000),
         """\
-ValueError: the pages need 6560000 bytes of host memory, this machine has 4194304; ask
-for fewer pages""",
+ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are available
+(MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the memory""",
     )
 
 
@@ -195,7 +202,7 @@ def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -
     view = pool.pages
     handlers = [Handler(), Handler()]
     for handler in handlers:
-        pool.attach(handler)
+        pool.used_by(handler)
     pool.close()
     assert closed == [HOST, HOST]
     assert driver.cuda.memory_type(view) == 0
@@ -207,34 +214,64 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
 
     pool = HostPool(make_layout(), num_pages=1)
     handler = Handler()
-    pool.attach(handler)  # type: ignore[arg-type]
+    pool.used_by(handler)  # type: ignore[arg-type]
     reference = weakref.ref(handler)
     del handler
     assert reference() is None
 
 
-def shared_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("/dev/zero (deleted)")
+@stubbed
+def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
+    layout = on_gpu(driver)
+    mapped: list[int] = []
+    map_memory = _extension.library().kvswap_host_map
+
+    def note(*arguments: object) -> int:
+        mapped.append(map_memory(*arguments))
+        return mapped[-1]
+
+    driver.fail("cuMemHostRegister", code=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_extension.library(), "kvswap_host_map", note)
+        patch.setattr(machine, "memlock_limit", lambda: 1000)
+        text = refusal(HostPool, layout, 10, pinned=True)
+    assert_expected_inline(
+        text,
+        """\
+RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
+cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; raise the limit on locked
+memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit memlock=-1), ask for
+fewer pages, or pass pinned=False for pageable memory""",
+    )
+    gc.collect()
+    with pytest.raises(AssertionError, match="nothing is mapped"):
+        mapped_bytes(mapped[0])
+    assert driver.calls("cuMemHostUnregister") == 0
+    with HostPool(layout, 10, pinned=True) as pool:  # the next one finds nothing in its way
+        assert pool.is_pinned
 
 
 @stubbed
-def test_a_failed_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
-    layout = on_gpu(driver)
-    before = shared_mappings()
+def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver) -> None:
     driver.fail("cuMemHostRegister", code=2)
+    with pytest.warns(RuntimeWarning) as warned:
+        pool = HostPool(on_gpu(driver), num_pages=10)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
     assert_expected_inline(
-        refusal(HostPool, layout, 10),
+        textwrap.fill(str(warned[0].message), 88),
         """\
-RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
-cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, raise
-the limit on locked memory (ulimit -l), or pass pinned=False for pageable memory""",
+the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
+CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
+pageable memory. The pages are pageable now: the driver copies them through memory of
+its own and holds up the thread that submits, and no kernel reaches them""",
     )
-    gc.collect()
-    assert shared_mappings() == before
-    assert driver.calls("cuMemHostUnregister") == 0
-    with HostPool(layout, 10) as pool:  # the next one finds nothing in its way
-        assert shared_mappings() == before + 1
-        assert driver.cuda.memory_type(pool.pages) == HOST
+    assert not pool.is_pinned
+    assert (pool.ready_pages, pool.wait_ready()) == (10, True)
+    with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
+        handler.wait(handler.store([0, 1], [8, 9]))
+        assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])
+        assert driver.calls("cuMemcpyAsync") > 0
 
 
 @stubbed
@@ -291,14 +328,47 @@ def test_pinning_commits_what_was_asked_and_no_more() -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_registration_leaves_no_error_for_the_next_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel() -> None:
     layout = make_layout(device="cuda:0")
-    pinned = HostPool(layout, num_pages=1)
-    monkeypatch.setattr(host_memory, "_map", lambda nbytes: pinned.pages.view(-1)[:nbytes])
-    with pytest.raises(RuntimeError, match="did not pin"):  # it is pinned already
-        HostPool(layout, num_pages=1)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    one, other = (Registration(memory, layout.device) for _ in range(2))
+    assert one.add(0, memory.nbytes) is None
+    assert "cuMemHostRegister" in (other.add(0, memory.nbytes) or "")  # it is pinned already
     ones = torch.ones(1000, device="cuda:0").add_(1)
     torch.cuda.synchronize()
     assert ones.eq(2).all().item()
+    one.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    with HostPool(layout, num_pages=16) as pool, OffloadHandler(layout, pool) as handler:
+        pool.pages.fill_(1)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        pool.pages.fill_(2)  # a page that was copied here would no longer be the one that is pinned
+        handler.wait(handler.load([3, 15], [0, 1]))
+        assert layout.tensors[0][:2].eq(2).all().item()
+        os.close(write_end)
+        os.waitpid(child, 0)
+        os.close(read_end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"world": 2, "replicated": True}, {"huge_pages": False}])
+def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    layout.tensors[0].random_(256)
+    with (
+        HostPool(layout, 64, pinned=True, chunk_bytes=16 << 20, **options) as pool,
+        OffloadHandler(layout, pool) as handler,
+    ):
+        assert pool.is_pinned
+        handler.wait(handler.store([0, 1, 2], [15, 16, 63]))
+        assert torch.equal(pool.pages[[15, 16, 63], 0], layout.tensors[0][:3].cpu())

@@ -74,6 +74,34 @@ PITFALLS = {
         "rebind.a_tensor_that_has_moved_is_refused_until_it_is_rebound",
         "rebind.later_jobs_use_the_new_memory_and_leave_the_old_alone",
     ],
+    "60 GB of host memory became 80 (vllm#46278, #56410, sglang#36562, pytorch#95823)": [
+        "mapping.touched_memory_is_resident_and_no_more_than_was_asked",
+        "host_memory.pinning_commits_what_was_asked_and_no_more",
+    ],
+    "one large registration failed, and so did copies across two (vllm#51080, sglang#36798)": [
+        "pinning.a_chunk_that_is_refused_is_tried_again_in_halves",
+        "pinning.no_copy_runs_from_one_chunk_into_the_next",
+        "pinning.copies_across_seams_are_right_on_a_gpu",
+    ],
+    "a refused registration left an error for the next kernel (maru#64)": [
+        "host_memory.a_refused_registration_leaves_no_error_for_the_next_kernel",
+        "registration.each_piece_is_registered_by_itself_and_the_driver_is_asked",
+    ],
+    "registration failed in a loaded process (sglang#39744)": [
+        "host_memory.without_pinning_there_are_pageable_pages_and_one_warning",
+        "pinning.what_was_pinned_goes_again_when_the_rest_is_refused",
+    ],
+    "a minute to pin at start-up, or never (vllm#54578, #42632, TensorRT-LLM#15430)": [
+        "pinning.pages_are_ready_from_the_front",
+        "pinning.a_job_may_use_what_is_ready_and_no_more",
+    ],
+    "killed processes filled /dev/shm (vllm#51579)": [
+        "pool_handle.a_killed_process_leaves_nothing",
+    ],
+    "memory on the wrong NUMA node (pytorch#160420, dynamo#3700)": [
+        "mapping.the_node_of_the_gpu_is_found_by_its_place_on_the_bus",
+        "mapping.memory_is_placed_on_a_node_that_there_is",
+    ],
 }
 
 

@@ -9,12 +9,14 @@ from torch_kvswap.ops import (
     swap_blocks_batch,
     swap_kv_blocks,
 )
+from torch_kvswap.pool_handle import PoolHandle
 
 __all__ = [
     "HostPool",
     "Job",
     "OffloadHandler",
     "PagedLayout",
+    "PoolHandle",
     "Result",
     "TransferError",
     "expand_block_ids",

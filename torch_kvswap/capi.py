@@ -16,6 +16,14 @@ QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
 _Int64s = ctypes.c_void_p  # the address of a list of int64
 
 
+class UsablePages(ctypes.Structure):
+    _fields_ = (
+        ("first_page", ctypes.c_int64),
+        ("last_page", ctypes.c_int64),
+        ("chunk_blocks", ctypes.c_int64),
+    )
+
+
 class Group(ctypes.Structure):
     _fields_ = (
         ("gpu_bases", _Int64s),
@@ -30,6 +38,7 @@ class Group(ctypes.Structure):
         ("blocks_per_page", ctypes.c_int64),
         ("block_space", ctypes.c_int32),
         ("slot_space", ctypes.c_int32),
+        ("usable", ctypes.c_void_p),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +56,7 @@ class Groups:
             group.num_pages = pool.num_pages
             group.blocks_per_page = pool.blocks_per_page
             group.block_space, group.slot_space = space, pools[id(pool)]
+            group.usable = ctypes.addressof(pool.usable)
             first_layer += len(layout.tensors)
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:

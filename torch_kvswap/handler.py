@@ -59,7 +59,7 @@ class OffloadHandler:
         # Holds the cache and the pools: neither may go before the jobs have ended.
         weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
-            pool.attach(self)
+            pool.used_by(self)
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:

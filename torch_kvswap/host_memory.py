@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import operator
 import os
-import warnings
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from torch_kvswap import _extension
-from torch_kvswap.layout import PagedLayout, Planes
+from torch_kvswap import capi
+from torch_kvswap.host_pages import Pages
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.mapping import map_pool
+from torch_kvswap.pinning import Pinning, Progress, check_pinned
+from torch_kvswap.pool_handle import PoolHandle
 from torch_kvswap.process import Process
+from torch_kvswap.registration import is_pinned
 
 
 class User(Protocol):
@@ -29,14 +29,28 @@ class HostPool:
     """Host pages, each with `blocks_per_page` blocks one after another, each block with all planes.
 
     layout: the cache whose blocks come here. num_pages, blocks_per_page: at least 1. pinned: None
-    pins when the cache is on CUDA, False asks for pageable memory. The memory has exactly
-    num_pages * page_bytes bytes (`nbytes`) and starts as zeros; pinning commits it, pageable
-    memory is committed as it is written.
+    pins when the cache is on CUDA, and warns where the driver does not; True raises there; False
+    asks for pageable memory. The memory has exactly num_pages * page_bytes bytes (`nbytes`) and
+    starts as zeros; pinning commits it, pageable memory is committed as it is written.
+
+    background: returns when the first chunk is pinned, a thread pins the others. Pages become
+    usable from the front (`ready_pages`, `wait_ready`); a job with another page is refused with
+    IndexError. on_progress(ready, all) is called after each chunk, by the thread that pins.
+    huge_pages: None takes what the kernel makes when asked, True what the machine has reserved,
+    False none (`huge_bytes` is what was got). numa_node: None is that of the GPU. chunk_bytes: what
+    the driver registers in one piece, at most.
+
+    world: processes of this machine that share the memory; one makes it, the others attach() to
+    what share() returns. Each pins the pages `own_pages`, its part by `rank`, and can use those
+    only; replicated: each pins and can use all, and the caller sees to it that nobody reads what
+    another one still writes.
 
     The attribute `layout` has the planes of the pages: num_pages * blocks_per_page blocks. Several
     handlers may use one pool. A pool that is dropped or left open at exit is closed. Not thread
-    safe. A context manager. Raises ValueError for a wrong size, RuntimeError when the driver does
-    not pin: then nothing is left mapped.
+    safe, but for ready_pages and wait_ready. A context manager. In a forked child only views can be
+    used: of a pool of one process they are zeros there. Raises ValueError for a wrong size and for
+    more than the machine has room for, RuntimeError when the driver does not pin: then nothing is
+    left mapped.
     """
 
     def __init__(
@@ -45,64 +59,117 @@ class HostPool:
         num_pages: int,
         blocks_per_page: int = 1,
         pinned: bool | None = None,
+        *,
+        background: bool = False,
+        on_progress: Progress | None = None,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
+        chunk_bytes: int = 1 << 30,
+        rank: int = 0,
+        world: int = 1,
+        replicated: bool = False,
+        handle: PoolHandle | None = None,
     ) -> None:
-        if not isinstance(layout, Planes):
-            raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
-        num_pages, blocks_per_page = operator.index(num_pages), operator.index(blocks_per_page)
-        if num_pages < 1 or blocks_per_page < 1:
-            raise ValueError(
-                f"num_pages={num_pages}, blocks_per_page={blocks_per_page}: both must be at least 1"
-            )
-        on_cuda = layout.device.type == "cuda"
-        if pinned and not on_cuda:
-            raise ValueError(
-                f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
-            )
+        pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
+        check_pinned(layout, pinned, chunk_bytes)
         self.device = layout.device
-        self.num_pages = num_pages
-        self.blocks_per_page = blocks_per_page
-        self.page_bytes = blocks_per_page * layout.block_bytes
-        self.nbytes = num_pages * self.page_bytes
-        memory = _map(self.nbytes)
-        self.layout = _planes(memory, layout, num_pages * blocks_per_page)
-        self._pages: Tensor | None = memory.view(num_pages, blocks_per_page, layout.block_bytes)
-        self._handlers: weakref.WeakSet[User] = weakref.WeakSet()
+        self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
+        self.page_bytes, self.nbytes = pages.size, pages.nbytes
+        self.own_pages = pages.own
+        self._shares = world, replicated
         self._process = Process()
-        self._unpin = None
-        if on_cuda and pinned is not False:
-            _register(memory, layout.device)
-            # Holds the memory, which must not be unmapped while it is registered.
-            self._unpin = weakref.finalize(self, _unregister, memory, layout.device, self._process)
+        self._mapping = map_pool(pages.nbytes, world > 1, huge_pages, handle)
+        self.layout = pages.planes(self._mapping.tensor, layout)
+        self._pages: Tensor | None = pages.view(self._mapping.tensor)
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        # The native side reads it at each job.
+        self.usable = capi.UsablePages(pages.own.start, pages.own.stop, 1 << 62)
+        self._pinning: Pinning | None = None
+        if layout.device.type == "cuda" and pinned is not False:
+            if handle is None or not replicated:  # what all of them pin, its maker has placed
+                self._mapping.place(layout.device, numa_node, pages.own_bytes)
+            self._pinning = Pinning(self._mapping, layout.device, pages, self.usable, on_progress)
+            weakref.finalize(self, self._pinning.close)
+            self._pinning.start(pinned is True, background, chunk_bytes)
+
+    @classmethod
+    def attach(
+        cls, layout: PagedLayout, handle: PoolHandle, rank: int, world: int, **options: Any
+    ) -> HostPool:
+        """A pool on the memory of another process, for pages of the same size. options: as of
+        HostPool. Raises ValueError when the handle is of other pages or of another world."""
+        if not isinstance(handle, PoolHandle):
+            raise TypeError(f"attach() takes a PoolHandle, not {type(handle).__name__}")
+        handle.check(layout, world)
+        options |= {"rank": rank, "world": world, "replicated": handle.replicated}
+        return cls(layout, handle.num_pages, handle.blocks_per_page, handle=handle, **options)
+
+    def share(self) -> PoolHandle:
+        """What other processes attach to; send it to them. Raises ValueError for a pool that was
+        made for one process."""
+        self._check_open()
+        if self._mapping.fd is None:
+            raise ValueError("this pool is of one process; make it with world=, how many share it")
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes
+        return PoolHandle(os.dup(self._mapping.fd), *shape, *self._shares)
 
     @property
     def pages(self) -> Tensor:
         """The memory, uint8 [num_pages, blocks_per_page, block_bytes]; a view stays valid after
         close(). Reading or writing it is ordered with no job: wait for them on the host first."""
-        if self._pages is None:
-            raise RuntimeError("the host pool is closed; make a new one")
-        return self._pages
+        return self._check_open()
+
+    @property
+    def ready_pages(self) -> int:
+        """How many of own_pages, from the front on, can be used now."""
+        return int(self.usable.last_page - self.usable.first_page)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_pages == len(self.own_pages)
+
+    def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
+        """Waits until this many pages of own_pages, all by default, can be used; False when that
+        takes more than `timeout` seconds. Raises RuntimeError when they never will: the driver pins
+        no more, or the pool is closed. Releases the GIL; any thread may wait."""
+        self._process.check("host pool")
+        wanted = len(self.own_pages) if pages is None else min(pages, len(self.own_pages))
+        if self._pinning is None:
+            return True
+        return self._pinning.wait(self.own_pages.start + wanted, timeout)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver says that the memory is pinned."""
-        return self._pages is not None and self._pages.is_pinned()
+        """Whether the driver says that all of own_pages are pinned."""
+        if self._pages is None or not self.is_ready:
+            return False
+        if self._pinning is not None:
+            return self._pinning.registration.is_known()
+        return is_pinned(self._pages[self.own_pages.start].data_ptr())
 
-    def attach(self, handler: User) -> None:
+    @property
+    def huge_bytes(self) -> int:
+        """How many bytes of the memory the kernel has put on huge pages so far."""
+        self._check_open()
+        return self._mapping.huge_bytes
+
+    def used_by(self, user: User) -> None:
         """Lets close() close the handler first; keeps only a weak reference to it."""
-        if self._pages is None:
-            raise RuntimeError("the host pool is closed; make a new one")
-        self._handlers.add(handler)
+        self._check_open()
+        self._users.add(user)
 
     def close(self) -> None:
         """Closes the handlers that use the pool, which waits for their jobs, then unpins and lets
-        the memory go: it is freed when the last view of it is. Idempotent."""
+        the memory go: it is freed when the last view of it is, in all processes. Idempotent."""
         self._process.check("host pool")
-        with contextlib.ExitStack() as handlers:
-            for handler in list(self._handlers):
-                handlers.callback(handler.close)
-        if self._unpin is not None:
-            self._unpin()
-        self._pages = None
+        with contextlib.ExitStack() as users:
+            for user in list(self._users):
+                users.callback(user.close)
+        if self._pinning is not None:
+            self._pinning.close()
+        if self._pages is not None:
+            self._pages = None
+            self._mapping.let_go()
 
     def __enter__(self) -> HostPool:
         return self
@@ -110,49 +177,8 @@ class HostPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _map(nbytes: int) -> Tensor:
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > installed:
-        raise ValueError(
-            f"the pages need {nbytes} bytes of host memory, this machine has {installed}; "
-            "ask for fewer pages"
-        )
-    # A shared mapping (Python's default), so that a fork copies no pinned page on write. It is
-    # never closed: the last view of the tensor unmaps it.
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-def _planes(memory: Tensor, layout: PagedLayout, num_blocks: int) -> Planes:
-    """A block on the host is its planes one after another."""
-    return Planes(
-        bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
-        strides=np.full_like(layout.sizes, layout.block_bytes),
-        sizes=layout.sizes,
-        num_blocks=num_blocks,
-    )
-
-
-def _register(memory: Tensor, device: torch.device) -> None:
-    # Not by torch's runtime: a failure would be handed to the thread's next kernel launch, and a
-    # CUDA graph that another thread captures would be spoilt.
-    native = _extension.library()
-    if not native.kvswap_host_register(device.index, memory.data_ptr(), memory.nbytes):
-        raise RuntimeError(
-            f"the driver did not pin {memory.nbytes} bytes of host memory for {device}: "
-            f"{native.kvswap_last_error().decode()}; ask for fewer pages, raise "
-            "the limit on locked memory (ulimit -l), or pass pinned=False for pageable memory"
-        )
-
-
-def _unregister(memory: Tensor, device: torch.device, process: Process) -> None:
-    if not process.is_current:  # a fork has the mapping, but not the registration
-        return
-    native = _extension.library()
-    if not native.kvswap_host_unregister(device.index, memory.data_ptr()):
-        warnings.warn(
-            f"the driver did not unpin {memory.nbytes} bytes of host memory: "
-            f"{native.kvswap_last_error().decode()}; they stay locked until the process ends",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    def _check_open(self) -> Tensor:
+        self._process.check("host pool")
+        if self._pages is None:
+            raise RuntimeError("the host pool is closed; make a new one")
+        return self._pages

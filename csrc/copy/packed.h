@@ -45,6 +45,8 @@ struct PackedCopy {
 
   uint64_t block_bytes() const;
   uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }
+  // Whether one copy of the driver may have block i and the one before it.
+  bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
 // Copies the bytes from `begin` to `end` of all blocks between the GPU's planes and `packed`, where

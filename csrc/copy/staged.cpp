@@ -23,9 +23,9 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
     const uint64_t page = copy.host_address(i) + (from - i * size), buffer = packed + from - begin;
     const auto index = static_cast<int64_t>(i);
     if (copy.to_host) {
-      fragments.add({buffer, page, to - from, index, false}, true);
+      fragments.add({buffer, page, to - from, index, false}, copy.follows(i));
     } else {
-      fragments.add({page, buffer, to - from, index, true}, true);
+      fragments.add({page, buffer, to - from, index, true}, copy.follows(i));
     }
     from = to;
   }

@@ -29,6 +29,8 @@ Group read_group(const kvswap_group& from, int device) {
   group.blocks_per_page = from.blocks_per_page;
   group.block_space = from.block_space;
   group.slot_space = from.slot_space;
+  group.usable = from.usable;
+  group.host.chunk_blocks = &from.usable->chunk_blocks;
   AddressMap addresses;
   for (const uint64_t base : group.gpu.bases) {
     const Memory memory = addresses.find(base);
@@ -36,8 +38,9 @@ Group read_group(const kvswap_group& from, int device) {
                  " is not memory of device ", device);
     group.gpu.allocations.push_back(memory.begin);
   }
-  for (const uint64_t base : group.host.bases) {
-    const Memory memory = addresses.find(base);
+  const int64_t first_slot = from.usable->first_page * group.blocks_per_page;
+  for (size_t p = 0; p < group.host.count(); ++p) {
+    const Memory memory = addresses.find(group.host.address(p, first_slot));
     group.host.allocations.push_back(memory.begin);
     group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
   }

@@ -19,6 +19,7 @@ struct Group {
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
   // Groups with the same number share their blocks, or their slots: the same id is the same memory.
   int block_space = 0, slot_space = 0;
+  const kvswap_usable_pages* usable = nullptr;  // of the pool
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;           // in all planes
   std::vector<PlaneRun> runs;         // of planes at one distance

@@ -135,6 +135,10 @@ class Driver:
         """122 is CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
         self.library.stub_set_attribute(attribute, value)
 
+    def limit_registration(self, in_one: int = 1 << 62, in_all: int = 1 << 62) -> None:
+        """Bytes that may be registered in one piece, and in all pieces together."""
+        self.library.stub_limit_registration(ctypes.c_uint64(in_one), ctypes.c_uint64(in_all))
+
     def set_capturing(self, value: bool, stream: int | None = None) -> None:
         """Begins or ends the capture of one stream, or of all. What is captured does not run."""
         if stream is None:

@@ -71,6 +71,7 @@ def main() -> None:
         "".join(traceback.format_exception(hook.exc_value)) + f"in {hook.thread}"
     )
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # tests that fork
     warnings.filterwarnings("default", module=r"torch(\.|$)")
     while True:
         try:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 import torch
 
-from torch_kvswap import _extension
+from torch_kvswap import _extension, machine
 from torch_kvswap.path_costs import read_figures
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
-_MODELS = Path("/proc/driver/nvidia/gpus")
 
 
 def _release(version: int) -> str:
@@ -57,7 +55,7 @@ def _scattered_copies() -> str:
 
 def _path_costs() -> str:
     """Where the figures are from that decide between the ways of copying, for each kind of GPU."""
-    files = sorted(_MODELS.glob("*/information"))
+    files = sorted(machine.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
     found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
     models = sorted({model[1] for model in found if model})
     try:
@@ -65,6 +63,17 @@ def _path_costs() -> str:
     except ValueError as error:
         return f"none: {error}"
     return ", ".join(sources) or "unknown: the system names no GPU"
+
+
+def _host_memory() -> str:
+    available, reserved = machine.available_bytes(), machine.reserved_huge_pages()
+    limits = [limit.left for limit in machine.control_group_limits()]
+    room = min([*limits, *([] if available is None else [available])], default=None)
+    transparent = "made when asked" if machine.offers_huge_pages(shared=False) else "not made"
+    return (
+        f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB can be had; huge pages are "
+        f"{transparent}, {reserved.free} reserved ones of {reserved.size >> 20} MiB are free"
+    )
 
 
 def report() -> dict[str, str]:
@@ -78,6 +87,7 @@ def report() -> dict[str, str]:
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         "path costs": _path_costs(),
+        "host memory": _host_memory(),
     }
 
 

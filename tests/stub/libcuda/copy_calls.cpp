@@ -4,12 +4,16 @@
 namespace stub {
 namespace {
 
+bool can_copy(unsigned long long dst, unsigned long long src, size_t bytes) {
+  return device().memory.holds(dst, bytes) && device().memory.holds(src, bytes);
+}
+
 int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, void* handle) {
   const Call call("cuMemcpyAsync");
   if (call.result) return call.result;
   const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
   if (stream == nullptr) return kInvalidHandle;
-  if (device().faults.copy_fails()) return kInvalidValue;
+  if (device().faults.copy_fails() || !can_copy(dst, src, bytes)) return kInvalidValue;
   device().log.add("copy ", bytes, " bytes on stream ", device().name(handle));
   Operation operation;
   operation.copies.push_back({dst, src, bytes, {}});
@@ -55,8 +59,9 @@ int copy_strided_async(const StridedCopy* of, void* handle) {
   Operation operation;
   for (size_t slice = 0; slice < of->depth; ++slice) {
     for (size_t row = 0; row < of->height; ++row) {
-      operation.copies.push_back(
-          {of->dst.address(row, slice), of->src.address(row, slice), of->width, {}});
+      const auto dst = of->dst.address(row, slice), src = of->src.address(row, slice);
+      if (!can_copy(dst, src, of->width)) return kInvalidValue;
+      operation.copies.push_back({dst, src, of->width, {}});
     }
   }
   operation.name = "strided copy of " + std::to_string(operation.copies.size()) + " x " +
@@ -90,7 +95,7 @@ int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t*
   bool fails = false;
   for (size_t i = 0; i < count; ++i) {
     while (part + 1 < attribute_count && starts[part + 1] <= i) ++part;
-    fails = device().faults.copy_fails();
+    fails = device().faults.copy_fails() || !can_copy(dsts[i], srcs[i], sizes[i]);
     if (fails) {
       *failed = i;
       break;

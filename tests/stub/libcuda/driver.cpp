@@ -127,6 +127,11 @@ void stub_set_attribute(int attribute, int value) {
   const Lock lock(device().mutex);
   device().attributes[attribute] = value;
 }
+void stub_limit_registration(uint64_t in_one, uint64_t in_all) {
+  const Lock lock(device().mutex);
+  device().memory.most_in_one = in_one;
+  device().memory.most_in_all = in_all;
+}
 void stub_set_capturing(int value) {
   const Lock lock(device().mutex);
   device().set_capturing(value);

@@ -18,13 +18,29 @@ class Memory {
  public:
   void add(const Range& range) { ranges_[range.begin] = range; }
   void remove(uint64_t begin) { ranges_.erase(begin); }
-  void clear() { ranges_.clear(); }
+  void clear() { *this = {}; }
 
   Range find(uint64_t address) const {
     auto next = ranges_.upper_bound(address);
     const bool known = next != ranges_.begin() && address < std::prev(next)->second.end;
     return known ? std::prev(next)->second : Range{};
   }
+
+  // Whether a copy may touch all of it: a registration has an end, also where another one follows.
+  bool holds(uint64_t begin, uint64_t bytes) const {
+    const Range range = find(begin);
+    return range.origin != Range::kRegistered || begin + bytes <= range.end;
+  }
+
+  // Whether the driver takes a registration of so many bytes.
+  bool takes(uint64_t bytes) const {
+    uint64_t registered = bytes;
+    for (const auto& [begin, range] : ranges_) {
+      if (range.origin == Range::kRegistered) registered += range.end - begin;
+    }
+    return bytes <= most_in_one && registered <= most_in_all;
+  }
+  uint64_t most_in_one = ~uint64_t{0}, most_in_all = ~uint64_t{0};
 
   bool overlaps(uint64_t begin, uint64_t end) const {
     auto next = ranges_.lower_bound(begin);

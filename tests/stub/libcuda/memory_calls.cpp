@@ -86,6 +86,7 @@ int register_host(void* address, size_t bytes, unsigned) {
   const auto begin = reinterpret_cast<uint64_t>(address);
   if (bytes == 0) return kInvalidValue;
   if (device().memory.overlaps(begin, begin + bytes)) return kAlreadyRegistered;
+  if (!device().memory.takes(bytes)) return kOutOfMemory;
   device().memory.add({begin, begin + bytes, kHostMemory, 0, Range::kRegistered});
   device().log.add("register ", bytes, " bytes of host memory");
   return kSuccess;

@@ -1,0 +1,62 @@
+"""The benchmark of host memory judges its figures, and sees memory that is not zero."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import host_memory
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from host_memory_report import Beside, Cell, judge, tables
+
+TINY = ["--device", "cpu", "--gib", "0.01", "--samples", "2", "--seconds", "0.01"]
+
+
+def a_cell(name: str, ready: float, huge: int | None = None) -> Cell:
+    cell = Cell(name, 4 << 30)
+    for _ in range(3):
+        cell.add(ready, 0.4, 4 << 30, huge)
+    return cell
+
+
+def test_the_target_is_a_quarter_of_torchs_time() -> None:
+    met = [judge([a_cell("torch", 2), a_cell("HostPool", ready)])[0].met for ready in (0.5, 0.6)]
+    assert met == [True, False]
+
+
+def test_the_table_has_each_way_and_what_the_compute_lost() -> None:
+    cells = [a_cell("torch", 2), a_cell("HostPool", 0.5, 3 << 30)]
+    assert_expected_inline(
+        tables(cells, Beside([10.0, 10.0], [10.0, 15.0], 0.25)),
+        """\
+4 GiB     ready, s  s per GiB  free, s per GiB  resident share  huge share
+torch            2       0.50             0.10            1.00           -
+HostPool      0.50       0.12             0.10            1.00        0.75
+
+compute       steps  median, us  p99, us
+alone             2       10.00    10.00
+while pinned      2       12.50    19.85
+compute lost in the 0.25 s: 20.0%""",
+    )
+
+
+def test_it_runs_without_a_gpu_and_leaves_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    assert host_memory.main([*TINY, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert [cell["name"] for cell in figures["cells"]][:2] == ["torch", "HostPool"]
+    assert all(len(cell["ready"]) == 2 for cell in figures["cells"])
+    assert figures["beside"]["during_us"]
+    assert "compute lost" in capsys.readouterr().out
+
+
+def test_memory_that_is_not_zero_is_wrong() -> None:
+    cell = Cell("HostPool", 1 << 20)
+    host_memory.take(cell, lambda nbytes: (torch.ones(nbytes, dtype=torch.uint8), None), True)
+    assert cell.wrong == 1
+    host_memory.take(cell, lambda nbytes: (torch.zeros(nbytes, dtype=torch.uint8), None), True)
+    assert cell.wrong == 1

@@ -1,0 +1,68 @@
+"""What the pages of a host pool are, and which of them a process uses."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+
+import numpy as np
+from torch import Tensor
+
+from torch_kvswap.layout import Planes
+
+SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Pages:
+    """`count` pages of `size` bytes, `nbytes` together, each of blocks_per_page blocks. A process
+    uses `own`: its part by rank, or all if replicated. Raises ValueError for impossible numbers."""
+
+    def __init__(
+        self,
+        layout: Planes,
+        count: int,
+        blocks_per_page: int,
+        rank: int = 0,
+        world: int = 1,
+        replicated: bool = False,
+    ) -> None:
+        if not isinstance(layout, Planes):
+            raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
+        count, blocks_per_page = operator.index(count), operator.index(blocks_per_page)
+        if count < 1 or blocks_per_page < 1:
+            raise ValueError(
+                f"num_pages={count}, blocks_per_page={blocks_per_page}: both must be at least 1"
+            )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank}, world={world}: expected a rank from 0 to world - 1")
+        if count < world and not replicated:
+            raise ValueError(
+                f"num_pages={count} for world={world}: each process needs a page at least"
+            )
+        self.count = count
+        self.blocks_per_page = blocks_per_page
+        self.size = blocks_per_page * layout.block_bytes
+        self.nbytes = count * self.size
+        part = rank * count // world, (rank + 1) * count // world
+        self.own = range(count) if replicated else range(*part)
+        self.own_bytes = range(self.own.start * self.size, self.own.stop * self.size)
+
+    def chunk_of(self, nbytes: int) -> int:
+        """Pages in a chunk of this many bytes at most, always a power of two. Chunks end between
+        pages of the system, none of which two registrations may have in part."""
+        least = SYSTEM_PAGE // math.gcd(self.size, SYSTEM_PAGE)
+        return max(least, 1 << max(nbytes // self.size, 1).bit_length() - 1)
+
+    def view(self, memory: Tensor) -> Tensor:
+        """uint8 [pages, blocks in a page, bytes of a block]"""
+        return memory.view(self.count, self.blocks_per_page, -1)
+
+    def planes(self, memory: Tensor, layout: Planes) -> Planes:
+        """A block on the host is its planes one after another."""
+        return Planes(
+            bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
+            strides=np.full_like(layout.sizes, layout.block_bytes),
+            sizes=layout.sizes,
+            num_blocks=self.count * self.blocks_per_page,
+        )
