@@ -2,7 +2,6 @@
 
 #include "blocks/manager.h"
 #include "c_error.h"
-#include "check.h"
 
 namespace {
 
@@ -12,8 +11,6 @@ using kvswap::blocks::Manager;
 
 static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::blocks::Event));
 static_assert(KVSWAP_DIGEST_BYTES == kvswap::blocks::kDigestBytes);
-
-constexpr int64_t kMostPages = int64_t{1} << 29;  // their numbers have 32 bits, ghosts' too
 
 Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
 
@@ -26,8 +23,6 @@ std::vector<kvswap::blocks::GroupOptions> read_groups(const kvswap_blocks_group*
   std::vector<kvswap::blocks::GroupOptions> read;
   for (int i = 0; i < count; ++i) {
     const auto [num_pages, ratio, window] = groups[i];
-    KVSWAP_CHECK(num_pages <= kMostPages, num_pages, " pages in a group; there can be ",
-                 kMostPages);
     read.push_back({size_t(num_pages), size_t(ratio), size_t(window)});
   }
   return read;

@@ -10,9 +10,9 @@
 #define KVSWAP_DIGEST_BYTES 32
 
 struct kvswap_blocks_group {
-  int64_t num_pages;
-  int64_t ratio;   // blocks of the group in a unit of prefix, at the end of which a hit can end
-  int64_t window;  // blocks before its end that a hit needs; 0: all of them
+  int64_t num_pages;  // 2^29 at most
+  int64_t ratio;      // blocks of the group in a unit of prefix, at the end of which a hit can end
+  int64_t window;     // blocks before its end that a hit needs; 0: all of them
 };
 
 struct kvswap_blocks_options {

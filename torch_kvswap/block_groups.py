@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MOST_PAGES = 1 << 29  # the native side numbers them, and as many ghosts, with 32 bits
+
 
 @dataclass(frozen=True)
 class BlockGroup:
@@ -45,6 +47,10 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
             value = getattr(group, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} of group {index} is {value}; it is 1 at least")
+        if group.num_pages > MOST_PAGES:
+            raise ValueError(
+                f"num_pages of group {index} is {group.num_pages}; it is {MOST_PAGES} at most"
+            )
         if group.is_state and group.window_tokens is not None:
             raise ValueError(f"group {index} has a state and a window; it can have one of them")
     return several

@@ -173,7 +173,7 @@ def _cut(digests: bytes, counts: array[int], needed: Sequence[range]) -> tuple[b
     """Those of the digests that are needed, and how many they are in each group."""
     parts, start = [], 0
     for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
-        if blocks.stop > count:
+        if not 0 <= blocks.stop <= count:
             raise ValueError(
                 f"the prefix takes {blocks.stop} blocks of group {group}, which has {count} keys"
             )

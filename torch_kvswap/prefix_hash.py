@@ -40,7 +40,7 @@ def encode(value: Hashable) -> bytes:
         kind, content = b"f", struct.pack("<d", value)
     else:
         raise TypeError(
-            f"a key or a field of one is a {type(value).__name__}, which has no bytes of its own; "
+            f"a key, or a part of one, is of type {type(value).__name__}; "
             "make it of None, bool, int, float, str, bytes and tuples of them"
         )
     return kind + len(content).to_bytes(8, "little") + content

@@ -97,7 +97,9 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
 void Manager::end(int64_t id, bool well) {
   const std::lock_guard lock(mutex_);
   const auto found = jobs_.find(id);
-  if (found == jobs_.end()) fail<ValueError>("the job has ended before, or is another manager's");
+  if (found == jobs_.end()) {
+    fail<ValueError>("job ", id, " has ended before, or is another manager's");
+  }
   const Job& job = found->second;
   for (const Pin& pin : job.pins) {
     Group& group = groups_[pin.group];
