@@ -48,6 +48,7 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     keys = [("tenant", 1, b"x"), "text", 7]
     manager.complete(manager.prepare_store(keys))
     assert manager.lookup(list(map(key_digest, keys))).ready == 3
+    assert manager.lookup([digests[0].hex()[:32], "x" * 32]).found == 0  # as long as digests
 
 
 def test_a_load_gets_the_pages_that_its_blocks_were_stored_to():

@@ -1,5 +1,6 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
+from torch_kvswap.block_manager import BlockGroup, BlockManager
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -9,12 +10,17 @@ from torch_kvswap.ops import (
     swap_blocks_batch,
     swap_kv_blocks,
 )
+from torch_kvswap.prefix_hash import Medium, PrefixHasher
 
 __all__ = [
+    "BlockGroup",
+    "BlockManager",
     "HostPool",
     "Job",
+    "Medium",
     "OffloadHandler",
     "PagedLayout",
+    "PrefixHasher",
     "Result",
     "TransferError",
     "expand_block_ids",

@@ -52,9 +52,13 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take a microsecond and no lock. To let the GIL go costs more: a thread that computes in
-# Python gives it back only after milliseconds.
-HOLD_THE_GIL = ("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release")
+# They take microseconds, and no lock that is held for longer. To let the GIL go costs more: a thread
+# that computes in Python gives it back only after milliseconds.
+HOLD_THE_GIL = (
+    *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
+    *("kvswap_blocks_lookup", "kvswap_blocks_prepare_load", "kvswap_blocks_prepare_store"),
+    *("kvswap_blocks_end", "kvswap_blocks_touch", "kvswap_blocks_lease", "kvswap_blocks_release"),
+)
 PATH = Path(__file__).with_name("_C.abi3.so")
 ops: Any = torch.ops  # torch has no type for load_library
 

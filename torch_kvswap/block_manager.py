@@ -65,7 +65,7 @@ class BlockManager:
         keys: PrefixHasher.lookup_keys(), so that one token at least is left to compute. again: the
         same question as before, which counts neither for store_threshold nor in stats().
         """
-        return Lookup(*self._native.lookup(*self._digests(keys), again))
+        return Lookup._make(self._native.lookup(*self._digests(keys), again))
 
     def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
         """Holds the pages of the blocks until the load has ended; None when one of them is not

@@ -19,7 +19,7 @@ class Lookup(NamedTuple):
     pending: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Load:
     """Pages to load, held until the load has ended. places: which of the keys they belong to; with
     several groups both are lists with an entry for each."""
@@ -29,7 +29,7 @@ class Load:
     pages: Any
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Store:
     """Keys that are new, by their places among those given, and the pages that are to be filled
     with them, ascending; with several groups both are lists. id: 0 when there are none. lease: of

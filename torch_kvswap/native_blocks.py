@@ -77,6 +77,11 @@ def read_digests(name: str, keys: Keys) -> bytes:
         return keys
     if isinstance(keys, str) or not isinstance(keys, Sequence):
         raise TypeError(f"{name} is a {type(keys).__name__}; pass bytes of digests or a list")
+    try:
+        if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
+            return b"".join(keys)  # type: ignore[arg-type]
+    except TypeError:
+        pass  # not all are bytes
     return b"".join(map(key_digest, keys))
 
 
@@ -109,11 +114,11 @@ class NativeBlocks:
         return self._pointer
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
-        found = Found()
-        place = counts.buffer_info()[0]
-        if not _lookup(self.pointer, digests, place, again, ctypes.byref(found)):
+        found = array("q", (0, 0, 0))  # faster than a Found
+        places = counts.buffer_info()[0], found.buffer_info()[0]
+        if not _lookup(self.pointer, digests, places[0], again, places[1]):
             capi.fail()
-        return found.found, found.ready, found.pending
+        return found[0], found[1], found[2]
 
     def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, array[int]]:
         """The job, 0 for none, and its pages."""
