@@ -27,7 +27,7 @@ FLOORS = (
     ("_extension", "process", "metrics", "nvtx", "ids", "prefix_hash"),
     (
         *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
-        *("path_costs", "paths", "block_groups", "block_results"),
+        *("path_costs", "paths", "block_groups", "block_results", "storing"),
     ),
     ("native", "gate", "request", "native_blocks"),
     ("job", "handler", "block_manager"),

@@ -52,8 +52,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take microseconds, and no lock that is held for longer. To let the GIL go costs more: a thread
-# that computes in Python gives it back only after milliseconds.
+# They take microseconds, and no lock that is held for longer. To let the GIL go costs more: a
+# thread that computes in Python gives it back only after milliseconds.
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
     *("kvswap_blocks_lookup", "kvswap_blocks_prepare_load", "kvswap_blocks_prepare_store"),
