@@ -22,15 +22,17 @@ void Manager::find(const Keys& keys, bool all) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
     const auto count = static_cast<size_t>(keys.counts[g]);
-    const size_t step = all || group.options.window > 0 ? std::max<size_t>(count, 1) : kAtOnce;
-    for (size_t start = 0; start < count; start += step) {
+    size_t step = all || group.options.window > 0 ? count : 1;  // most misses are at the front
+    for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
       uint32_t* found = &found_[at + start];
       group.pages->find_all(keys.digests + (at + start) * kDigestBytes, size, found);
-      if (step < count && std::find(found, found + size, kNone) != found + size) {
+      if (size < count && std::find(found, found + size, kNone) != found + size) {
         std::fill(found + size, &found_[at] + count, kNone);
         break;
       }
+      start += size;
+      step = kAtOnce;
     }
     at += count;
   }
