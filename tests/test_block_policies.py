@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torch_kvswap.block_manager import BlockManager
 
@@ -72,9 +74,9 @@ class PlainLru:
         return hit
 
 
-def hits(policy: str, trace: Sequence[int]) -> list[bool]:
+def hits(policy: str, trace: Sequence[int], manager: BlockManager | None = None) -> list[bool]:
     """Which requests of the trace find their block; those that do not store it."""
-    manager = BlockManager(CAPACITY, policy=policy)
+    manager = manager or BlockManager(CAPACITY, policy=policy)
     found = []
     for x in trace:
         found.append(manager.lookup([x]).ready == 1)
@@ -115,6 +117,23 @@ def test_arc_hits_when_the_algorithm_of_the_paper_does(name):
     reference = PaperArc(CAPACITY)
     expected = [reference.request(x) for x in TRACES[name]]
     assert hits("arc", TRACES[name]) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=30, max_size=200))
+def test_arc_does_what_the_paper_says_on_any_small_trace(capacity, trace):
+    reference, manager = PaperArc(capacity), BlockManager(capacity, policy="arc")
+    assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
+    cached = {x for x in range(13) if manager.lookup([x]).ready}
+    assert cached == {*reference.t1, *reference.t2}
+
+
+def test_after_a_reset_arc_knows_nothing_of_what_was_there():
+    manager = BlockManager(CAPACITY, policy="arc")
+    trace = TRACES["random"]
+    hits("arc", trace, manager)
+    manager.reset()
+    assert hits("arc", trace, manager) == hits("arc", trace)
 
 
 @pytest.mark.parametrize("name", TRACES)

@@ -41,7 +41,7 @@ Admission Arc::admit(const Digest& key) {
 uint32_t Arc::evict(const Admission& admission) {
   const auto recent = static_cast<double>(sizes_[kRecent]);
   const bool too_many = recent > target_ || (admission.was_frequent && recent == target_);
-  uint8_t side = admission.leaves_no_ghost || too_many ? kRecent : kFrequent;
+  uint8_t side = too_many ? kRecent : kFrequent;
   if (idle_[side].size() == 0) side = side == kRecent ? kFrequent : kRecent;
   const uint32_t page = idle_[side].take_oldest(table_.nodes);
   --sizes_[side];
