@@ -31,7 +31,7 @@ FLOORS = (
     ),
     ("native", "gate", "request", "native_blocks"),
     ("job", "handler", "block_manager"),
-    ("calibration",),
+    ("calibration", "engine"),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.

@@ -1,6 +1,7 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
 from torch_kvswap.block_manager import BlockGroup, BlockManager
+from torch_kvswap.engine import OffloadEngine
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -18,6 +19,7 @@ __all__ = [
     "HostPool",
     "Job",
     "Medium",
+    "OffloadEngine",
     "OffloadHandler",
     "PagedLayout",
     "PrefixHasher",
