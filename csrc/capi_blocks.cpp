@@ -1,5 +1,7 @@
 #include "capi_blocks.h"
 
+#include <tuple>
+
 #include "blocks/manager.h"
 #include "c_error.h"
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include "blocks/table.h"
 
 namespace kvswap::blocks {
