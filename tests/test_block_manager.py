@@ -10,8 +10,11 @@ import threading
 
 import numpy as np
 from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusal import refusal
 
+from torch_kvswap.block_groups import needed_blocks
 from torch_kvswap.block_manager import BlockGroup, BlockManager
 from torch_kvswap.block_results import BlockEvent, BlockStats
 from torch_kvswap.prefix_hash import key_digest
@@ -354,6 +357,50 @@ def test_a_prefix_ends_where_all_groups_have_what_it_needs():
     manager.complete(running)
     assert manager.lookup([full, window, state]) == (3, 3, 0)
     assert [stats.hits for stats in manager.stats()] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(data):
+    kinds = st.sampled_from([{}, {"window_tokens": 3}, {"window_tokens": 9}, {"is_state": True}])
+    groups = [
+        BlockGroup(40, data.draw(st.sampled_from([1, 2, 4])), **data.draw(kinds))
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    manager = BlockManager(groups)
+    keys = [[*range(24 // group.block_tokens)] for group in groups]
+    likely = data.draw(st.sampled_from([0.5, 0.9, 0.97]))
+    random = data.draw(st.randoms(use_true_random=False))
+    states = [[(random.random() < likely, random.random() < likely) for _ in of] for of in keys]
+
+    def of_state(wanted):
+        return [
+            [key for key, (there, ready) in zip(of, its, strict=True) if there and ready == wanted]
+            for of, its in zip(keys, states, strict=True)
+        ]
+
+    def longest(usable):
+        return max(
+            units
+            for units in range(24 // manager.unit_tokens + 1)
+            if all(
+                usable(*its[block])
+                for its, blocks in zip(states, needed_blocks(groups, units), strict=True)
+                for block in blocks
+            )
+        )
+
+    manager.complete(manager.prepare_store(of_state(True)))
+    manager.prepare_store(of_state(False))
+    found = manager.lookup(keys)
+    assert found.found == longest(lambda there, ready: there)
+    assert found.ready == longest(lambda there, ready: there and ready)
+    pending = [
+        its[block]
+        for its, blocks in zip(states, needed_blocks(groups, found.found), strict=True)
+        for block in blocks
+    ]
+    assert found.pending == sum(not ready for _, ready in pending)
 
 
 def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
