@@ -71,9 +71,9 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
       }
       if (missing == end) continue;
       units = static_cast<int64_t>(missing / group.options.ratio);
-      shorter = true;
+      // A single group that needs all blocks has no more to say.
+      shorter = group.options.window > 0 || groups_.size() > 1;
     }
-    shorter = shorter && groups_.size() > 1;
   }
   return units;
 }
