@@ -48,7 +48,8 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     store = manager.prepare_store(b"".join(digests))
     assert store.places.tolist() == [0, 1, 2]
     manager.complete(store)
-    assert manager.lookup(digests).ready == 3
+    for prompt in (digests, tuple(digests), bytearray(b"".join(digests))):
+        assert manager.lookup(prompt).ready == 3
     keys = [("tenant", 1, b"x"), "text", 7]
     manager.complete(manager.prepare_store(keys))
     assert manager.lookup(list(map(key_digest, keys))).ready == 3
@@ -500,7 +501,7 @@ def test_a_manager_is_refused_in_a_forked_child():
 
 
 def test_threads_may_share_a_manager():
-    manager = BlockManager(400)
+    manager, over = BlockManager(400, events=True), threading.Event()
     prompts = [os.urandom(32 * 50) for _ in range(16)]
     writers = np.zeros(400, np.int64)
     wrong = []
@@ -520,11 +521,19 @@ def test_threads_may_share_a_manager():
             if load:
                 manager.complete(load)
 
+    def watch():  # these calls let the GIL go
+        while not over.is_set():
+            manager.events()
+            manager.stats()
+
+    watcher = threading.Thread(target=watch)
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
-    for thread in threads:
+    for thread in (watcher, *threads):
         thread.start()
     for thread in threads:
         thread.join()
+    over.set()
+    watcher.join()
     assert not wrong
     stats = manager.stats()
     assert stats.free_pages + stats.idle_pages == 400

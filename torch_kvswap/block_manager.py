@@ -156,7 +156,7 @@ class BlockManager:
         if not self._is_list:
             digests = _read("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
-        if isinstance(keys, bytes | str) or len(keys) != len(self.groups):
+        if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
             raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
         several = [_read(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return b"".join(several), array("q", [len(one) // DIGEST_BYTES for one in several])

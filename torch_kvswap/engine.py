@@ -15,7 +15,7 @@ from torch_kvswap.block_results import Load, Lookup, Store
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.ids import Ids, read_ids
 from torch_kvswap.job import Job
-from torch_kvswap.native_blocks import Keys
+from torch_kvswap.native_blocks import Keys, read_digests
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 from torch_kvswap.result import Result
 
@@ -164,7 +164,7 @@ class OffloadEngine:
 def _select(name: str, keys: Keys, ids: Ids, places: Any, per_page: int) -> npt.NDArray[np.int64]:
     """Of the blocks of all keys, `per_page` of each, those of some; the last key may have fewer."""
     blocks = np.frombuffer(read_ids(name, ids), np.int64)
-    count = len(keys) // DIGEST_BYTES if isinstance(keys, bytes) else len(keys)
+    count = len(read_digests("keys", keys)) // DIGEST_BYTES
     if -(-len(blocks) // per_page) != count:
         raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
     slots = np.asarray(places, np.int64)[:, None] * per_page + np.arange(per_page)

@@ -12,7 +12,7 @@ from torch_kvswap.block_groups import BlockGroup, unit_tokens
 from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
 from torch_kvswap.process import Process
 
-Keys = bytes | Sequence[Hashable]
+Keys = bytes | bytearray | memoryview | Sequence[Hashable]
 POLICIES = ("lru", "arc")
 
 _native = _extension.library()
@@ -68,7 +68,8 @@ class Stats(ctypes.Structure):
 def read_digests(name: str, keys: Keys) -> bytes:
     """The digests of the keys, one after another. Raises ValueError for bytes that are none,
     TypeError for a key that has no digest."""
-    if type(keys) is bytes:
+    if isinstance(keys, bytes | bytearray | memoryview):
+        keys = bytes(keys)
         if len(keys) % DIGEST_BYTES:
             raise ValueError(
                 f"{name} has {len(keys)} bytes, but a digest has {DIGEST_BYTES}; "
