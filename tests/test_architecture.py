@@ -24,19 +24,19 @@ PROGRAMS = [
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "process", "metrics", "nvtx", "ids", "machine", "limits"),
+    ("_extension", "process", "metrics", "nvtx", "ids", "machine", "limits", "prefix_hash"),
     (
         *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
-        *("path_costs", "paths"),
+        *("path_costs", "paths", "block_groups", "block_results", "storing"),
         *("host_pages", "mapping", "pool_handle", "registration", "pinning"),
     ),
-    ("native", "gate", "request"),
+    ("native", "gate", "request", "native_blocks"),
     ("job", "handler", "block_manager"),
-    ("calibration",),
+    ("calibration", "engine"),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.
-TORCH_FREE = ("copy", "offload")
+TORCH_FREE = ("blocks", "copy", "offload")
 
 
 def room(module: str) -> str:
@@ -129,6 +129,14 @@ def test_only_ops_and_the_loader_say_torch_ops(module):
     ]
 
 
+def test_the_block_manager_can_be_used_without_the_handler():
+    known, new = set(), {"block_manager"}
+    while new:
+        known |= new
+        new = {other for module in new for other in imported_modules(module)} - known
+    assert known.isdisjoint({"handler", "job", "native", "host_memory", "layout"})
+
+
 @pytest.mark.parametrize("module", ["layout", "ids", "sharing", "groups", "metrics"])
 def test_what_says_what_is_to_be_copied_knows_no_cuda(module):
     assert not [name for name in attributes(module) if name.startswith("torch.cuda")]
@@ -144,6 +152,8 @@ def test_a_native_file_includes_what_its_room_may(path):
         assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
     if path.parent.name == "copy":
         assert not [name for name in names if "offload/" in name], "copies know no jobs"
+    if path.parent.name == "blocks":
+        assert not [name for name in names if re.match("copy/|offload/", name)]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import torch
 from expecttest import assert_expected_inline
 from stub import stubbed, without_cuda
 
-from torch_kvswap import _extension, capi, metrics
+from torch_kvswap import _extension, capi, metrics, native_blocks
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
 
-HEADER = Path(__file__).parent.parent / "csrc" / "capi.h"
+CSRC = Path(__file__).parent.parent / "csrc"
+HEADERS = CSRC / "capi.h", CSRC / "capi_blocks.h"
 STRUCTURES = {
     "kvswap_usable_pages": capi.UsablePages,
     "kvswap_group": capi.Group,
@@ -26,6 +27,11 @@ STRUCTURES = {
     "kvswap_result": capi.JobResult,
     "kvswap_histogram": metrics.NativeHistogram,
     "kvswap_metrics": metrics.NativeMetrics,
+    "kvswap_blocks_group": native_blocks.Group,
+    "kvswap_blocks_options": native_blocks.Options,
+    "kvswap_blocks_found": native_blocks.Found,
+    "kvswap_blocks_event": native_blocks.Event,
+    "kvswap_blocks_stats": native_blocks.Stats,
 }
 
 
@@ -39,7 +45,8 @@ def failure() -> tuple[str, str]:
 
 
 def test_python_knows_every_function_and_how_many_arguments_it_takes():
-    declared = re.findall(r"KVSWAP_API [\w *]+?\b(kvswap_\w+)\(([^)]*)\);", HEADER.read_text())
+    text = "".join(header.read_text() for header in HEADERS)
+    declared = re.findall(r"KVSWAP_API [\w *]+?\b(kvswap_\w+)\(([^)]*)\);", text)
     assert {
         name: len(arguments.split(",")) if arguments else 0 for name, arguments in declared
     } == {name: len(types) - 1 for name, types in _extension.PROTOTYPES.items()}
@@ -56,7 +63,7 @@ def test_a_structure_is_the_same_in_python_and_in_the_header(name, tmp_path):
             f"static_assert(sizeof({name}::{field}) == {place.size});",
         ]
     source = tmp_path / "check.cpp"
-    source.write_text("\n".join(["#include <stddef.h>", f'#include "{HEADER}"', *lines]))
+    source.write_text("\n".join(["#include <stddef.h>", f'#include "{HEADERS[1]}"', *lines]))
     command = [os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", source]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

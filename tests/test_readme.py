@@ -3,6 +3,8 @@ from pathlib import Path
 
 import torch
 
+import torch_kvswap as kvs
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -22,6 +24,15 @@ def test_the_readmes_example_runs_without_a_gpu(capsys):
     bytes_moved = str(3 * 3 * 2 * 2 * 4 * 2)
     assert lines == [["store", "True", bytes_moved], ["load", "True", bytes_moved]]
     assert all(isinstance(tensor, torch.Tensor) for tensor in names["kv_tensors"])
+
+
+def test_the_example_of_the_prefixes_runs_without_a_gpu():
+    page = README.parent / "docs" / "prefixes.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
+    names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
+    exec(code, names)
+    assert names["engine"].lookup(names["keys"]).ready == 6
 
 
 def test_the_readme_is_short():

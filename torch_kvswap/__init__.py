@@ -1,5 +1,7 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
+from torch_kvswap.block_manager import BlockGroup, BlockManager
+from torch_kvswap.engine import OffloadEngine
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -10,13 +12,19 @@ from torch_kvswap.ops import (
     swap_kv_blocks,
 )
 from torch_kvswap.pool_handle import PoolHandle
+from torch_kvswap.prefix_hash import Medium, PrefixHasher
 
 __all__ = [
+    "BlockGroup",
+    "BlockManager",
     "HostPool",
     "Job",
+    "Medium",
+    "OffloadEngine",
     "OffloadHandler",
     "PagedLayout",
     "PoolHandle",
+    "PrefixHasher",
     "Result",
     "TransferError",
     "expand_block_ids",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 _Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
+_Long, _Real = ctypes.c_int64, ctypes.c_double
 
-# The functions of csrc/capi.h: what they return, then what they take.
+# The functions of csrc/capi.h and csrc/capi_blocks.h: what they return, then what they take.
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_driver_version": (_Int,),
     "kvswap_driver_error": (_Text,),
@@ -45,10 +46,26 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Bool),
+    "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
+    "kvswap_blocks_destroy": (None, _Pointer),
+    "kvswap_blocks_lookup": (_Bool, _Pointer, _Pointer, _Pointer, _Bool, _Pointer),
+    "kvswap_blocks_prepare_load": (_Long, _Pointer, _Pointer, _Pointer, _Pointer),
+    "kvswap_blocks_prepare_store": (_Int, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5),
+    "kvswap_blocks_end": (_Bool, _Pointer, _Long, _Bool),
+    "kvswap_blocks_touch": (_Bool, _Pointer, _Pointer, _Pointer),
+    "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real),
+    "kvswap_blocks_release": (_Int, _Pointer, _Long),
+    "kvswap_blocks_reset": (_Bool, _Pointer),
+    "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
+    "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take a microsecond and no lock. To let the GIL go costs more: a thread that computes in
-# Python gives it back only after milliseconds.
-HOLD_THE_GIL = ("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release")
+# They take microseconds, and no lock that is held for longer. To let the GIL go costs more: a
+# thread that computes in Python gives it back only after milliseconds.
+HOLD_THE_GIL = (
+    *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
+    *("kvswap_blocks_lookup", "kvswap_blocks_prepare_load", "kvswap_blocks_prepare_store"),
+    *("kvswap_blocks_end", "kvswap_blocks_touch", "kvswap_blocks_lease", "kvswap_blocks_release"),
+)
 PATH = Path(__file__).with_name("_C.abi3.so")
 ops: Any = torch.ops  # torch has no type for load_library
 

@@ -11,12 +11,14 @@ import torch
 from torch_kvswap.cli.control import Control
 from torch_kvswap.cli.link import measure_link
 from torch_kvswap.cli.model import Model, same_bits_every_time
+from torch_kvswap.cli.prefixes import PrefixServer, alike_prompts
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.cli.report import first_differences, traffic_table
 from torch_kvswap.cli.request import Request
 from torch_kvswap.cli.serving import Server
 from torch_kvswap.cli.swapper import Swapper
 from torch_kvswap.cli.text import cut_prompts, read_text
+from torch_kvswap.engine import OffloadEngine
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -52,6 +54,7 @@ def _parser() -> ArgumentParser:
     add("--block-size", type=_positive, default=16, help="tokens of a block")
     add("--host-pages", type=_positive, help="default: as many as all requests fill")
     add("--blocks-per-page", type=_positive, default=1)
+    add("--rounds", type=_positive, default=3, help="in which prompts that begin alike are served")
     add("--seed", type=int, default=0, help="of the weights and the prompts")
     add("--file", type=Path, help="what the prompts are cut from; default: the README")
     add("--progress", action="store_true", help="also where stderr is no terminal")
@@ -102,7 +105,8 @@ def _run(options: Namespace, requests: list[Request]) -> int:
         bar.advance(request.new_tokens)
     swapper, control = _serve(options, model, requests)
     print(traffic_table(swapper.traffic, measure_link(device) if device.type == "cuda" else None))
-    return _compare(requests, expected, control)
+    code = _compare(requests, expected, control)
+    return code or (0 if options.control else _serve_alike(options, model, requests))
 
 
 def _serve(
@@ -150,6 +154,34 @@ def _compare(requests: list[Request], expected: list[list[int]], control: Contro
         return 0
     print(f"control: request {zeroed.id} lost a block and should differ alone", file=sys.stderr)
     return 1
+
+
+def _serve_alike(options: Namespace, model: Model, requests: list[Request]) -> int:
+    """Serves prompts with common prefixes in rounds, what is known of them coming from the host."""
+    _, text = read_text(options.file)
+    longest = max(len(request.prompt) for request in requests)
+    prompts = alike_prompts(text, options.requests, longest, options.seed)
+    new_tokens = min(options.new_tokens, 8)
+    expected = [model.generate(prompt, new_tokens) for prompt in prompts]
+    layout = PagedLayout(model.new_cache(2 * model.max_blocks), block_dim=1)
+    pages = options.host_pages or sum(-(-len(prompt) // model.block_size) for prompt in prompts)
+    wrong = 0
+    with (
+        HostPool(layout, pages, options.blocks_per_page) as host,
+        OffloadHandler(layout, host) as handler,
+    ):
+        server = PrefixServer(model, OffloadEngine(handler))
+        for number in range(options.rounds):
+            server.reused = server.computed = 0
+            got = [server.generate(prompt, new_tokens) for prompt in prompts]
+            wrong += sum(one != other for one, other in zip(got, expected, strict=True))
+            tokens = server.reused + server.computed
+            print(
+                f"round {number + 1} of {len(prompts)} prompts that begin alike: {server.reused} "
+                f"of {tokens} tokens from the host, {server.reused / tokens:.0%}"
+            )
+    print(f"{options.rounds * len(prompts)} answers compared, {wrong} differ")
+    return 1 if wrong else 0
 
 
 def _progress(label: str, options: Namespace) -> Progress:

@@ -100,13 +100,14 @@ class Model:
         """A block table: the blocks of a request, and any block in place of those to come."""
         return blocks + blocks[-1:] * (self.max_blocks - len(blocks))
 
-    def prefill(self, prompt: bytes, cache: list[Tensor], table: Tensor) -> Tensor:
+    def prefill(self, prompt: bytes, cache: list[Tensor], table: Tensor, cached: int = 0) -> Tensor:
         """Fills the blocks of `table` (int64 [max_blocks], on the device) with the prompt's keys
         and values, and returns the first token, int64 [1]. What the prompt leaves of its last
-        block is filled with padding, which `decode` overwrites before it looks there."""
+        block is filled with padding, which `decode` overwrites before it looks there. cached:
+        tokens whose keys and values are there already, in full blocks, and not those of all."""
         padded = prompt.ljust(-(-len(prompt) // self.block_size) * self.block_size, b"\0")
         tokens = torch.tensor(list(padded), device=self.device)
-        for start in range(0, len(prompt), self.block_size):
+        for start in range(cached, len(prompt), self.block_size):
             logits = self.forward(tokens[start : start + self.block_size], start, cache, table)
         return logits[len(prompt) - start - 1].argmax(-1, keepdim=True)
 

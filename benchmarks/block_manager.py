@@ -1,0 +1,180 @@
+"""Times the calls of a block manager with very many pages, on the CPU, beside those of vLLM's.
+
+A manager is filled with random prompts; then for some of them, in random order, each call is timed.
+Ours gets a prompt as one object with all digests ("digests"), as a list of keys ("keys"), or is
+called for every single key ("by key"). vLLM's gets what its scheduler gives it: lookups key by key,
+other calls with a list of keys; "vLLM by key" gets one key in all calls. Memory is what a process
+holds when the manager is full, less what it held before it was made.
+
+vLLM's modules come from its package, of which nothing else is needed:
+    pip download --no-deps --only-binary :all: vllm==0.26.0
+    unzip 'vllm-*.whl' 'vllm/v1/kv_offload/*' -d FOLDER
+Without --vllm FOLDER it is left out, and what is compared with it is not judged.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+import torch
+from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
+from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne
+from report import write_json
+from timing import Nanoseconds, Spread, new_samples, no_garbage_collection, resident_bytes
+
+from torch_kvswap.cli.progress import Progress
+from torch_kvswap.prefix_hash import DIGEST_BYTES
+
+Maker = Callable[[int, str], Contestant]
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    count, samples = options.pages // options.blocks, options.samples
+    if not 1 <= samples <= count // 2:
+        print(f"--samples: with these pages and blocks 1 to {count // 2}", file=sys.stderr)
+        return 2
+    numbers = random.Random(0)
+    length = DIGEST_BYTES * options.blocks
+    prompts = [numbers.randbytes(length) for _ in range(count + samples)]  # the last do not fit
+    kinds = list(product(options.policies, makers(options.vllm).items()))
+    progress = Progress("managers", len(kinds), sys.stderr.isatty(), sys.stderr)
+    cells: list[Cell] = []
+    memory: list[Memory] = []
+    for policy, (name, make) in kinds:
+        pages = count * options.blocks
+        timed = measure(make(pages, policy), prompts, samples)
+        for operation, spread in timed:
+            cells.append(Cell(policy, name, operation, options.blocks, spread))
+        if name in ("digests", VLLM):
+            size = in_a_new_process(bytes_per_page, name, policy, count, options)
+            memory.append(Memory(policy, name, pages, size))
+        progress.advance(1)
+    verdicts = judge(cells, memory)
+    print(tables(cells, memory), "", *verdicts, sep="\n")
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
+        content = {
+            "benchmark": "block_manager",
+            "settings": settings,
+            "cells": list(map(asdict, cells)),
+            "memory": list(map(asdict, memory)),
+        }
+        write_json(options.json, torch.device("cpu"), content, verdicts)
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--pages", type=int, default=1_000_000)
+    add("--blocks", type=int, default=1000, help="of a prompt")
+    add("--samples", type=int, default=100, help="prompts for which each call is timed")
+    add("--policies", nargs="+", choices=("lru", "arc"), default=("lru", "arc"))
+    add("--vllm", type=Path, help="a folder with the folder vllm of its package")
+    add("--json", type=Path, help="where the figures go")
+    return parser
+
+
+def makers(vllm: Path | None) -> dict[str, Maker]:
+    every: dict[str, Maker] = {
+        "digests": OfDigests,
+        "keys": OfKeys,
+        "by key": lambda pages, policy: OneByOne(OfDigests(pages, policy)),
+    }
+    if vllm is not None:
+        every[VLLM] = lambda pages, policy: OfVllm(pages, policy, vllm)
+        every[VLLM_BY_KEY] = lambda pages, policy: OneByOne(OfVllm(pages, policy, vllm))
+    return every
+
+
+def measure(
+    manager: Contestant, prompts: Sequence[bytes], samples: int
+) -> Iterator[tuple[str, Spread]]:
+    """For each call how long it takes, with as many pages filled as there are, but for a few."""
+    count = len(prompts) - samples
+    fill(manager, prompts[: count - samples])
+    known = random.Random(1).sample(range(count - samples), samples)
+    present, new, more = (
+        list(map(manager.form, part))
+        for part in ([prompts[i] for i in known], prompts[count - samples : count], prompts[count:])
+    )
+    with no_garbage_collection():
+        jobs, spread = timed(manager.prepare_store, new)
+        yield "prepare_store", spread
+        yield "complete_store", ended(manager, manager.complete_store, new, jobs)
+        hits, spread = timed(manager.lookup, present)
+        yield "lookup", spread
+        misses, spread = timed(manager.lookup, more)
+        yield MISS, spread
+        if set(hits) != {len(prompts[0]) // DIGEST_BYTES} or set(misses) != {0}:
+            raise RuntimeError("the manager finds other blocks than were stored")
+        yield "touch", timed(manager.touch, present)[1]
+        jobs, spread = timed(manager.prepare_load, present)
+        yield "prepare_load", spread
+        yield "complete_load", ended(manager, manager.complete_load, present, jobs)
+        jobs, spread = timed(manager.prepare_store, more)
+        yield "prepare_store, evicting", spread
+
+
+def fill(manager: Contestant, prompts: Sequence[bytes]) -> None:
+    for prompt in map(manager.form, prompts):
+        manager.complete_store(manager.to_complete(prompt, manager.prepare_store(prompt)))
+
+
+def timed(call: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[list[Any], Spread]:
+    """What the calls return, and how long they take."""
+    times: Nanoseconds = new_samples(len(arguments))
+    results, clock = [], time.perf_counter_ns
+    for number, argument in enumerate(arguments):
+        start = clock()
+        result = call(argument)
+        times[number] = clock() - start
+        results.append(result)
+    return results, Spread.of(times)
+
+
+def ended(
+    manager: Contestant,
+    complete: Callable[[Any], None],
+    prompts: Sequence[Any],
+    jobs: Sequence[Any],
+) -> Spread:
+    return timed(complete, list(map(manager.to_complete, prompts, jobs)))[1]
+
+
+def in_a_new_process(call: Callable[..., float], *arguments: object) -> float:
+    """Where no memory was used before, so that none is found to be used again."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        result: float = pool.submit(call, *arguments).result()
+        return result
+
+
+def bytes_per_page(name: str, policy: str, prompts: int, options: Namespace) -> float:
+    """Of a full manager, without the keys."""
+    make = makers(options.vllm)[name]
+    form = make(1, policy).form
+    forms = [form(os.urandom(DIGEST_BYTES * options.blocks)) for _ in range(prompts)]
+    pages: int = prompts * options.blocks
+    before = resident_bytes()
+    manager = make(pages, policy)
+    for prompt in forms:
+        manager.complete_store(manager.to_complete(prompt, manager.prepare_store(prompt)))
+    return round((resident_bytes() - before) / pages, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""The block managers that are compared, with one face: a prompt is in the form that each takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch_kvswap import BlockManager
+from torch_kvswap.prefix_hash import DIGEST_BYTES
+
+VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
+    "vllm.distributed",
+    "vllm.distributed.kv_transfer",
+    "vllm.distributed.kv_transfer.kv_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading",
+)
+
+
+class Contestant(Protocol):
+    """form: the prompt of so many digests. to_complete: what is told about a job that has ended."""
+
+    def form(self, digests: bytes) -> Any: ...
+    def lookup(self, prompt: Any) -> int: ...
+    def touch(self, prompt: Any) -> None: ...
+    def prepare_store(self, prompt: Any) -> Any: ...
+    def prepare_load(self, prompt: Any) -> Any: ...
+    def to_complete(self, prompt: Any, job: Any) -> Any: ...
+    def complete_store(self, told: Any) -> None: ...
+    def complete_load(self, told: Any) -> None: ...
+
+
+class OfDigests:
+    """Ours, that gets a prompt as one bytes object."""
+
+    def __init__(self, pages: int, policy: str) -> None:
+        manager = self.manager = BlockManager(pages, policy=policy)
+        self.touch, self.prepare_load = manager.touch, manager.prepare_load
+        self.prepare_store = manager.prepare_store
+        self.complete_store = self.complete_load = manager.complete
+
+    def form(self, digests: bytes) -> Any:
+        return digests
+
+    def lookup(self, prompt: Any) -> int:
+        return self.manager.lookup(prompt).ready
+
+    def to_complete(self, prompt: Any, job: Any) -> Any:
+        return job
+
+
+class OfKeys(OfDigests):
+    """Ours, that gets a prompt as a list of keys."""
+
+    def form(self, digests: bytes) -> Any:
+        return split(digests)
+
+
+class OfVllm:
+    """vLLM's, as its scheduler calls it: lookups key by key, all else by prompt, the ends as sets.
+
+    folder: has the folder vllm of its package.
+    """
+
+    def __init__(self, pages: int, policy: str, folder: Path) -> None:
+        manager, base = load_vllm(folder)
+        self._manager = manager.CPUOffloadingManager(pages, policy)
+        self._key = base.make_offload_key
+        self._context = base.ReqContext("request")
+        self._hit = base.LookupResult.HIT
+
+    def form(self, digests: bytes) -> Any:
+        return [self._key(digest, 0) for digest in split(digests)]
+
+    def lookup(self, prompt: Any) -> int:
+        look, context, hits = self._manager.lookup, self._context, 0
+        for key in prompt:
+            if look(key, context) is not self._hit:
+                break
+            hits += 1
+        return hits
+
+    def touch(self, prompt: Any) -> None:
+        self._manager.touch(prompt, self._context)
+
+    def prepare_store(self, prompt: Any) -> Any:
+        return self._manager.prepare_store(prompt, self._context)
+
+    def prepare_load(self, prompt: Any) -> Any:
+        return self._manager.prepare_load(prompt, self._context)
+
+    def to_complete(self, prompt: Any, job: Any) -> Any:
+        return set(prompt)
+
+    def complete_store(self, told: Any) -> None:
+        self._manager.complete_store(told, self._context)
+
+    def complete_load(self, told: Any) -> None:
+        self._manager.complete_load(told, self._context)
+
+
+class OneByOne:
+    """Another one, called for every single block."""
+
+    def __init__(self, inner: Contestant) -> None:
+        self._inner = inner
+
+    def form(self, digests: bytes) -> Any:
+        return [self._inner.form(digest) for digest in split(digests)]
+
+    def lookup(self, prompt: Any) -> int:
+        look = self._inner.lookup
+        return sum(look(block) for block in prompt)
+
+    def touch(self, prompt: Any) -> None:
+        for block in prompt:
+            self._inner.touch(block)
+
+    def prepare_store(self, prompt: Any) -> Any:
+        return [self._inner.prepare_store(block) for block in prompt]
+
+    def prepare_load(self, prompt: Any) -> Any:
+        return [self._inner.prepare_load(block) for block in prompt]
+
+    def to_complete(self, prompt: Any, job: Any) -> Any:
+        return list(map(self._inner.to_complete, prompt, job))
+
+    def complete_store(self, told: Any) -> None:
+        for block in told:
+            self._inner.complete_store(block)
+
+    def complete_load(self, told: Any) -> None:
+        for block in told:
+            self._inner.complete_load(block)
+
+
+def split(digests: bytes) -> Sequence[bytes]:
+    return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
+
+
+def load_vllm(folder: Path) -> tuple[ModuleType, ModuleType]:
+    """Its CPU manager and the module with what that takes, without what it imports besides."""
+    if "vllm" not in sys.modules:
+        for name in ("vllm", "vllm.v1", *VLLM_PARTS):
+            module = sys.modules[name] = ModuleType(name)
+            module.__path__ = [str(folder.joinpath(*name.split(".")))]
+        logger = sys.modules["vllm.logger"] = ModuleType("vllm.logger")
+        vars(logger)["init_logger"] = lambda name: None
+        events = sys.modules["vllm.distributed.kv_events"] = ModuleType("kv_events")
+        vars(events)["MEDIUM_CPU"] = "CPU"
+        metrics = sys.modules[f"{VLLM_PARTS[-1]}.metrics"] = ModuleType("metrics")
+        vars(metrics)["OffloadingConnectorStats"] = object
+    name = "vllm.v1.kv_offload"
+    return import_module(f"{name}.cpu.manager"), import_module(f"{name}.base")

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <new>
+#include <vector>
+
+#include "blocks/table.h"
+
+namespace kvswap::blocks {
+
+enum class EventKind : int32_t { kStored = 0, kEvicted = 1, kCleared = 2, kLost = 3 };
+
+struct Event {
+  EventKind kind;
+  int32_t group;
+  Digest key;
+};
+
+// What others are to know of, in order. When nobody takes the events, all are dropped at the limit,
+// and a kLost is in their place.
+class Events {
+ public:
+  explicit Events(bool enabled) : enabled_(enabled) {}
+
+  void record(EventKind kind, int32_t group, const Digest& key) noexcept {
+    if (!enabled_) return;
+    try {
+      if (events_.size() >= kLimit) lose();
+      events_.push_back({kind, group, key});
+    } catch (const std::bad_alloc&) {
+      lose();
+    }
+  }
+
+  // The oldest ones, up to `capacity`; gives each only once.
+  size_t take(Event* events, size_t capacity) {
+    size_t taken = 0;
+    while (taken < capacity && taken_ < events_.size()) events[taken++] = events_[taken_++];
+    if (taken_ == events_.size()) {
+      events_.clear();
+      taken_ = 0;
+    }
+    return taken;
+  }
+
+ private:
+  static constexpr size_t kLimit = 1 << 20;
+
+  void lose() noexcept {
+    events_.clear();
+    taken_ = 0;
+    if (events_.capacity() > 0) events_.push_back({EventKind::kLost, -1, {}});
+  }
+
+  const bool enabled_;
+  std::vector<Event> events_;
+  size_t taken_ = 0;
+};
+
+}  // namespace kvswap::blocks

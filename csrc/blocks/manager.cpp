@@ -1,0 +1,183 @@
+#include "blocks/manager.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "check.h"
+
+namespace kvswap::blocks {
+namespace {
+
+// Of all managers, so that none takes a job or a lease of another one for its own.
+int64_t next_id() {
+  static std::atomic<int64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
+
+Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options)
+    : events_(options.events), store_threshold_(options.store_threshold) {
+  for (const GroupOptions& group : groups) {
+    const auto index = static_cast<int32_t>(groups_.size());
+    auto pages = std::make_unique<Pages>(index, group.num_pages, options.policy, events_);
+    groups_.push_back({group, std::move(pages), {}, {}});
+  }
+  if (store_threshold_ > 1) asked_.emplace(options.asked_capacity);
+}
+
+int64_t Manager::prepare_load(const Keys& keys, int64_t* pages) {
+  const std::lock_guard lock(mutex_);
+  find(keys, true);
+  Job job{false, {}};
+  job.pins.reserve(found_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      if (!groups_[g].pages->is_ready(found_[at])) return 0;
+      pages[at] = found_[at];
+      job.pins.push_back({g, found_[at], false});
+    }
+  }
+  const int64_t id = next_id();
+  const Job& kept = jobs_.emplace(id, std::move(job)).first->second;
+  for (const Pin& pin : kept.pins) {
+    groups_[pin.group].pages->hold(pin.page);
+    groups_[pin.group].pages->use(pin.page);
+  }
+  return id;
+}
+
+std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
+                                             int64_t* places, int64_t* pages, int64_t* counts) {
+  const std::lock_guard lock(mutex_);
+  check_distinct(keys);
+  expire(now);
+  find(keys, true);
+  if (!has_room(keys, keep)) return std::nullopt;
+  std::vector<Pin> pins;
+  pins.reserve(found_.size());
+  const Stored stored{next_id(), keep ? next_id() : 0};
+  Job& job = jobs_.emplace(stored.job, Job{true, {}}).first->second;
+  std::vector<Pin>* lease = keep ? &leases_[stored.lease] : nullptr;
+  if (keep) lease->reserve(found_.size());
+  size_t at = 0, written = 0;
+  for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
+    Group& group = groups_[g];
+    uint32_t* found = &found_[at];
+    for (int64_t i = 0; i < keys.counts[g]; ++i) {
+      if (found[i] != kNone) group.pages->hold(found[i]);
+    }
+    placed_.resize(group.wanted.size());
+    group.pages->place(keys.digests + at * kDigestBytes, group.wanted, placed_.data());
+    for (size_t i = 0; i < group.wanted.size(); ++i, ++written) {
+      places[written] = group.wanted[i];
+      pages[written] = found[group.wanted[i]] = placed_[i];
+    }
+    counts[g] = static_cast<int64_t>(group.wanted.size());
+    auto next = group.wanted.begin();
+    for (int64_t i = 0; i < keys.counts[g]; ++i) {
+      const bool fills = next != group.wanted.end() && *next == i;
+      next += fills;
+      if (found[i] != kNone) pins.push_back({g, found[i], fills});
+    }
+  }
+  if (keep) {
+    for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
+    *lease = pins;
+  }
+  job.pins = std::move(pins);
+  if (written > 0) return stored;
+  release_all(job.pins);
+  jobs_.erase(stored.job);
+  return Stored{0, stored.lease};
+}
+
+void Manager::end(int64_t id, bool well) {
+  const std::lock_guard lock(mutex_);
+  const auto found = jobs_.find(id);
+  if (found == jobs_.end()) {
+    fail<ValueError>("job ", id, " has ended before, or is another manager's");
+  }
+  const Job& job = found->second;
+  for (const Pin& pin : job.pins) {
+    Group& group = groups_[pin.group];
+    if (well && pin.fills) {
+      group.counters.stored += group.pages->fill(pin.page);
+    } else if (well) {
+      group.counters.loaded += !job.is_store;
+    } else if (pin.fills || !job.is_store) {
+      group.pages->forget(pin.page);
+      ++group.counters.failed;
+    }
+  }
+  release_all(job.pins);
+  jobs_.erase(found);
+}
+
+void Manager::touch(const Keys& keys) {
+  const std::lock_guard lock(mutex_);
+  find(keys, true);
+  // Its first block is the newest then: without it no other is of use.
+  size_t end = found_.size();
+  for (size_t g = groups_.size(); g-- > 0;) {
+    for (int64_t i = keys.counts[g]; i-- > 0;) {
+      const uint32_t page = found_[--end];
+      if (groups_[g].pages->is_ready(page)) groups_[g].pages->use(page);
+    }
+  }
+}
+
+int64_t Manager::lease(const Keys& keys, double now, double seconds) {
+  const std::lock_guard lock(mutex_);
+  expire(now);
+  find(keys, true);
+  if (std::find(found_.begin(), found_.end(), kNone) != found_.end()) return 0;
+  const int64_t id = next_id();
+  std::vector<Pin> pins;
+  pins.reserve(found_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_[at++], false});
+  }
+  if (std::isfinite(seconds)) ends_.push({now + seconds, id});
+  const std::vector<Pin>& kept = leases_.emplace(id, std::move(pins)).first->second;
+  for (const Pin& pin : kept) groups_[pin.group].pages->hold(pin.page);
+  return id;
+}
+
+bool Manager::release(int64_t id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = leases_.find(id);
+  if (found == leases_.end()) return false;
+  release_all(found->second);
+  leases_.erase(found);
+  return true;
+}
+
+void Manager::reset() {
+  const std::lock_guard lock(mutex_);
+  for (Group& group : groups_) group.pages->forget_all();
+  for (const auto& [id, pins] : leases_) release_all(pins);
+  leases_.clear();
+  ends_ = {};
+  events_.record(EventKind::kCleared, -1, {});
+}
+
+void Manager::release_all(const std::vector<Pin>& pins) {
+  // The last one released is the newest: the first block, without which no other is of use.
+  for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
+}
+
+void Manager::expire(double now) {
+  while (!ends_.empty() && ends_.top().first <= now) {
+    const auto found = leases_.find(ends_.top().second);
+    ends_.pop();
+    if (found == leases_.end()) continue;
+    release_all(found->second);
+    leases_.erase(found);
+  }
+}
+
+}  // namespace kvswap::blocks

@@ -1,0 +1,107 @@
+#include "blocks/pages.h"
+
+#include <algorithm>
+
+namespace kvswap::blocks {
+
+Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
+    : group_(group),
+      num_pages_(num_pages),
+      events_(events),
+      table_(num_nodes(kind, num_pages)),
+      policy_(make_policy(kind, table_, num_pages)) {
+  for (size_t page = 0; page < num_pages; ++page) free(static_cast<uint32_t>(page));
+}
+
+void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
+  table_.find_all(digests, count, pages);
+  for (size_t i = 0; i < count; ++i) {
+    if (pages[i] >= num_pages_) pages[i] = kNone;  // what the policy remembers of lost keys
+  }
+}
+
+void Pages::hold(uint32_t page) {
+  if (is_idle(page)) policy_->remove_idle(page);
+  ++table_.nodes[page].count;
+}
+
+void Pages::release(uint32_t page) {
+  if (--table_.nodes[page].count > 0) return;
+  if (state(page) == PageState::kForgotten) {
+    free(page);
+  } else {
+    policy_->add_idle(page);
+  }
+}
+
+void Pages::use(uint32_t page) {
+  hold(page);
+  policy_->use(page);
+  release(page);
+}
+
+void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages) {
+  const size_t count = places.size();
+  admissions_.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    admissions_[i] = policy_->admit(digest_at(digests, places[i]));
+    if (free_.size() > 0) {
+      pages[i] = free_.take_oldest(table_.nodes);
+    } else {
+      pages[i] = policy_->evict(admissions_[i]);
+      events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
+      ++num_evicted_;
+    }
+    policy_->enter(admissions_[i]);
+  }
+  std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
+  if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
+  for (size_t i = 0; i < count; ++i) {
+    table_.insert(pages[i], digest_at(digests, places[i]));
+    Node& node = table_.nodes[pages[i]];
+    node.count = 1;
+    node.list = admissions_[i].list;
+    set_state(pages[i], PageState::kFilling);
+  }
+}
+
+bool Pages::fill(uint32_t page) {
+  if (state(page) != PageState::kFilling) return false;
+  set_state(page, PageState::kReady);
+  events_.record(EventKind::kStored, group_, table_.nodes[page].key);
+  return true;
+}
+
+void Pages::forget(uint32_t page) {
+  if (state(page) == PageState::kReady) {
+    events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
+  }
+  drop_key(page);
+}
+
+void Pages::forget_all() {
+  for (size_t page = 0; page < num_pages_; ++page) drop_key(static_cast<uint32_t>(page));
+  policy_->clear();
+}
+
+void Pages::drop_key(uint32_t page) {
+  if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
+  if (is_idle(page)) policy_->remove_idle(page);
+  policy_->leave(page);
+  set_state(page, PageState::kForgotten);
+  if (table_.nodes[page].count == 0) free(page);
+}
+
+void Pages::set_state(uint32_t page, PageState state) {
+  uint8_t& now = table_.nodes[page].state;
+  num_filling_ -= now == static_cast<uint8_t>(PageState::kFilling);
+  now = static_cast<uint8_t>(state);
+  num_filling_ += state == PageState::kFilling;
+}
+
+void Pages::free(uint32_t page) {
+  set_state(page, PageState::kFree);
+  free_.append(table_.nodes, page);
+}
+
+}  // namespace kvswap::blocks

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "blocks/events.h"
+#include "blocks/policy.h"
+
+namespace kvswap::blocks {
+
+// Of a page: it has no key; a job fills it; its bytes are those of its key; its key is forgotten,
+// but somebody holds it still.
+enum class PageState : uint8_t { kFree = 0, kFilling = 1, kReady = 2, kForgotten = 3 };
+
+// The pages of one group of layers, and which key is on each.
+class Pages {
+ public:
+  Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events);
+
+  // The page of each key, or kNone.
+  void find_all(const uint8_t* digests, size_t count, uint32_t* pages) const;
+
+  uint32_t hash(const Digest& key) const { return table_.hash(key); }
+  PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
+  bool is_ready(uint32_t page) const { return page != kNone && state(page) == PageState::kReady; }
+  // Whether it has a key and nobody holds it, so that it can be given to another key.
+  bool is_idle(uint32_t page) const { return is_ready(page) && table_.nodes[page].count == 0; }
+
+  size_t num_pages() const { return num_pages_; }
+  size_t num_free() const { return free_.size(); }
+  size_t num_idle() const { return policy_->num_idle(); }
+  size_t num_filling() const { return num_filling_; }
+  uint64_t num_evicted() const { return num_evicted_; }
+
+  // Nobody else gets a page while it is held.
+  void hold(uint32_t page);
+  void release(uint32_t page);
+  // A page that is ready was asked for once more.
+  void use(uint32_t page);
+
+  // Gives a page to each of the keys at these places, all of them new and different, and holds it.
+  // There must be as many free and idle ones. The pages ascend, so that neighbours are copied
+  // together.
+  void place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages);
+  // What fills the page is done. False when its key was forgotten meanwhile.
+  bool fill(uint32_t page);
+  // From now on the key is on no page.
+  void forget(uint32_t page);
+  // The same for all keys, without an event for each.
+  void forget_all();
+
+ private:
+  void drop_key(uint32_t page);
+  void set_state(uint32_t page, PageState state);
+  void free(uint32_t page);
+
+  const int32_t group_;
+  const size_t num_pages_;
+  Events& events_;
+  Table table_;
+  List free_;
+  std::unique_ptr<Policy> policy_;
+  std::vector<Admission> admissions_;  // of the keys that are being placed
+  size_t num_filling_ = 0;
+  uint64_t num_evicted_ = 0;
+};
+
+}  // namespace kvswap::blocks

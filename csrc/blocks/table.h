@@ -1,0 +1,66 @@
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <vector>
+
+namespace kvswap::blocks {
+
+constexpr size_t kDigestBytes = 32;
+constexpr uint32_t kNone = UINT32_MAX;
+
+struct Digest {
+  uint64_t words[4];
+  bool operator==(const Digest& other) const;
+};
+
+// The i-th of many digests that lie one after another.
+Digest digest_at(const uint8_t* digests, size_t i);
+
+// A key, its neighbours in the list that has it, and what its owner keeps of it.
+struct Node {
+  Digest key;
+  uint32_t before, after;
+  uint32_t count;
+  uint8_t list, state;
+};
+
+// Nodes that are found by their key. Takes all its memory when it is made.
+class Table {
+ public:
+  // Raises std::bad_alloc.
+  explicit Table(size_t num_nodes);
+
+  // The node of a key, or kNone.
+  uint32_t find(const Digest& key) const { return find(key, hash(key)); }
+  // Those of many keys: while one is awaited from memory, others are asked for.
+  void find_all(const uint8_t* digests, size_t count, uint32_t* found) const;
+
+  // The key must not be in the table, the node must have none.
+  void insert(uint32_t node, const Digest& key);
+  void erase(uint32_t node);
+  // `to`, which has no key, takes that of `from`.
+  void rename(uint32_t from, uint32_t to);
+
+  // Nobody who chooses keys knows the seed, so nobody can make them collide.
+  uint32_t hash(const Digest& key) const;
+
+  std::vector<Node> nodes;
+
+ private:
+  struct Slot {
+    uint32_t hash, node;
+  };
+  uint32_t find(const Digest& key, uint32_t hash) const;
+  // The slot that has the node.
+  uint32_t slot_of(uint32_t node) const;
+  uint32_t home(uint32_t hash) const { return static_cast<uint32_t>(uint64_t{hash} >> shift_); }
+
+  std::vector<Slot> slots_;
+  uint32_t mask_;
+  int shift_;
+  uint64_t seed_[4];
+};
+
+}  // namespace kvswap::blocks

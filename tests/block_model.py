@@ -1,0 +1,91 @@
+"""A block manager as a few dictionaries: what the real one may do, and has to answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Model:
+    """Keys are small integers. With `lru` it knows who is evicted, else only who may be."""
+
+    num_pages: int
+    lru: bool
+    page_of: dict[int, int] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)  # keys
+    holders: Counter[int] = field(default_factory=Counter)  # of a page
+    content: dict[int, int] = field(default_factory=dict)  # page to the key that was written there
+    idle: list[int] = field(default_factory=list)  # keys, those that go first first
+
+    @property
+    def free(self) -> int:
+        return self.num_pages - len({*self.page_of.values(), *self.held()})
+
+    def held(self) -> set[int]:
+        return {page for page, count in self.holders.items() if count > 0}
+
+    def lookup(self, keys: Sequence[int]) -> tuple[int, int, int]:
+        found = leading(key in self.page_of for key in keys)
+        ready = leading(key in self.ready for key in keys)
+        return found, ready, sum(key not in self.ready for key in keys[:found])
+
+    def hold(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.holders[page] += 1
+        self.idle = [key for key in self.idle if self.holders[self.page_of[key]] == 0]
+
+    def release(self, pages: Sequence[int]) -> None:
+        key_of = {page: key for key, page in self.page_of.items()}
+        for page in reversed(pages):
+            self.holders[page] -= 1
+            assert self.holders[page] >= 0
+            if self.holders[page] == 0 and page in key_of:
+                self.idle.append(key_of[page])
+
+    def touch(self, keys: Sequence[int]) -> None:
+        for key in reversed(keys):
+            if key in self.idle:
+                self.idle.remove(key)
+                self.idle.append(key)
+
+    def fits(self, keys: Sequence[int]) -> bool:
+        new = [key for key in keys if key not in self.page_of]
+        return len(new) <= self.free + len(set(self.idle) - set(keys))
+
+    def place(self, keys: Sequence[int], pages: Sequence[int], others: Sequence[int]) -> set[int]:
+        """New keys take these pages, while `others` stay; returns the keys that had to go."""
+        assert len(set(pages)) == len(pages) == len(keys)
+        assert not self.held() & set(pages), "somebody reads or writes them"
+        candidates = [key for key in self.idle if key not in others]
+        evicted = {key for key, page in self.page_of.items() if page in pages}
+        assert evicted <= set(candidates)
+        assert len(evicted) == max(len(keys) - self.free, 0)
+        if self.lru:
+            assert evicted == set(candidates[: len(evicted)])
+        for key in evicted:
+            self.forget(key)
+        for key, page in zip(keys, pages, strict=True):
+            self.page_of[key] = page
+        return evicted
+
+    def fill(self, key: int, page: int) -> None:
+        self.content[page] = key  # the copy wrote there, whatever became of the key
+        if self.page_of.get(key) == page:
+            self.ready.add(key)
+
+    def forget(self, key: int) -> None:
+        del self.page_of[key]
+        self.ready.discard(key)
+        if key in self.idle:
+            self.idle.remove(key)
+
+
+def leading(truths: Iterable[bool]) -> int:
+    count = 0
+    for truth in truths:
+        if not truth:
+            break
+        count += 1
+    return count

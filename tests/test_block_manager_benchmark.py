@@ -1,0 +1,100 @@
+"""The benchmark of block managers: that it measures, and what it says of what it measured."""
+
+from __future__ import annotations
+
+import json
+
+import block_manager
+import pytest
+from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
+from block_managers import OfDigests, OfKeys, OneByOne
+from expecttest import assert_expected_inline
+from timing import Spread
+
+OPERATIONS = {
+    "prepare_store",
+    "complete_store",
+    "lookup",
+    MISS,
+    "touch",
+    "prepare_load",
+    "complete_load",
+    "prepare_store, evicting",
+}
+
+
+def cell(policy, manager, operation, us):
+    return Cell(policy, manager, operation, 1000, Spread(us, us, us, us, us, us))
+
+
+CELLS = [
+    cell("lru", "digests", "lookup", 30.0),
+    cell("lru", "digests", MISS, 4.0),
+    cell("lru", "by key", "lookup", 2500.0),
+    cell("lru", VLLM, "lookup", 600.0),
+    cell("lru", VLLM, MISS, 1.0),
+    cell("lru", VLLM_BY_KEY, "lookup", 600.0),
+    cell("arc", "digests", "touch", 100.0),
+    cell("arc", VLLM, "touch", 600.0),
+]
+MEMORY = [Memory("lru", "digests", 1000, 70.0), Memory("lru", VLLM, 1000, 300.0)]
+
+
+def test_all_calls_are_timed_for_every_way_of_calling(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    arguments = ["--pages", "400", "--blocks", "20", "--samples", "3", "--policies", "lru"]
+    assert block_manager.main([*arguments, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert {(its["manager"], its["operation"]) for its in figures["cells"]} == {
+        (manager, operation)
+        for manager in ("digests", "keys", "by key")
+        for operation in OPERATIONS
+    }
+    assert all(its["prompt"]["mean"] > 0 for its in figures["cells"])
+    assert [its["manager"] for its in figures["memory"]] == ["digests"]
+    text = capsys.readouterr().out
+    assert text.count("not measured") == 6  # what is beside vLLM's
+
+
+def test_more_samples_than_there_are_prompts_are_refused(capsys):
+    assert block_manager.main(["--pages", "100", "--blocks", "10", "--samples", "6"]) == 2
+    assert capsys.readouterr().err == "--samples: with these pages and blocks 1 to 5\n"
+
+
+@pytest.mark.parametrize("kind", [OfDigests, OfKeys, "one by one"])
+def test_every_way_of_calling_finds_what_was_stored(kind):
+    manager = OneByOne(OfKeys(50, "lru")) if kind == "one by one" else kind(50, "lru")
+    prompt, other = (manager.form(bytes([i]) * 32 + bytes([i + 1]) * 32) for i in (1, 5))
+    block_manager.fill(manager, [bytes([1]) * 32 + bytes([2]) * 32])
+    assert (manager.lookup(prompt), manager.lookup(other)) == (2, 0)
+    manager.touch(prompt)
+    manager.complete_load(manager.to_complete(prompt, manager.prepare_load(prompt)))
+
+
+def test_the_tables_have_a_column_for_each_manager():
+    cells = [its for its in CELLS if its.policy == "lru" and its.manager in ("digests", VLLM)]
+    assert_expected_inline(
+        tables(cells, MEMORY),
+        """\
+lru, ns a block  digests    vLLM  M blocks/s, digests
+lookup             30.00  600.00                33.33
+lookup, a miss      4.00    1.00               250.00
+
+policy  manager  bytes a page
+lru     digests         70.00
+lru     vLLM           300.00""",
+    )
+
+
+def test_the_least_gain_over_vllm_is_judged_and_a_miss_by_itself():
+    assert_expected_inline(
+        "\n".join(map(str, judge(CELLS, MEMORY))),
+        """\
+met          digests, times as fast as vLLM, least in touch (arc): 6, at least 5
+MISSED       digests, times as fast as vLLM, least in lookup, a miss (lru): 0.25, at least 5
+not measured keys, times as fast as vLLM, least in all calls but misses (each policy): -, at least 5
+not measured keys, times as fast as vLLM, least in lookup, a miss (each policy): -, at least 5
+MISSED       by key, times as fast as vLLM by key, least in lookup (lru): 0.24, at least 5
+not measured by key, times as fast as vLLM by key, least in lookup, a miss (each policy): -, at least 5
+met          bytes for each of 1,000 pages: 70, at most 200""",
+    )

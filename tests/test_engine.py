@@ -1,0 +1,187 @@
+"""Blocks go to the host and come back by what is in them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from stub import Driver, cache, stubbed
+
+from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
+
+BLOCKS, PAGES = 16, 6
+
+
+def make(per_page=1, pages=PAGES, **options):
+    """Block i of the cache is full of i."""
+    numbers = torch.arange(BLOCKS, dtype=torch.float32)[:, None].expand(BLOCKS, 5)
+    layout = PagedLayout([numbers.clone(), -numbers])
+    handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
+    return OffloadEngine(handler, **options), layout.tensors[0]
+
+
+def test_a_prefix_that_was_stored_is_loaded_into_other_blocks():
+    engine, tensor = make()
+    with engine.handler:
+        assert engine.store(["a", "b", "c"], [1, 2, 3]) is not None
+        assert engine.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
+        assert engine.load(["a", "b"], [8, 9]) is None
+        assert [result.ok for result in engine.finished()] == [True]
+        found = engine.lookup(["a", "b", "x"])
+        assert found == (2, 2, 0)
+        engine.load(["a", "b", "x"], [8, 9, 10], found.ready).wait_on()
+        assert tensor[8:11, 0].tolist() == [1, 2, 10]
+        assert [result.direction for result in engine.finished()] == ["load"]
+        assert engine.manager.stats().idle_pages == 3
+
+
+def test_only_what_is_new_is_copied():
+    engine, _ = make()
+    with engine.handler:
+        first = engine.store(["a", "b"], [1, 2])
+        engine.finished()
+        second = engine.store(["a", "b", "c"], [5, 6, 3])
+        assert second.nbytes == first.nbytes // 2
+        engine.finished()
+        assert engine.store(["a", "c"], [1, 3]) is None
+        assert engine.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
+
+
+@pytest.mark.parametrize("ids", [list, torch.tensor])
+def test_a_key_stands_for_all_blocks_of_a_page(ids):
+    engine, tensor = make(per_page=3)
+    with engine.handler:
+        engine.store(["a", "b"], ids([0, 1, 2, 3, 4, 5]))
+        engine.finished()
+        engine.store(["a", "b", "part"], ids([0, 1, 2, 3, 4, 5, 6, 7]))
+        engine.finished()
+        tensor[8:] = 0
+        engine.load(["b", "part"], ids([8, 9, 10, 11, 12]))
+        assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
+
+
+def test_a_preempted_request_is_held_until_it_is_released():
+    engine, tensor = make(pages=2)
+    with engine.handler:
+        preempted = engine.preempt(["a", "b"], [1, 2])
+        engine.handler.wait(preempted.job)
+        engine.finished()
+        assert engine.store(["x"], [3]) is None
+        assert engine.preempt(["x"], [3]) is None
+        tensor.zero_()
+        engine.load(["a", "b"], [4, 5])
+        assert engine.release(preempted)
+        engine.finished()
+        assert tensor[4:6, 0].tolist() == [1, 2]
+        assert engine.store(["x"], [3]) is not None
+
+
+def test_groups_of_a_hybrid_model_load_what_each_needs():
+    attention = PagedLayout([torch.arange(16.0)[:, None].repeat(1, 4)])
+    state = PagedLayout([100 + torch.arange(4.0)[:, None].repeat(1, 8)])
+    pools = [HostPool(attention, 8), HostPool(state, 2)]
+    with OffloadHandler([attention, state], pools) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)])
+        keys = [["a", "b", "c", "d"], ["s", "t"]]
+        engine.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
+        engine.finished()
+        found = engine.lookup(keys)
+        assert found.ready == 2
+        engine.load(keys, [[12, 13, 14, 15], [2, 3]], found.ready)
+        assert attention.tensors[0][12:, 0].tolist() == [0, 1, 2, 3]
+        assert state.tensors[0][2:, 0].tolist() == [102, 101]
+
+
+def test_a_refused_call_leaves_nothing_behind():
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.finished()
+        with pytest.raises(IndexError):
+            engine.store(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            engine.preempt(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            engine.load(["a"], [99])
+        stats = engine.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
+        assert engine.lookup(["a"]).ready == 1
+        assert engine.lookup(["b"]).found == 0
+
+
+@stubbed
+def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        driver.fail("cuMemcpyBatchAsync")
+        engine.store(["a", "b"], [1, 3])
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["failed"]
+        assert engine.lookup(["a"]).found == 0
+        engine.store(["a", "b"], [1, 3])
+        handler.drain()
+        engine.finished()
+        assert engine.lookup(["a", "b"]).ready == 2
+        driver.fail("cuMemcpyBatchAsync")
+        engine.load(["a"], [5])
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["failed"]
+        assert engine.lookup(["a", "b"]).found == 0
+        assert engine.manager.stats().free_pages == host.num_pages - 1
+
+
+def test_threads_that_submit_and_one_that_collects_lose_no_job():
+    engine, _ = make(pages=8)
+    over, deadline = threading.Event(), time.monotonic() + 30
+
+    def collect():
+        while not over.is_set():
+            engine.finished()
+
+    def submit(number):
+        for i in range(50):
+            while engine.store([(number, i)], [number]) is None:
+                assert time.monotonic() < deadline
+
+    with engine.handler:
+        collector = threading.Thread(target=collect)
+        threads = [threading.Thread(target=submit, args=(number,)) for number in range(3)]
+        for thread in (collector, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        over.set()
+        collector.join()
+        engine.finished()
+        stats = engine.manager.stats()
+        assert stats.free_pages + stats.idle_pages == 8
+        assert stats.stored == 150
+
+
+def test_errors_say_what_was_wrong():
+    engine, _ = make(per_page=2)
+    layout = PagedLayout([torch.zeros(4, 4)])
+    handler = OffloadHandler([layout], [HostPool(layout, 4)])
+    with engine.handler, handler:
+        several = OffloadEngine(handler, [BlockGroup(4)])
+        errors = [
+            refusal(OffloadEngine, handler),
+            refusal(OffloadEngine, engine.handler, [BlockGroup(PAGES)]),
+            refusal(OffloadEngine, handler, [BlockGroup(3)]),
+            refusal(engine.store, ["a"], [1, 2, 3]),
+            refusal(several.store, [["a"]], [[1], [2]]),
+        ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: a handler with a list of layouts, and no other, takes groups
+ValueError: a handler with a list of layouts, and no other, takes groups
+ValueError: the groups have [3] pages, their pools [4]
+ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
+ValueError: gpu_block_ids must have a list for each of 1 groups""",
+    )

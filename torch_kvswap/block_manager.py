@@ -1,0 +1,183 @@
+"""Which prefix block is on which host page: what is found again, stored, and evicted."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_kvswap.block_groups import BlockGroup, needed_blocks, read_groups, unit_tokens
+from torch_kvswap.block_results import EVENT_KINDS, BlockEvent, BlockStats, Load, Lookup, Store
+from torch_kvswap.native_blocks import POLICIES, Event, Keys, NativeBlocks
+from torch_kvswap.native_blocks import read_digests as _read
+from torch_kvswap.prefix_hash import DIGEST_BYTES
+
+__all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+class BlockManager:
+    """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
+    pages first and says afterwards how the copy ended.
+
+    groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers; then
+    keys, places and pages are lists with an entry for each. keys: the digests of
+    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`). They
+    stand for contents: whoever gives a key vouches that its block has it, and that a block behind
+    another one is not used without it.
+
+    policy: who is evicted, "lru" or "arc". store_threshold: a block is stored when so many lookups
+    asked for it. events: whether events() has any. clock: seconds that never go back.
+
+    Until a Load or Store has ended, its pages are given to nobody else: every one must be ended
+    with complete() or fail(), after the copy, also after a reset. Any thread may call any method.
+    In a forked child every call raises RuntimeError. Nothing has to be closed.
+    """
+
+    def __init__(
+        self,
+        groups: int | Sequence[BlockGroup],
+        *,
+        policy: str = "lru",
+        store_threshold: int = 1,
+        events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.groups = read_groups(groups)
+        self.unit_tokens = unit_tokens(self.groups)
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
+        if not 1 <= store_threshold < 2**32:
+            raise ValueError(f"store_threshold is {store_threshold}; it is 1 at least")
+        self._is_list = not isinstance(groups, int)
+        self._clock = clock
+        self._native = NativeBlocks(self.groups, policy, store_threshold, events)
+
+    def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
+        """The longest prefix that is cached: of a sliding window or a state only what is needed
+        behind it. Changes no order of eviction: touch() does, and prepare_load().
+
+        keys: PrefixHasher.lookup_keys(), so that one token at least is left to compute. again: the
+        same question as before, which counts neither for store_threshold nor in stats().
+        """
+        return Lookup._make(self._native.lookup(*self._digests(keys), again))
+
+    def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
+        """Holds the pages of the blocks until the load has ended; None when one of them is not
+        ready, and then nothing is held. prefix: only the blocks that are needed behind a prefix of
+        this length, such as `Lookup.ready`."""
+        digests, counts = self._digests(keys)
+        needed = [range(count) for count in counts]
+        if prefix is not None:
+            needed = needed_blocks(self.groups, prefix)
+            digests, counts = _cut(digests, counts, needed)
+        job, pages = self._native.prepare_load(digests, counts)
+        if job == 0:
+            return None
+        return Load(job, needed if self._is_list else needed[0], self._split(pages, counts))
+
+    def prepare_store(self, keys: Keys | Sequence[Keys]) -> Store | None:
+        """Gives pages to the keys that have none, and evicts others for them; None, with nothing
+        changed, when too few can be evicted. Until the store has ended lookups say that its blocks
+        are pending, and blocks of these keys that are cached stay so. Raises ValueError for a key
+        that is named twice."""
+        return self._store(keys, keep=False)
+
+    def preempt(self, keys: Keys | Sequence[Keys]) -> Store | None:
+        """prepare_store() of all blocks of a request, whatever store_threshold says, that stay
+        until release(store), also when the store has ended. To take them back: prepare_load(), then
+        release()."""
+        return self._store(keys, keep=True)
+
+    def complete(self, job: Load | Store) -> None:
+        """The copy has ended well, or was a load that was cancelled. Stored blocks can be loaded
+        now, loaded ones evicted. Raises ValueError for a job that has ended before."""
+        if job.id:
+            self._native.end(job.id, True)
+
+    def fail(self, job: Load | Store) -> None:
+        """The copy has failed, or was a store that was cancelled: its blocks are forgotten, those
+        of a load too, whose bytes nobody can vouch for. Raises ValueError like complete()."""
+        if job.id:
+            self._native.end(job.id, False)
+
+    def touch(self, keys: Keys | Sequence[Keys]) -> None:
+        """The blocks were used, such as in the GPU cache: those that are ready are evicted last."""
+        self._native.touch(*self._digests(keys))
+
+    def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
+        """Keeps the blocks, ready or pending, from being evicted for so long, or until release(); a
+        load needs its own prepare_load(). None when one of them is not cached."""
+        if not seconds > 0:
+            raise ValueError(f"a lease of {seconds} seconds; it has to be more than 0")
+        digests, counts = self._digests(keys)
+        return self._native.lease(digests, counts, self._clock(), seconds) or None
+
+    def release(self, lease: int | Store) -> bool:
+        """Ends a lease. False when it has ended before, by itself or in a reset."""
+        return self._native.release(lease.lease if isinstance(lease, Store) else lease)
+
+    def reset(self) -> None:
+        """Forgets all blocks and leases, at once. Pages of jobs that are not ended become free when
+        they are."""
+        self._native.reset()
+
+    def events(self) -> list[BlockEvent]:
+        """What has happened since the last call, in order, each event in one call only."""
+        taken: list[BlockEvent] = []
+
+        def read(event: Event) -> None:
+            taken.append(BlockEvent(EVENT_KINDS[event.kind], event.group, bytes(event.key)))
+
+        self._native.take_events(read)
+        return taken
+
+    def stats(self) -> Any:
+        """BlockStats, with several groups a list of them."""
+        stats = []
+        for group in range(len(self.groups)):
+            native = self._native.stats(group, self._clock())
+            stats.append(BlockStats(*(getattr(native, name) for name, *_ in native._fields_)))
+        return stats if self._is_list else stats[0]
+
+    def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
+        stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
+        if stored is None:
+            return None
+        job, lease, places, pages, counts = stored
+        return Store(job, self._split(places, counts), self._split(pages, counts), lease)
+
+    def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
+        if not self._is_list:
+            digests = _read("keys", keys)
+            return digests, array("q", (len(digests) // DIGEST_BYTES,))
+        if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
+            raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
+        several = [_read(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
+        return b"".join(several), array("q", [len(one) // DIGEST_BYTES for one in several])
+
+    def _split(self, numbers: array[int], counts: array[int]) -> Any:
+        """Of each group, of what are the numbers of all groups one after another."""
+        every: Numbers = np.frombuffer(numbers, np.int64)
+        if not self._is_list:
+            return every[: counts[0]]
+        return np.split(every[: sum(counts)], np.cumsum(counts)[:-1])
+
+
+def _cut(digests: bytes, counts: array[int], needed: Sequence[range]) -> tuple[bytes, array[int]]:
+    """Those of the digests that are needed, and how many they are in each group."""
+    parts, start = [], 0
+    for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
+        if not 0 <= blocks.stop <= count:
+            raise ValueError(
+                f"the prefix takes {blocks.stop} blocks of group {group}, which has {count} keys"
+            )
+        first, end = start + blocks.start, start + blocks.stop
+        parts.append(digests[first * DIGEST_BYTES : end * DIGEST_BYTES])
+        start += count
+    return b"".join(parts), array("q", map(len, needed))
