@@ -82,7 +82,7 @@ def test_the_stub_refuses_a_copy_across_two_registrations(driver: Driver) -> Non
     ],
 )
 def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, path: str) -> None:
-    layout = gpu_cache(driver)
+    layout = gpu_cache(driver, layers=1)  # neighbours on both sides
     with HostPool(layout, 8, blocks_per_page=2, chunk_bytes=4 * BLOCK) as pool:
         assert registered(driver) == [4 * BLOCK] * 4
         handler = OffloadHandler(layout, pool, path=path)
