@@ -1,6 +1,7 @@
 """Times the calls of a block manager with very many pages, on the CPU, beside those of vLLM's.
 
-A manager is filled with random prompts; then for some of them, in random order, each call is timed.
+Each manager is filled with random prompts; then for some of them, in random order, each call is
+timed, the managers taking turns.
 Ours gets a prompt as one object with all digests ("digests"), as a list of keys ("keys"), or is
 called for every single key ("by key"). vLLM's gets what its scheduler gives it: lookups key by key,
 other calls with a list of keys; "vLLM by key" gets one key in all calls. Memory is what a process
@@ -19,26 +20,26 @@ import random
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
+import numpy as np
 import torch
 from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
 from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne
 from report import write_json
-from timing import Nanoseconds, Spread, new_samples, no_garbage_collection, resident_bytes
+from timing import Spread, no_garbage_collection, resident_bytes
 
-from torch_kvswap.cli.progress import Progress
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 Maker = Callable[[int, str], Contestant]
+Times = dict[tuple[str, str], list[int]]  # of each manager and call
 
 
 def main(arguments: list[str]) -> int:
@@ -50,19 +51,19 @@ def main(arguments: list[str]) -> int:
     numbers = random.Random(0)
     length = DIGEST_BYTES * options.blocks
     prompts = [numbers.randbytes(length) for _ in range(count + samples)]  # the last do not fit
-    kinds = list(product(options.policies, makers(options.vllm).items()))
-    progress = Progress("managers", len(kinds), sys.stderr.isatty(), sys.stderr)
+    pages = count * options.blocks
     cells: list[Cell] = []
     memory: list[Memory] = []
-    for policy, (name, make) in kinds:
-        pages = count * options.blocks
-        timed = measure(make(pages, policy), prompts, samples)
-        for operation, spread in timed:
+    for policy in options.policies:
+        every = makers(options.vllm)
+        managers = {name: make(pages, policy) for name, make in every.items()}
+        for (name, operation), times in measure(managers, prompts, samples).items():
+            spread = Spread.of(np.array(times))
             cells.append(Cell(policy, name, operation, options.blocks, spread))
-        if name in ("digests", VLLM):
+        del managers
+        for name in ("digests", VLLM)[: 1 + (VLLM in every)]:
             size = in_a_new_process(bytes_per_page, name, policy, count, options)
             memory.append(Memory(policy, name, pages, size))
-        progress.advance(1)
     verdicts = judge(cells, memory)
     print(tables(cells, memory), "", *verdicts, sep="\n")
     if options.json:
@@ -101,10 +102,22 @@ def makers(vllm: Path | None) -> dict[str, Maker]:
     return every
 
 
-def measure(
+def measure(managers: Mapping[str, Contestant], prompts: Sequence[bytes], samples: int) -> Times:
+    """Nanoseconds of each call. The managers take turns, a kind of call at a time, so that what
+    else the machine does hurts all of them."""
+    times: Times = {}
+    with no_garbage_collection():
+        turns = (calls(manager, prompts, samples) for manager in managers.values())
+        for turn in zip(*turns, strict=True):
+            for name, (operation, nanoseconds) in zip(managers, turn, strict=True):
+                times[name, operation] = nanoseconds
+    return times
+
+
+def calls(
     manager: Contestant, prompts: Sequence[bytes], samples: int
-) -> Iterator[tuple[str, Spread]]:
-    """For each call how long it takes, with as many pages filled as there are, but for a few."""
+) -> Iterator[tuple[str, list[int]]]:
+    """What is called, and how long each call takes, with all pages filled but for a few."""
     count = len(prompts) - samples
     fill(manager, prompts[: count - samples])
     known = random.Random(1).sample(range(count - samples), samples)
@@ -112,22 +125,21 @@ def measure(
         list(map(manager.form, part))
         for part in ([prompts[i] for i in known], prompts[count - samples : count], prompts[count:])
     )
-    with no_garbage_collection():
-        jobs, spread = timed(manager.prepare_store, new)
-        yield "prepare_store", spread
-        yield "complete_store", ended(manager, manager.complete_store, new, jobs)
-        hits, spread = timed(manager.lookup, present)
-        yield "lookup", spread
-        misses, spread = timed(manager.lookup, more)
-        yield MISS, spread
-        if set(hits) != {len(prompts[0]) // DIGEST_BYTES} or set(misses) != {0}:
-            raise RuntimeError("the manager finds other blocks than were stored")
-        yield "touch", timed(manager.touch, present)[1]
-        jobs, spread = timed(manager.prepare_load, present)
-        yield "prepare_load", spread
-        yield "complete_load", ended(manager, manager.complete_load, present, jobs)
-        jobs, spread = timed(manager.prepare_store, more)
-        yield "prepare_store, evicting", spread
+    stored: list[Any] = []
+    loaded: list[Any] = []
+    hits: set[int] = set()
+    yield "prepare_store", [timed(manager.prepare_store, its, stored.append) for its in new]
+    told = list(map(manager.to_complete, new, stored))
+    yield "complete_store", [timed(manager.complete_store, its) for its in told]
+    yield "lookup", [timed(manager.lookup, its, hits.add) for its in present]
+    yield MISS, [timed(manager.lookup, its, hits.add) for its in more]
+    if hits != {len(prompts[0]) // DIGEST_BYTES, 0}:
+        raise RuntimeError("the manager finds other blocks than were stored")
+    yield "touch", [timed(manager.touch, its) for its in present]
+    yield "prepare_load", [timed(manager.prepare_load, its, loaded.append) for its in present]
+    told = list(map(manager.to_complete, present, loaded))
+    yield "complete_load", [timed(manager.complete_load, its) for its in told]
+    yield "prepare_store, evicting", [timed(manager.prepare_store, its) for its in more]
 
 
 def fill(manager: Contestant, prompts: Sequence[bytes]) -> None:
@@ -135,25 +147,15 @@ def fill(manager: Contestant, prompts: Sequence[bytes]) -> None:
         manager.complete_store(manager.to_complete(prompt, manager.prepare_store(prompt)))
 
 
-def timed(call: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[list[Any], Spread]:
-    """What the calls return, and how long they take."""
-    times: Nanoseconds = new_samples(len(arguments))
-    results, clock = [], time.perf_counter_ns
-    for number, argument in enumerate(arguments):
-        start = clock()
-        result = call(argument)
-        times[number] = clock() - start
-        results.append(result)
-    return results, Spread.of(times)
-
-
-def ended(
-    manager: Contestant,
-    complete: Callable[[Any], None],
-    prompts: Sequence[Any],
-    jobs: Sequence[Any],
-) -> Spread:
-    return timed(complete, list(map(manager.to_complete, prompts, jobs)))[1]
+def timed(
+    call: Callable[[Any], Any], argument: Any, keep: Callable[[Any], None] = lambda result: None
+) -> int:
+    """Nanoseconds of the call, whose result is kept."""
+    start = time.perf_counter_ns()
+    result = call(argument)
+    nanoseconds = time.perf_counter_ns() - start
+    keep(result)
+    return nanoseconds
 
 
 def in_a_new_process(call: Callable[..., float], *arguments: object) -> float:

@@ -17,7 +17,7 @@ BESIDE = {"digests": VLLM, "keys": VLLM, "by key": VLLM_BY_KEY}  # who is compar
 
 @dataclass(frozen=True)
 class Cell:
-    """Calls for prompts of so many blocks, microseconds for a prompt."""
+    """Calls for prompts of so many blocks, microseconds for a prompt; their median is judged."""
 
     policy: str
     manager: str
@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def ns_per_block(self) -> float:
-        return self.prompt.mean * 1e3 / self.blocks
+        return self.prompt.median * 1e3 / self.blocks
 
 
 @dataclass(frozen=True)

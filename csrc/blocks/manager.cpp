@@ -56,6 +56,8 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   expire(now);
   find(keys, true);
   if (!has_room(keys, keep)) return std::nullopt;
+  // All memory is taken before anything is held or evicted.
+  placed_.resize(found_.size());
   std::vector<Pin> pins;
   pins.reserve(found_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
@@ -69,7 +71,6 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
     for (int64_t i = 0; i < keys.counts[g]; ++i) {
       if (found[i] != kNone) group.pages->hold(found[i]);
     }
-    placed_.resize(group.wanted.size());
     group.pages->place(keys.digests + at * kDigestBytes, group.wanted, placed_.data());
     for (size_t i = 0; i < group.wanted.size(); ++i, ++written) {
       places[written] = group.wanted[i];

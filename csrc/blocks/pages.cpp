@@ -9,7 +9,8 @@ Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
       num_pages_(num_pages),
       events_(events),
       table_(num_nodes(kind, num_pages)),
-      policy_(make_policy(kind, table_, num_pages)) {
+      policy_(make_policy(kind, table_, num_pages)),
+      admissions_(num_pages) {
   for (size_t page = 0; page < num_pages; ++page) free(static_cast<uint32_t>(page));
 }
 
@@ -42,7 +43,6 @@ void Pages::use(uint32_t page) {
 
 void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages) {
   const size_t count = places.size();
-  admissions_.resize(count);
   for (size_t i = 0; i < count; ++i) {
     admissions_[i] = policy_->admit(digest_at(digests, places[i]));
     if (free_.size() > 0) {

@@ -40,7 +40,7 @@ class Pages {
 
   // Gives a page to each of the keys at these places, all of them new and different, and holds it.
   // There must be as many free and idle ones. The pages ascend, so that neighbours are copied
-  // together.
+  // together. Takes no memory, so it cannot fail halfway.
   void place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages);
   // What fills the page is done. False when its key was forgotten meanwhile.
   bool fill(uint32_t page);
@@ -60,7 +60,7 @@ class Pages {
   Table table_;
   List free_;
   std::unique_ptr<Policy> policy_;
-  std::vector<Admission> admissions_;  // of the keys that are being placed
+  std::vector<Admission> admissions_;  // of the keys that are being placed: never grows
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0;
 };
