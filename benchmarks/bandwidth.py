@@ -25,7 +25,7 @@ from big_copy import BigCopy
 from blocks import NumberedBlocks
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
-from transfers import DIRECTIONS, SHAPES, Kind, Shape, link_us, move
+from transfers import DIRECTIONS, Kind, Shape, add_shapes, link_us, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
+    shapes = shapes_of(options, on_cuda)
     blocks = options.blocks or (list(SUBMIT_US) if on_cuda else [1, 8])
     how = {"path": options.path, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(device, shapes, sorted(set(blocks)), options.samples, options.poll, how)
@@ -64,7 +64,7 @@ def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--samples", type=int, default=20, help="pairs in a cell, after the warm-up")
-    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    add_shapes(parser)
     add("--blocks", type=int, nargs="+", choices=list(SUBMIT_US), help="in a transfer")
     add("--poll", action="store_true", help="look in a loop, before wait(), which sleeps at times")
     add("--path", choices=CHOICES, help="of the handler; default: auto, or what KVSWAP_PATH says")

@@ -23,7 +23,7 @@ from blocks import NumberedBlocks
 from duplex_report import Cell, judge, table_of
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
-from transfers import DIRECTIONS, SHAPES, Shape, link_us, move
+from transfers import DIRECTIONS, Shape, add_shapes, link_us, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
+    shapes = shapes_of(options, on_cuda)
     counts = options.blocks or ([64, 512] if on_cuda else [8])
     cells = measure_all(device, shapes, counts, options.samples)
     verdicts = judge(cells) if on_cuda else []
@@ -52,7 +52,7 @@ def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--samples", type=int, default=20, help="pairs in a cell, after the warm-up")
-    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    add_shapes(parser)
     add("--blocks", type=int, nargs="+", help="in each of the two transfers")
     return parser
 

@@ -30,7 +30,7 @@ from interference_report import BIG, Cell, Sample, judge, tables
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
 from traffic import BigWay, HandlerWay, Way, beside
-from transfers import DIRECTIONS, Shape
+from transfers import DIRECTIONS, Shape, add_shapes, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else ["160x4"]))
+    shapes = shapes_of(options, on_cuda, SHAPES, on_cpu=1)
     options.seconds = options.seconds or (0.06 if on_cuda else 0.02)
     options.mib = options.mib or (128 if on_cuda else 4)
     cells, wrong = measure_all(device, shapes, options)
@@ -65,7 +65,7 @@ def _parser() -> ArgumentParser:
     add("--repeats", type=int, default=5, help="after one that warms up")
     add("--seconds", type=float, help="of compute in a sample")
     add("--mib", type=int, help="in a transfer")
-    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    add_shapes(parser)
     return parser
 
 

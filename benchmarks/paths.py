@@ -25,7 +25,7 @@ from blocks import NumberedBlocks
 from paths_report import Cell, judge, tables
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
-from transfers import DIRECTIONS, SHAPES, Kind, Shape, move
+from transfers import DIRECTIONS, Kind, Shape, add_shapes, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    shapes = options.shapes or list(map(Shape.parse, SHAPES if on_cuda else SHAPES[-2:]))
+    shapes = shapes_of(options, on_cuda)
     blocks = options.blocks or (list(SUBMIT_US) if on_cuda else [1, 8])
     cells = measure_all(device, shapes, sorted(set(blocks)), options.samples)
     verdicts = judge(cells) if on_cuda else []
@@ -58,7 +58,7 @@ def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--samples", type=int, default=10, help="of each path in a cell, after the warm-up")
-    add("--shapes", type=Shape.parse, nargs="+", help="of a block, layers x KiB: 64x32")
+    add_shapes(parser)
     add("--blocks", type=int, nargs="+", help="in a transfer")
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,18 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.layers} x {self.fragment_kib} KiB"
+
+
+def add_shapes(parser: ArgumentParser) -> None:
+    text = "of a block, layers x KiB: 64x32"
+    parser.add_argument("--shapes", type=Shape.parse, nargs="+", help=text)
+
+
+def shapes_of(
+    options: Namespace, on_cuda: bool, usual: Sequence[str] = SHAPES, on_cpu: int = 2
+) -> list[Shape]:
+    """Those that were asked for, else the usual ones; without a GPU the last few of them."""
+    return options.shapes or list(map(Shape.parse, usual if on_cuda else usual[-on_cpu:]))
 
 
 @dataclass(frozen=True)
