@@ -6,22 +6,12 @@ import re
 
 import pytest
 import torch
-from stub import DEVICE, Driver, stubbed
-from torch import Tensor
+from sim import needs_kernels
+from stub import Driver, on_device, stubbed
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
-needs_kernels = pytest.mark.skipif(
-    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
-)
 SHAPES = [(3, 4096), (7, 48), (2, 18432), (3, 7), (5, 10), (2, 36), (1, 1 << 20), (160, 2048)]
-
-
-def on_device(driver: Driver, whole: Tensor, tensors: list[Tensor]) -> PagedLayout:
-    driver.adopt(whole.view(-1), DEVICE)
-    layout = PagedLayout(tensors)
-    layout.device = torch.device("cuda", 0)
-    return layout
 
 
 def check(layout: PagedLayout, count: int, path: str, staging_bytes: int = 32 << 20) -> None:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
-from stub import DEVICE, Driver, stubbed
+from sim import needs_kernels
+from stub import DEVICE, Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
 from torch_kvswap.metrics import PATHS
 from torch_kvswap.paths import CHOICES, path_options
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-needs_kernels = pytest.mark.skipif(
-    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
-)
 
 
 def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +97,7 @@ def paths_taken(
 ) -> str:
     """Of stores, loads, expedited loads and loads in the background, by blocks."""
     whole = torch.zeros(layers, 20, fragment, dtype=torch.uint8)
-    driver.adopt(whole.view(-1), DEVICE)
-    layout = PagedLayout(list(whole))
-    layout.device = GPU
+    layout = on_device(driver, whole)
     lines = []
     with OffloadHandler(layout, HostPool(layout, 20)) as handler:
         for count in counts:
@@ -204,9 +200,7 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_second(
     driver: Driver, tmp_path: Path, path: str
 ) -> None:
     whole = torch.zeros(4, 20, 512, dtype=torch.uint8)
-    driver.adopt(whole.view(-1), DEVICE)
-    layout = PagedLayout(list(whole))
-    layout.device = GPU
+    layout = on_device(driver, whole)
     copies = driver.cuda.create_stream() + 1
     with (
         figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),

@@ -7,23 +7,13 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from sim import CURRENT, run_until
-from stub import DEVICE, Driver, stubbed
+from sim import CURRENT, needs_kernels, run_until
+from stub import Driver, on_device, stubbed
 from torch import Tensor
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError, _extension
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError
 
 MIB = 1 << 20
-has_kernels = pytest.mark.skipif(
-    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
-)
-
-
-def on_device(driver: Driver, whole: Tensor, tensors: list[Tensor] | None = None) -> PagedLayout:
-    driver.adopt(whole.view(-1), DEVICE)
-    layout = PagedLayout(list(whole) if tensors is None else tensors)
-    layout.device = torch.device("cuda", 0)
-    return layout
 
 
 def steps(driver: Driver) -> str:
@@ -64,7 +54,7 @@ def expect(
     [(3, 4096), (7, 48), (5, 18432), (3, 7), (3, 10), (2, 36), (1, 3 * MIB), (2, 700 * 1024 + 8)],
 )
 @pytest.mark.parametrize("staging", [MIB, 2 * MIB + 77, 32 * MIB])
-@has_kernels
+@needs_kernels
 @stubbed
 def test_every_byte_arrives_and_no_other_changes(
     driver: Driver, layers: int, fragment: int, staging: int
@@ -80,7 +70,7 @@ def test_every_byte_arrives_and_no_other_changes(
         assert handler.metrics().loads.path_jobs["staged"] == 1
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> None:
     whole = numbers(40, 12, 4096)
@@ -93,7 +83,7 @@ def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> N
 
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
-@has_kernels
+@needs_kernels
 @stubbed
 def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode: str) -> None:
     whole = numbers(4, 16, 32768)
@@ -115,7 +105,7 @@ def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode:
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(driver: Driver) -> None:
     whole = numbers(2, 12, MIB // 4)
@@ -179,7 +169,7 @@ record event 8 on kernels
         )
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None:
     whole = numbers(4, 16, 1024)
@@ -196,7 +186,7 @@ def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
     whole = numbers(8, 6, 4096)
@@ -214,7 +204,7 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None:
     whole = numbers(6, 6, 2048)
@@ -232,7 +222,7 @@ def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None
         assert not whole[:, 1:5].any()
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
     driver: Driver,
@@ -254,7 +244,7 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     whole = numbers(8, 6, 2048)
@@ -277,7 +267,7 @@ def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     "call", ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"]
 )
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 8])
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
     driver: Driver, kind: str, call: str, nth: int
@@ -307,7 +297,7 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind: str) -> None:
     whole = numbers(2, 12, MIB // 4)
@@ -325,7 +315,7 @@ def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
     whole = numbers(2, 24, MIB // 4)
@@ -341,7 +331,7 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
     assert sizes == {"store": [1, 2, 4, 4, 4, 4, 4, 1], "load": [4, 4, 4, 4, 4, 2, 1, 1]}
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
     whole = numbers(8, 16, 1024)
@@ -359,7 +349,7 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
         driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
@@ -374,7 +364,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     assert (driver.live("streams"), driver.live("events")) == (streams - 8, 0)
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
@@ -389,7 +379,7 @@ def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> N
     driver.set_mode("immediate")
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
@@ -407,7 +397,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
         assert job.result.path == "strided"
 
 
-@has_kernels
+@needs_kernels
 @stubbed
 def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))

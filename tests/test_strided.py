@@ -8,19 +8,11 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from stub import DEVICE, Driver, stubbed
-from torch import Tensor
+from stub import Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 BLOCKS = 7
-
-
-def on_device(driver: Driver, whole: Tensor, tensors: list[Tensor]) -> PagedLayout:
-    driver.adopt(whole.view(-1), DEVICE)
-    layout = PagedLayout(tensors)
-    layout.device = torch.device("cuda", 0)
-    return layout
 
 
 def moved(driver: Driver, layout: PagedLayout, path: str = "auto") -> str:

@@ -8,7 +8,6 @@ namespace kvswap {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr uint64_t kSmallestPiece = 512 << 10;
 constexpr size_t kMostPieces = 32;
 
 uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -57,6 +57,8 @@ class StagingBuffer {
   std::atomic<size_t> events_{0};
 };
 
+constexpr uint64_t kSmallestPiece = 512 << 10;
+
 // How many bytes the next piece has, of `left` that are not moved yet, `done` before it. The first
 // piece of a store is packed before the link starts, and the last one of a load is unpacked when
 // the link has stopped: those are small, and the others as large as the buffer allows.

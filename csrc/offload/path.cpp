@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../copy/staged.h"
 #include "job.h"
 
 namespace kvswap {
@@ -11,11 +12,10 @@ namespace {
 
 constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
 constexpr double kSecondsPerPage = 1e-6, kSecondsPerPiece = 6e-6, kSecondsPerLaunch = 4e-6;
-constexpr size_t kFragmentsPerEntry = 25, kBlocksPerLaunch = 496;
+constexpr size_t kFragmentsPerEntry = 25;
 // A kernel that waits for the link slows down the compute beside it all the while.
 constexpr double kMostKernelBytes = 4 << 20;
 constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
-constexpr double kSmallestPiece = 512 << 10;
 
 // Of a fragment of so many bytes: between the figures for the powers of two around it.
 double fragment_seconds(const double* table, double bytes) {
@@ -33,7 +33,7 @@ double fragment_seconds(const double* table, double bytes) {
 size_t queue_entries(Path path, const Group& group, size_t blocks) {
   if (path == Path::kStrided) return blocks * group.runs.size();
   if (path == Path::kStaged) return blocks + kMostPieces;
-  if (path == Path::kKernel) return 1 + blocks / kBlocksPerLaunch;
+  if (path == Path::kKernel) return 1 + blocks / kPackBlocks;
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }
 
@@ -45,11 +45,11 @@ double submit_seconds(Path path, const Group& group, size_t blocks) {
   if (path == Path::kStaged) {
     // Pieces grow by a factor of two.
     const double bytes = count * static_cast<double>(group.block_bytes);
-    const double pieces = std::min(count, 1 + std::log2(1 + bytes / kSmallestPiece));
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}));
     return count * kSecondsPerPage + pieces * kSecondsPerPiece;
   }
   if (path == Path::kKernel) {
-    return static_cast<double>(1 + blocks / kBlocksPerLaunch) * kSecondsPerLaunch;
+    return static_cast<double>(1 + blocks / kPackBlocks) * kSecondsPerLaunch;
   }
   return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
 }

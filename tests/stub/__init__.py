@@ -6,7 +6,7 @@ PyTorch without CUDA: a :func:`stubbed` test in one that many share, :func:`run`
 
 from stub.driver import DEVICE, HOST, Driver
 from stub.libraries import build
-from stub.paged import cache, place, pool
+from stub.paged import cache, on_device, place, pool
 from stub.program import error_of, run
 from stub.stubbed import stubbed, without_cuda
 
@@ -17,6 +17,7 @@ __all__ = [
     "build",
     "cache",
     "error_of",
+    "on_device",
     "place",
     "pool",
     "run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,18 @@ def place(driver: Driver, layout: PagedLayout, device: int = 0) -> PagedLayout:
         storage = tensor.untyped_storage()
         driver.adopt(torch.empty(0, dtype=torch.uint8).set_(storage), DEVICE, device)
     layout.device = torch.device("cuda", device)
+    return layout
+
+
+def on_device(
+    driver: Driver, whole: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None
+) -> PagedLayout:
+    """A layout of the rows of `whole`, or of parts of it, which is one allocation on GPU 0."""
+    from torch_kvswap.layout import PagedLayout
+
+    driver.adopt(whole.view(-1), DEVICE)
+    layout = PagedLayout(list(whole) if tensors is None else tensors)
+    layout.device = torch.device("cuda", 0)
     return layout
 
 
