@@ -27,7 +27,8 @@ class NumberedBlocks:
         whole = torch.zeros(layers, count, self._words, dtype=torch.int64, device=device)
         self._tensors = list(whole)
         self.layout = PagedLayout(self._tensors)
-        self.host = HostPool(self.layout, count)
+        # torch copies whole slices of it, which may not straddle two registrations
+        self.host = HostPool(self.layout, count, chunk_bytes=64 << 30)
         self._fills = 0
         self.refill()
 

@@ -175,7 +175,9 @@ def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(drive
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
-def test_a_small_job_needs_no_thread_and_a_large_one_goes_to_one(driver: Driver, kind: str) -> None:
+def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
+    driver: Driver, kind: str
+) -> None:
     with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
         threads = number_of_threads()
         for i in range(10):
@@ -183,14 +185,11 @@ def test_a_small_job_needs_no_thread_and_a_large_one_goes_to_one(driver: Driver,
         assert number_of_threads() == threads
         rig.finish()
         everything = list(range(BLOCKS))
-        job = rig.submit(kind, everything, everything[::-1])
+        rig.submit(kind, everything, everything[::-1])
         assert number_of_threads() == threads + 1
         rig.submit(kind, [5], [5])
-        assert job.nbytes == BLOCKS * 64
         assert states(rig.finish()) == ["done", "done"]
         assert rig.is_right()
-        assert job.result is not None
-        assert job.result.queue_seconds > 0
 
 
 # Jobs of several channels

@@ -11,6 +11,10 @@
 namespace kvswap {
 namespace {
 
+// Calls of a copy of large fragments: the first, and how they grow.
+constexpr size_t kFirstCall = 8, kCallGrowth = 4;
+constexpr uint64_t kLargeFragment = 256 << 10;
+
 [[noreturn]] void fail_at(const char* call, cuda::Result result, const Fragment& fragment) {
   std::string src = hex(fragment.src), dst = hex(fragment.dst);
   try {
@@ -68,12 +72,24 @@ struct BatchArguments {
   }
 };
 
-void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream, size_t limit,
-                     bool host_source_any_order) {
+// The driver starts none before it has been given all of a call, 0.4 us each: where the copies
+// take longer than that, the link starts early with a small call and has enough to do meanwhile.
+bool are_large(const std::vector<Fragment>& fragments) {
+  uint64_t bytes = 0;
+  for (const Fragment& fragment : fragments) bytes += fragment.bytes;
+  return bytes >= kLargeFragment * fragments.size();
+}
+
+void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
+                     const BatchOptions& options) {
   BatchArguments arguments;
-  for (size_t first = 0; first < fragments.size(); first += limit) {
-    const size_t count = std::min(limit, fragments.size() - first);
-    arguments.fill(&fragments[first], count, host_source_any_order);
+  const size_t limit = options.environment.batch_limit;
+  const bool small_first = !options.one_call && are_large(fragments);
+  size_t most = small_first ? std::min(kFirstCall, limit) : limit;
+  for (size_t first = 0, count; first < fragments.size(); first += count) {
+    count = std::min(most, fragments.size() - first);
+    most = std::min(limit, kCallGrowth * most);
+    arguments.fill(&fragments[first], count, options.host_source_any_order);
     size_t failed = 0;
     const cuda::Result result = cuda::driver().copy_batch_async(
         arguments.dsts.data(), arguments.srcs.data(), arguments.sizes.data(), count,
@@ -91,16 +107,14 @@ bool is_legacy(cuda::Stream stream) { return stream == nullptr || stream == cuda
 // The batch call refuses the legacy default stream: a stream of our own takes its place in the
 // order.
 void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Stream legacy,
-                               size_t limit, const BatchOptions& options) {
+                               const BatchOptions& options) {
   const cuda::Stream side = cuda::side_stream(options.device);
   cuda::order_after(legacy, side);
-  cuda::run_before(side, legacy,
-                   [&] { copy_in_batches(fragments, side, limit, options.host_source_any_order); });
+  cuda::run_before(side, legacy, [&] { copy_in_batches(fragments, side, options); });
 }
 
 void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
             const BatchOptions& options, bool capturing) {
-  const size_t limit = options.environment.batch_limit;
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
                           !options.environment.batch || cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
@@ -108,9 +122,9 @@ void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
   } else if (one_by_one) {
     copy_one_by_one(fragments, stream);
   } else if (is_legacy(stream)) {
-    copy_beside_legacy_stream(fragments, stream, limit, options);
+    copy_beside_legacy_stream(fragments, stream, options);
   } else {
-    copy_in_batches(fragments, stream, limit, options.host_source_any_order);
+    copy_in_batches(fragments, stream, options);
   }
 }
 

@@ -15,6 +15,7 @@ struct BatchOptions {
   int src_device = -1;                 // of the sources, where they lie on another GPU
   bool has_pageable = false;           // some address is pageable host memory
   bool wait = false;                   // return when the bytes have been read and written
+  bool one_call = false;               // not small ones first, where the copies before take long
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 

@@ -42,6 +42,8 @@ struct PackedCopy {
   const int64_t* slots;
   size_t count;
   bool to_host;
+  // Bytes that are copied just before and after by who has divided a longer copy.
+  uint64_t before = 0, after = 0;
 
   uint64_t block_bytes() const;
   uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }

@@ -9,12 +9,14 @@ namespace {
 
 constexpr uint64_t kAlignment = 256;
 constexpr size_t kMostPieces = 32;
+constexpr uint64_t kGrowth = 3;
 
 uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                cuda::Stream stream, const BatchOptions& options) {
+                cuda::Stream stream, BatchOptions options) {
+  options.one_call = true;  // the piece before is on the link
   const uint64_t size = copy.block_bytes();
   FragmentList fragments(end / size - begin / size + 1);
   for (uint64_t from = begin; from < end;) {
@@ -35,7 +37,7 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
 
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
                      bool to_host) {
-  const uint64_t grown = to_host ? 2 * done : left / 2;
+  const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
   const uint64_t bytes = std::min(most, std::max(kSmallestPiece, grown));
   // Whole blocks, whose pages are one copy each, where a block fits.
   const uint64_t unit = block_bytes <= most ? block_bytes : kAlignment;
@@ -52,9 +54,11 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
   const cuda::Driver& driver = cuda::driver();
   const uint64_t size = copy.block_bytes(), all = copy.count * size;
   for (uint64_t begin = 0; begin < all;) {
-    const uint64_t bytes = piece_bytes(begin, all - begin, size, bytes_ / 2, copy.to_host);
-    const Piece& piece = take(bytes, first);
-    const uint64_t end = begin + bytes, packed = address_ + piece.begin;
+    const uint64_t bytes =
+        piece_bytes(copy.before + begin, all - begin + copy.after, size, bytes_ / 2, copy.to_host);
+    const uint64_t end = std::min(begin + bytes, all);
+    const Piece& piece = take(end - begin, first);
+    const uint64_t packed = address_ + piece.begin;
     const auto move = [&](cuda::Stream stream) {
       if (stream == streams.kernels) {
         pack(copy, begin, end, packed, kernels, stream);

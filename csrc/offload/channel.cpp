@@ -96,14 +96,29 @@ std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>&
     }
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
     copying = true;
-    for (int part = 0; part < transfer.layer_groups(); ++part) {
-      const cuda::Stream end = copier_->copy(transfer, part, groups, layers);
-      if (!driver) continue;
-      KVSWAP_DRIVER_CHECK(driver->record_event(transfer.ends[part], end), "cuEventRecord");
-    }
+    copy(transfer, {0, transfer.later}, groups, layers);
     return "";
   } catch (const std::exception& error) {
     return error.what();
+  }
+}
+
+std::string Channel::enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
+                                   int64_t layers) {
+  try {
+    copy(transfer, {transfer.later, transfer.parts.size()}, groups, layers);
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void Channel::copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups,
+                   int64_t layers) {
+  for (int group = 0; group < transfer.layer_groups(); ++group) {
+    const cuda::Stream end = copier_->copy(transfer, parts, group, groups, layers);
+    if (device_ < 0 || parts.end < transfer.parts.size()) continue;
+    KVSWAP_DRIVER_CHECK(cuda::driver().record_event(transfer.ends[group], end), "cuEventRecord");
   }
 }
 

@@ -33,8 +33,9 @@ class Channel {
   std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
   std::deque<std::shared_ptr<Transfer>> running;  // in the order of submission
   size_t waiting = 0;                             // jobs in the queue that were not cancelled
-  int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
-  std::thread worker;       // empties the queue; started when there first is one
+  int64_t submitting = -1;          // the number of the first job that somebody enqueues right now
+  std::shared_ptr<Transfer> begun;  // whose later parts the worker is to enqueue
+  std::thread worker;               // does, and empties the queue; started when it is first needed
   std::condition_variable work;
 
   // Whether all jobs up to this number have been enqueued, or ended.
@@ -72,6 +73,8 @@ class Channel {
   // at which bytes may move. Without the lock.
   std::string enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
                       const std::vector<Group>& groups, int64_t layers, bool& copying);
+  // The parts of the transfer that were left for later.
+  std::string enqueue_later(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;
@@ -88,6 +91,7 @@ class Channel {
   void close();
 
  private:
+  void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
   void give_events(Transfer& transfer);
 
   const int device_;

@@ -26,12 +26,12 @@ inline void sleep_precisely(double seconds) {
 }
 
 // For those who look again and again for an end: no pause at first, since a transfer of some blocks
-// takes less than a sleep is late by (15 us), and later a hundredth of the time waited so far, a
+// takes less than a sleep is late by (15 us), and later a 300th of the time waited so far, half a
 // millisecond at most.
 inline void pause_since(double began) {
   const double waited = now() - began;
   if (waited < 1e-3) return std::this_thread::yield();
-  sleep_precisely(std::min(waited / 100, 1e-3));
+  sleep_precisely(std::min(waited / 300, 0.5e-3));
 }
 
 }  // namespace kvswap

@@ -5,6 +5,7 @@
 #include "../copy/host.h"
 #include "../cuda_context.h"
 #include "../kernels.h"
+#include "split.h"
 
 namespace kvswap {
 
@@ -16,21 +17,26 @@ void Copier::use_staging(cuda::Address begin, uint64_t bytes) {
   staging_ = std::make_unique<StagingBuffer>(begin, bytes);
 }
 
-cuda::Stream Copier::copy(const Transfer& transfer, int layer_group,
+cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
                           const std::vector<Group>& groups, int64_t layers) {
-  if (environment_.check_addresses) check(transfer, layer_group, groups, layers);
-  const auto planes_of = [&](const TransferPart& part) {
-    return groups[part.group].planes_of(layer_group, transfer.layer_groups(), layers);
-  };
+  if (environment_.check_addresses && parts.begin == 0)
+    check(transfer, layer_group, groups, layers);
   FragmentList fragments(0);
-  bool is_behind_staged = !has_staging() || channel_ == kStores;
-  for (const TransferPart& part : transfer.parts) {
-    const PlaneRange planes = planes_of(part);
-    if (part.path == Path::kStaged || planes.begin == planes.end) continue;
-    // A staged load before this one may still be unpacked.
-    if (!is_behind_staged) staging_->order_before(copies_);
-    is_behind_staged = true;
+  bool is_unpacking = false;
+  for (size_t i = parts.begin; i < parts.end; ++i) {
+    TransferPart& part = transfer.parts[i];
     const Group& group = groups[part.group];
+    const PlaneRange planes = group.planes_of(layer_group, transfer.layer_groups(), layers);
+    if (planes.begin == planes.end) continue;
+    is_unpacking = part.path == Path::kStaged && channel_ != kStores;
+    if (part.path == Path::kStaged) {
+      send(fragments, groups);
+      sort_by_slot(part);
+      stage(part, transfer, groups, planes);
+      continue;
+    }
+    // Nothing else was in flight when an edge was made.
+    if (!part.is_edge) order_behind_unpacking();
     if (part.path == Path::kStrided) {
       copy_strided(paged(part, group), group.runs_of(planes), copies_);
     } else if (part.path == Path::kKernel) {
@@ -39,23 +45,35 @@ cuda::Stream Copier::copy(const Transfer& transfer, int layer_group,
       add_fragments(fragments, paged(part, group), planes);
     }
   }
-  if (!fragments.empty() && device_ < 0) copy_on_host(fragments);
-  if (!fragments.empty() && device_ >= 0) copy_batch(fragments, copies_, batch_options(groups));
-  cuda::Stream end = copies_;
-  for (const TransferPart& part : transfer.parts) {
-    const PlaneRange planes = planes_of(part);
-    if (part.path != Path::kStaged || planes.begin == planes.end) continue;
-    if (channel_ == kStores) {
-      KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, transfer.start, 0),
-                          "cuStreamWaitEvent");
-    }
-    end = staging_->copy(packed(part, groups[part.group], planes), {copies_, kernels_},
-                         cuda::kernels(device_), batch_options(groups));
-    is_behind_staged = true;
+  send(fragments, groups);
+  if (is_unpacking) return kernels_;
+  order_behind_unpacking();
+  return copies_;
+}
+
+void Copier::stage(const TransferPart& part, const Transfer& transfer,
+                   const std::vector<Group>& groups, PlaneRange planes) {
+  if (channel_ == kStores) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, transfer.start, 0),
+                        "cuStreamWaitEvent");
   }
-  // Also with nothing to copy: the group of layers before may have been staged.
-  if (!is_behind_staged) staging_->order_before(copies_);
-  return end;
+  staging_->copy(packed(part, groups[part.group], planes), {copies_, kernels_},
+                 cuda::kernels(device_), batch_options(groups));
+}
+
+void Copier::send(FragmentList& fragments, const std::vector<Group>& groups) {
+  if (fragments.empty()) return;
+  if (device_ < 0) {
+    copy_on_host(fragments);
+  } else {
+    copy_batch(fragments, copies_, batch_options(groups));
+  }
+  fragments = FragmentList(0);
+}
+
+// What was staged is on the GPU only when it has been unpacked.
+void Copier::order_behind_unpacking() {
+  if (has_staging() && channel_ != kStores) staging_->order_before(copies_);
 }
 
 BlockCopy Copier::paged(const TransferPart& part, const Group& group) const {
@@ -67,7 +85,8 @@ BlockCopy Copier::paged(const TransferPart& part, const Group& group) const {
 
 PackedCopy Copier::packed(const TransferPart& part, const Group& group, PlaneRange planes) const {
   return {&group.gpu,         &group.host,       group.table.get(),  planes,
-          part.blocks.data(), part.slots.data(), part.blocks.size(), channel_ == kStores};
+          part.blocks.data(), part.slots.data(), part.blocks.size(), channel_ == kStores,
+          part.before,        part.after};
 }
 
 void Copier::check(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,

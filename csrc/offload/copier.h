@@ -10,6 +10,11 @@
 
 namespace kvswap {
 
+// Of those of a transfer.
+struct PartRange {
+  size_t begin, end;
+};
+
 // Gives the copies of one channel's transfers to the driver, each in its way. Whoever does has set
 // the channel's `submitting`; no lock is needed. The context of the device is current.
 class Copier {
@@ -22,10 +27,10 @@ class Copier {
   void use_staging(cuda::Address begin, uint64_t bytes);
   bool has_staging() const { return staging_ != nullptr; }
 
-  // Copies one group of layers of a transfer, behind its start event. Returns the stream on which
-  // the end is.
-  cuda::Stream copy(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
-                    int64_t layers);
+  // Copies parts of a transfer, one group of layers, behind its start event. Returns the stream on
+  // which the end is.
+  cuda::Stream copy(Transfer& transfer, PartRange parts, int layer_group,
+                    const std::vector<Group>& groups, int64_t layers);
 
   // Waits until all that was copied has run. False when the device is lost.
   bool synchronize();
@@ -39,6 +44,10 @@ class Copier {
   BlockCopy paged(const TransferPart& part, const Group& group) const;
   void check(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
              int64_t layers) const;
+  void stage(const TransferPart& part, const Transfer& transfer, const std::vector<Group>& groups,
+             PlaneRange planes);
+  void send(FragmentList& fragments, const std::vector<Group>& groups);
+  void order_behind_unpacking();
   BatchOptions batch_options(const std::vector<Group>& groups) const;
 
   const int channel_, device_;

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 
-#include "clock.h"
 #include "gate.h"
 
 namespace kvswap {
 namespace {
 
-// What is enqueued by the thread that submits it: to wake another takes ten microseconds.
-constexpr double kSmallSeconds = 50e-6;
+// What is enqueued by the thread that submits it. Of larger jobs it enqueues the beginning: to wake
+// another thread takes ten microseconds, and where the processor sleeps deeply hundreds.
+constexpr double kSmallSeconds = 50e-6, kNowSeconds = 20e-6;
 
 std::vector<std::unique_ptr<Channel>> make_channels(int device) {
   std::vector<std::unique_ptr<Channel>> channels;
@@ -47,16 +47,12 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
-  if (channel.queue.empty() && job->enqueue_seconds <= kSmallSeconds && can_start(channel, *job)) {
+  const bool starts = channel.queue.empty() && can_start(channel, *job);
+  const bool is_small = job->enqueue_seconds <= kSmallSeconds;
+  if (!(starts && is_small) && !has_worker(channel, job)) return;
+  if (starts && (is_small || can_be_divided(*job))) {
     channel.submitting = job->id;
-    return start(lock, channel, {job});
-  }
-  if (!channel.worker.joinable()) {
-    try {
-      channel.worker = std::thread([this, &channel] { work(channel); });
-    } catch (const std::exception& error) {
-      return abandon(job, State::kFailed, std::string("no thread can be started: ") + error.what());
-    }
+    return start(lock, channel, {job}, is_small ? kNoLimit : kNowSeconds);
   }
   job->queued = true;
   ++channel.waiting;
@@ -64,95 +60,20 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   channel.work.notify_one();
 }
 
-void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs) {
-  const std::vector<JobRef> all = jobs;
+bool Dispatcher::has_worker(Channel& channel, const JobRef& job) {
+  if (channel.worker.joinable()) return true;
   try {
-    for (const JobRef& job : all) {
-      const std::string reason = ledger.failed_source(*job);
-      if (!reason.empty()) abandon(job, State::kFailed, reason);
-      job->enqueuing = true;
-    }
-    const auto has_ended = [](const JobRef& job) { return job->ended(); };
-    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), has_ended), jobs.end());
-    if (!jobs.empty() && !attempt(lock, channel, jobs)) {
-      // One of several that were joined: each by itself, so that only that one fails.
-      for (const JobRef& job : jobs) attempt(lock, channel, {job});
-    }
-  } catch (const std::exception& error) {  // no memory, before anything was enqueued
-    for (const JobRef& job : all) {
-      if (job->state == State::kQueued) abandon(job, State::kFailed, error.what());
-    }
+    channel.worker = std::thread([this, &channel] { work(channel); });
+  } catch (const std::exception& error) {
+    abandon(job, State::kFailed, std::string("no thread can be started: ") + error.what());
+    return false;
   }
-  channel.submitting = -1;
-  progress.notify_all();
-}
-
-// False when it failed and is worth trying with one job at a time.
-bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs) {
-  std::string error = lost_;
-  bool copying = false, alive = true;
-  std::shared_ptr<Transfer> transfer;
-  std::vector<std::shared_ptr<Transfer>> held;
-  if (error.empty()) {
-    try {
-      std::vector<TransferPart> parts = planner.parts_of(jobs);
-      transfer = channel.make_transfer(jobs);
-      transfer->parts = std::move(parts);
-      transfer->entries = planner.entries_of(transfer->parts);
-    } catch (const std::exception& problem) {
-      error = problem.what();
-    }
-  }
-  if (error.empty()) {
-    std::vector<cuda::Event> behind;
-    for (const JobRef& job : jobs) {
-      if (job->after != nullptr) behind.push_back(job->after->event);
-      for (const auto& other : channels) {
-        auto before =
-            other.get() == &channel ? nullptr : other->newest_until(job->behind[other->number]);
-        if (before && (held.empty() || held.back() != before)) held.push_back(before);
-      }
-    }
-    for (const auto& before : held) behind.push_back(before->ends.back());
-    const double began = now();
-    for (const JobRef& job : jobs) job->queue_seconds = job->queued ? began - job->submitted_at : 0;
-    lock.unlock();
-    error = channel.enqueue(*transfer, behind, groups, layers_, copying);
-    if (error.empty() && jobs.front()->gate) error = jobs.front()->gate->open_behind(*transfer);
-    if (!error.empty() && copying) alive = channel.synchronize();
-    if (!error.empty() && alive) alive = channel.is_alive();
-    const double seconds = device < 0 ? now() - began : 0;
-    lock.lock();
-    held.clear();
-    if (error.empty() && lost_.empty()) {
-      settle(channel, transfer, seconds);
-      return true;
-    }
-    channel.retire(std::move(transfer));
-  }
-  if (!alive && lost_.empty()) lose(error);
-  if (!lost_.empty()) error = lost_;
-  if (lost_.empty() && jobs.size() > 1) return false;
-  for (const JobRef& job : jobs) abandon(job, State::kFailed, error);
   return true;
 }
 
-// The copy has been enqueued; on the host it is done.
-void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& transfer,
-                        double seconds) {
-  ++ledger.metrics(channel.number).transfers;
-  for (const JobRef& job : transfer->jobs) {
-    channel.give_moment(job->after);
-    job->after = nullptr;
-    if (job->gate != nullptr) job->gate->busy = false;
-    job->gate = nullptr;
-    job->copy_seconds = seconds;
-    if (!transfer->parts.empty()) job->path = static_cast<int>(transfer->parts.front().path);
-    job->state = State::kRunning;
-    job->transfer = transfer;
-    if (device < 0) ledger.finish(job, State::kDone, "");
-  }
-  if (device >= 0) channel.run(transfer);
+bool Dispatcher::can_be_divided(const Job& job) const {
+  if (job.parts.size() != 1 || job.layer_groups > 1 || job.gate != nullptr) return false;
+  return !groups[job.parts.front().group].host_is_pageable;
 }
 
 void Dispatcher::abandon(const JobRef& job, State state, const std::string& error) {

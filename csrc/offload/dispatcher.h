@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,14 +12,18 @@
 #include "hazards.h"
 #include "ledger.h"
 #include "planner.h"
+#include "split.h"
 
 namespace kvswap {
 
 using Lock = std::unique_lock<std::mutex>;
 
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seconds
+
 // Brings jobs onto the device, each channel's in order and not too many at a time, and sees them
-// end. Whoever submits a job enqueues it on the spot where that takes microseconds; else a worker
-// thread of the channel does, which joins small jobs into one copy.
+// end. Whoever submits a job enqueues it on the spot where that takes microseconds, and of a larger
+// one the beginning. The rest, and what must wait in software, is for a worker thread of the
+// channel, which joins small jobs into one copy.
 //
 // Every function is called with the lock held. Those that take it let it go while the driver
 // enqueues a copy, which can take long.
@@ -51,6 +56,10 @@ class Dispatcher {
   // more, so that this waits for the device only when the driver has no room left.
   void flush(Lock& lock, const JobRef& job);
 
+  // Enqueues the rest of a job that was begun, if the channel's worker, which may take long to wake
+  // up, has not taken it yet. For those who wait for it. The context of the device is not needed.
+  bool help(Lock& lock, const Job& job);
+
   // True when the job will be reported as cancelled.
   bool cancel(const JobRef& job);
 
@@ -77,8 +86,16 @@ class Dispatcher {
   bool joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes, size_t entries,
              Job& next);
   std::vector<JobRef> take(Channel& channel);
-  void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs);
-  bool attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs);
+  void start(Lock& lock, Channel& channel, std::vector<JobRef> jobs, double seconds);
+  bool attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs, double seconds);
+  std::shared_ptr<Transfer> make_transfer(Channel& channel, const std::vector<JobRef>& jobs,
+                                          double seconds);
+  bool end_attempt(Lock& lock, Channel& channel, std::shared_ptr<Transfer> transfer,
+                   const std::string& error, bool copying, double seconds);
+  bool give_up(const std::vector<JobRef>& jobs, const std::string& error);
+  void go_on(Lock& lock, Channel& channel);
+  bool has_worker(Channel& channel, const JobRef& job);
+  bool can_be_divided(const Job& job) const;
   void settle(Channel& channel, const std::shared_ptr<Transfer>& transfer, double seconds);
   Channel* next_to_retire();
   bool sources_have_ended(const Transfer& transfer) const;

@@ -31,14 +31,18 @@ void Dispatcher::work(Channel& channel) {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    channel.work.wait(lock, [&] { return stopping_ || !channel.queue.empty(); });
+    channel.work.wait(lock, [&] { return stopping_ || channel.begun || !channel.queue.empty(); });
+    if (channel.begun != nullptr) {
+      go_on(lock, channel);
+      continue;
+    }
     if (channel.queue.empty()) return;
     advance();
     // The first must be one that will be enqueued: whether it may start is asked next.
     while (!channel.queue.empty() && channel.queue.front()->ended()) channel.queue.pop_front();
     if (channel.queue.empty()) continue;
     if (can_start(channel, *channel.queue.front())) {
-      start(lock, channel, take(channel));
+      start(lock, channel, take(channel), kNoLimit);
       pause = kShortPause;
     } else {
       // Another thread may have to enqueue something first, or the device to end something.
@@ -92,6 +96,7 @@ bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t
 
 void Dispatcher::flush(Lock& lock, const JobRef& job) {
   flush_until_ = std::max(flush_until_, job->id);
+  help(lock, *job);
   progress.notify_all();
   progress.wait(lock, [&] { return job->ended() || job->state == State::kRunning; });
 }

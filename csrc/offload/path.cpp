@@ -11,7 +11,7 @@ namespace kvswap {
 namespace {
 
 constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
-constexpr double kSecondsPerPage = 1e-6, kSecondsPerPiece = 6e-6, kSecondsPerLaunch = 4e-6;
+constexpr double kSecondsPerPage = 0.5e-6, kSecondsPerPiece = 9e-6, kSecondsPerLaunch = 4e-6;
 constexpr size_t kFragmentsPerEntry = 25;
 // A kernel that waits for the link slows down the compute beside it all the while.
 constexpr double kMostKernelBytes = 4 << 20;
@@ -43,9 +43,9 @@ double submit_seconds(Path path, const Group& group, size_t blocks) {
     return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
   }
   if (path == Path::kStaged) {
-    // Pieces grow by a factor of two.
+    // Pieces grow, three times as much at a time.
     const double bytes = count * static_cast<double>(group.block_bytes);
-    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}));
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}) / 2);
     return count * kSecondsPerPage + pieces * kSecondsPerPiece;
   }
   if (path == Path::kKernel) {

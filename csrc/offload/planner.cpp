@@ -1,11 +1,13 @@
 #include "planner.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../check.h"
 #include "../cuda_context.h"
 #include "../kernels.h"
 #include "clock.h"
+#include "split.h"
 
 namespace kvswap {
 namespace {
@@ -15,6 +17,8 @@ constexpr double kPageableSeconds = 1;  // the driver copies in the call
 // at most. Two copies on one link make each other only twice slower.
 constexpr double kCrowded = 2.5, kAvoidTimes = 20, kLongestAvoidance = 1;
 constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
+constexpr double kEdgeSeconds = 12e-6;
+constexpr size_t kMostRunsOfEdge = 2;
 
 }  // namespace
 
@@ -103,7 +107,7 @@ void Planner::note(const Transfer& transfer, double seconds) {
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 
-std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs) const {
+std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs, bool is_alone) const {
   std::vector<TransferPart> parts;
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
   for (const JobRef& job : jobs) {
@@ -120,9 +124,24 @@ std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs) con
       slots += part.count;
     }
   }
-  for (TransferPart& part : parts)
-    part.path = choose(*jobs.front(), part.group, part.blocks.size());
+  const Job& first = *jobs.front();
+  for (TransferPart& part : parts) part.path = choose(first, part.group, part.blocks.size());
+  // A load that others precede is unpacked while they are on the link.
+  const bool has_edge =
+      parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
+  if (has_edge) split_edge(parts, groups_[parts.front().group], first.channel, edge_blocks(first));
   return parts;
+}
+
+// As many as the link takes for while a kernel is launched.
+size_t Planner::edge_blocks(const Job& job) const {
+  const int group = job.parts.front().group;
+  if (groups_[group].runs.size() > kMostRunsOfEdge) return 0;
+  const auto seconds = [&](size_t blocks) {
+    return chooser_.seconds(Path::kStrided, {group, job.channel, blocks});
+  };
+  const double each = seconds(2) - seconds(1);
+  return each > 0 ? static_cast<size_t>(std::ceil(kEdgeSeconds / each)) : 1;
 }
 
 size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {

@@ -33,8 +33,8 @@ class Planner {
   // queue, time of the thread that submits it.
   void plan(Job& job) const;
 
-  // What a transfer of these jobs copies.
-  std::vector<TransferPart> parts_of(const std::vector<JobRef>& jobs) const;
+  // What a transfer of these jobs copies. is_alone: no other is in flight in the channel.
+  std::vector<TransferPart> parts_of(const std::vector<JobRef>& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // A transfer has taken so long on the device. Kernels that are held up by those of the compute
@@ -50,6 +50,7 @@ class Planner {
   void set_up(std::vector<std::unique_ptr<Channel>>& channels);
   void make_tables();
   Path choose(const Job& job, int group, size_t blocks) const;
+  size_t edge_blocks(const Job& job) const;
 
   std::vector<Group>& groups_;
   const int device_;
