@@ -75,6 +75,7 @@ class GraphCompute:
         self, name: str, call: Callable[[], object], device: torch.device, seconds: float
     ) -> None:
         self.name = name
+        self._call = call  # has the tensors that the graph works on
         self._stream = torch.cuda.Stream(device)
         self._graph = self._captured(call, 1)
         calls = max(1, round(_GRAPH_SECONDS / self._seconds_of(20)))

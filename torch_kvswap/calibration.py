@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
 
@@ -20,6 +22,8 @@ PATHS = {
 }
 _SAMPLES = 5  # after one to warm up
 _BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
+
+_FASTEST = 0.97  # of the time that the link's share of a fragment takes
 
 # Seconds of a transfer: path, direction, bytes of a fragment, planes, blocks.
 Seconds = Callable[[str, str, int, int, int], float]
@@ -38,7 +42,8 @@ def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -
     return {
         direction: {
             path: _costs(
-                {key[2:]: time for key, time in times.items() if key[:2] == (direction, path)}
+                {key[2:]: time for key, time in times.items() if key[:2] == (direction, path)},
+                _link(direction, times),
             )
             for path in PATHS[direction]
         }
@@ -46,17 +51,28 @@ def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -
     }
 
 
-def _costs(times: dict[tuple[int, int], tuple[float, float]]) -> PathCosts:
+def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float, float]]) -> float:
+    """Seconds for a byte, of the best path with the largest fragments."""
+    size, planes = SIZES[-1], _planes(SIZES[-1])
+    blocks = (times[direction, path, size, planes][1] for path in PATHS[direction])
+    return min(blocks) / (size * planes)
+
+
+def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> PathCosts:
     """From what one block takes, and each one more, by fragment bytes and planes."""
     # What a block of few fragments takes, and one of many: block + planes * fragment.
     few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _planes(_SPLIT_SIZE)][1]
     share = _FEW / _planes(_SPLIT_SIZE)
-    block = max((few - share * many) / (1 - share), 0.0)
+    block = (few - share * many) / (1 - share)
+    # No fragment is much faster than the link, whatever a disturbed measurement says.
+    least = _FASTEST * link
+    block = min([block, *(more - least * math.prod(key) for key, (_, more) in times.items())])
+    block = max(block, 0.0)
     fragment = {
         size: max(times[size, _planes(size)][1] - block, 0.0) / _planes(size) for size in SIZES
     }
-    one = times[_SPLIT_SIZE, _FEW][0]  # start + block + _FEW * fragment
-    return PathCosts(max(one - block - _FEW * fragment[_SPLIT_SIZE], 0.0), block, fragment)
+    start = median(one - more for one, more in times.values())
+    return PathCosts(max(start, 0.0), block, fragment)
 
 
 def _planes(size: int) -> int:

@@ -56,9 +56,9 @@ class Dispatcher {
   // more, so that this waits for the device only when the driver has no room left.
   void flush(Lock& lock, const JobRef& job);
 
-  // Enqueues the rest of a job that was begun, if the channel's worker, which may take long to wake
-  // up, has not taken it yet. For those who wait for it. The context of the device is not needed.
-  bool help(Lock& lock, const Job& job);
+  // Enqueues the rest of a job that was begun, if there is one that its channel's worker, which may
+  // take long to wake up, has not taken yet. For those who wait. No context need be current.
+  bool help(Lock& lock);
 
   // True when the job will be reported as cancelled.
   bool cancel(const JobRef& job);

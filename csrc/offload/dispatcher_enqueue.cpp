@@ -44,12 +44,14 @@ void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs, d
   progress.notify_all();
 }
 
-bool Dispatcher::help(Lock& lock, const Job& job) {
-  Channel& channel = channel_of(job);
-  if (channel.begun == nullptr) return false;
-  const cuda::ContextGuard context(device);
-  go_on(lock, channel);
-  return true;
+bool Dispatcher::help(Lock& lock) {
+  for (const auto& channel : channels) {
+    if (channel->begun == nullptr) continue;
+    const cuda::ContextGuard context(device);
+    go_on(lock, *channel);
+    return true;
+  }
+  return false;
 }
 
 // What the thread that submitted a job has begun.

@@ -96,7 +96,8 @@ bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t
 
 void Dispatcher::flush(Lock& lock, const JobRef& job) {
   flush_until_ = std::max(flush_until_, job->id);
-  help(lock, *job);
+  while (!job->ended() && job->state != State::kRunning && help(lock)) {
+  }
   progress.notify_all();
   progress.wait(lock, [&] { return job->ended() || job->state == State::kRunning; });
 }

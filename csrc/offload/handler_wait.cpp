@@ -30,7 +30,7 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
     }
     if (now() - began >= seconds) return 0;
     const Job& next = for_all ? dispatcher_.ledger.oldest() : *jobs[ended];
-    if (dispatcher_.help(lock, next)) continue;
+    if (dispatcher_.help(lock)) continue;
     look_for_end(lock, next.transfer, began);
   }
 }
