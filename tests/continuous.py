@@ -34,6 +34,7 @@ def model(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     """Llama, or Gemma 3 with three windows to a full attention, or Mistral with windows only."""
     import transformers as hf
 
+    torch.set_num_threads(1)  # tiny matrices, and other tests beside
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 128,
@@ -224,6 +225,7 @@ class Steps:
 
     def finish(self) -> list[list[int]]:
         """The tokens of the requests that end, in their order."""
+        self.step()
         self.until(lambda: not self.scheduler.has_pending_requests())
         return self.results()
 
