@@ -100,7 +100,9 @@ def pageable() -> Iterator[None]:
             return getattr(torch, name)
 
         def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            return torch.empty(*shape, pin_memory=pin_memory and torch.cuda.is_available(), **options)
+            return torch.empty(
+                *shape, pin_memory=pin_memory and torch.cuda.is_available(), **options
+            )
 
     with mock.patch.object(offloading_manager, "torch", Torch()):
         yield
@@ -147,7 +149,9 @@ def ours(**options: Any) -> Iterator[Seen]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return [
-            torch.cat([_bytes(t)[units].view(len(units), -1) for t in parked.view.layout.tensors], 1)
+            torch.cat(
+                [_bytes(t)[units].view(len(units), -1) for t in parked.view.layout.tensors], 1
+            )
             for units in parked.view.units(tables)
         ]
 
@@ -205,7 +209,9 @@ class Steps:
         self.processor = self.manager._create_batch_processor()
         self.manager.batch_processor = self.processor
         self.scheduler = self.processor.scheduler
-        self.names = self.manager.add_requests(inputs, max_new_tokens=options.get("max_new_tokens", TOKENS))
+        self.names = self.manager.add_requests(
+            inputs, max_new_tokens=options.get("max_new_tokens", TOKENS)
+        )
 
     def step(self) -> bool:
         """A batch, or nothing: whether there was one."""

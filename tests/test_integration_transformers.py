@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -139,6 +142,18 @@ def test_tokens_depend_on_the_blocks_that_are_restored():
 
 
 @needs_transformers
+def test_the_example_of_the_docs_runs():
+    page = Path(__file__).parent.parent / "docs" / "transformers.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with mock.patch.object(integration, "enable", wraps=integration.enable) as enable:
+        exec(code, names)
+    enable.assert_called_once_with()
+    lengths = [len(result.generated_tokens) for result in names["results"].values()]
+    assert lengths == [200] * 16
+
+
+@needs_transformers
 def test_after_the_end_transformers_has_its_own_manager_again():
     from transformers.generation.continuous_batching import continuous_api
 
@@ -150,19 +165,26 @@ def test_after_the_end_transformers_has_its_own_manager_again():
     integration.disable()
     enabled.disable()
     assert continuous_api.OffloadingManager is theirs
-    with integration.enable(), pytest.raises(RuntimeError, match="enabled for transformers already"):
+    with (
+        integration.enable(),
+        pytest.raises(RuntimeError, match="enabled for transformers already"),
+    ):
         integration.enable()
     assert continuous_api.OffloadingManager is theirs
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"])
+@pytest.mark.parametrize(
+    "version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"]
+)
 def test_a_version_that_is_not_known_is_refused_by_name(version):
     module = ModuleType("transformers")
     module.__version__ = version  # type: ignore[attr-defined]
     with (
         mock.patch.dict(sys.modules, transformers=module),
         mock.patch("importlib.util.find_spec", return_value=object()),
-        pytest.raises(ImportError, match=rf"transformers {version} may .* which takes 5.17 to 5.23"),
+        pytest.raises(
+            ImportError, match=rf"transformers {version} may .* which takes 5.17 to 5.23"
+        ),
     ):
         integration.enable()
 

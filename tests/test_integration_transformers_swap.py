@@ -56,7 +56,9 @@ def test_a_request_is_stored_in_parts_of_the_size_that_was_asked_for():
     stored = swap.store([ids(1, 2, 3), ids(4, 5)])
     assert [job.nbytes for job in stored.stores] == [1024, 1024, 512]
     assert len(make(store_bytes=1)[1].store([ids(1, 2)]).stores) == 2
-    assert torch.equal(swap.pool.pages.view(-1, 512)[np.concatenate(stored.pages)].view(torch.int64), blocks[1:6])
+    assert torch.equal(
+        swap.pool.pages.view(-1, 512)[np.concatenate(stored.pages)].view(torch.int64), blocks[1:6]
+    )
 
 
 def test_a_store_that_is_refused_gives_its_pages_back():
@@ -126,7 +128,10 @@ View.__abstractmethods__ = frozenset()
 def test_a_block_of_several_layers_is_as_many_units():
     view = View(None)
     view.groups = [Group({"a": [5, 2]}, 3), Group({"a": [4]}, 1)]
-    assert [units.tolist() for units in view.units(view.tables("a"))] == [[15, 16, 17, 6, 7, 8], [4]]
+    assert [units.tolist() for units in view.units(view.tables("a"))] == [
+        [15, 16, 17, 6, 7, 8],
+        [4],
+    ]
     assert view.tables("b") == [[], []]
 
 

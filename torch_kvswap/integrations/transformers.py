@@ -63,8 +63,8 @@ def enable(
     manager; a persistent one that exists already stays as it is.
 
     path: as of `OffloadHandler`. background: copies slow down kernels beside them as little as they
-    can (`OffloadHandler.store`). store_bytes: a request is stored in parts of so many bytes at most,
-    and a batch that takes the first of its blocks waits for that part only.
+    can (`OffloadHandler.store`). store_bytes: of each part in which a request is stored, at most;
+    a batch that takes the first of its blocks waits for that part only.
 
     Raises ImportError when transformers is missing or of a version that this does not know,
     RuntimeError when it is enabled already, ValueError for a wrong argument.
@@ -73,14 +73,14 @@ def enable(
         raise ValueError(f"store_bytes must be at least 1, not {store_bytes}")
     if _enabled:
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
-    view = _view()
+    found = view()
     # Only now: they derive from classes of the version that was found.
     from transformers.generation.continuous_batching import continuous_api
 
     from torch_kvswap.integrations.transformers_manager import SwapManager
 
     options = Options(path, background, store_bytes)
-    made = functools.partial(SwapManager, view=view, options=options)
+    made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]
 
@@ -91,17 +91,18 @@ def disable() -> None:
         enabled.disable()
 
 
-def _view() -> type[Cache]:
+def view() -> type[Cache]:
+    """How the transformers that is installed keeps its caches. Raises ImportError as enable()."""
     known = " to ".join(f"{major}.{minor}" for major, minor in (min(VIEWS), max(VIEWS)))
     advice = f"install torch_kvswap[transformers], which takes {known}"
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"transformers is not installed; {advice}")
     version = importlib.import_module("transformers").__version__
     found = re.match(r"(\d+)\.(\d+)\.", version)
-    view = VIEWS.get((int(found[1]), int(found[2]))) if found else None
-    if view is None:
+    known_view = VIEWS.get((int(found[1]), int(found[2]))) if found else None
+    if known_view is None:
         raise ImportError(
             f"transformers {version} may keep its caches and requests in a way that torch_kvswap "
             f"does not know; {advice}"
         )
-    return view
+    return known_view

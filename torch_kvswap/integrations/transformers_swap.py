@@ -1,4 +1,4 @@
-"""Host memory for the requests that were preempted: which pages are free, and what is on its way."""
+"""Host memory for preempted requests: which pages are free, and what is on its way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_kvswap.layout import Int64Array, PagedLayout
 @dataclass(frozen=True)
 class Options:
     """path, background: as of `OffloadHandler` and `OffloadHandler.store`. store_bytes: how much of
-    a request one store has at most; a batch that takes the first of its blocks waits for no more."""
+    a request one store has at most; a batch that takes its first blocks waits for no more."""
 
     path: str | None = None
     background: bool = True
@@ -52,7 +52,7 @@ class Swap:
         self._stream = stream
         self._background = options.background
         self._part = max(1, options.store_bytes // layout.block_bytes)
-        # A stack, so that pages which were freed together, and lie side by side, are taken together.
+        # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = np.arange(num_pages, dtype=np.int64)[::-1].copy()
         self.num_free = num_pages
         self._busy: list[tuple[Job, Int64Array]] = []
@@ -143,6 +143,6 @@ class Swap:
 
     def _take(self, count: int) -> Int64Array:
         first = self.num_free - count
-        pages = self._free[first : self.num_free][::-1].copy()
+        pages: Int64Array = self._free[first : self.num_free][::-1].copy()
         self.num_free = first
         return pages
