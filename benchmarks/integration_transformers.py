@@ -167,6 +167,8 @@ def generate(model: Any, requests: int, tokens: int, asynchronous: bool) -> floa
         "safety_margin": 0.0,
         "cpu_offload_space": 0.5,
     }
+    if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
+        settings["auto_switch_to_flash"] = False
     torch.manual_seed(0)
     prompts = torch.randint(4096, (requests, length)).tolist()
     generation = hf.GenerationConfig(

@@ -57,6 +57,8 @@ class Preemptions:
             "safety_margin": 0.0,
             "cpu_offload_space": gib,
         }
+        if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
+            settings["auto_switch_to_flash"] = False
         generation = hf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self._manager = model.init_continuous_batching(
             generation_config=generation,

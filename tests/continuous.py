@@ -68,7 +68,9 @@ def prompts(count: int = 6, shared: int = 0) -> list[list[int]]:
 def config(blocks: int, gib: float = 0.002, **options: Any) -> Any:
     import transformers as hf
 
-    size = {"block_size" if is_old() else "page_size": BLOCK}
+    size: dict[str, Any] = {"block_size" if is_old() else "page_size": BLOCK}
+    if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
+        size["auto_switch_to_flash"] = False  # there is none for float32
     return hf.ContinuousBatchingConfig(
         **{"num_blocks": blocks, "max_batch_tokens": 64, "cpu_offload_space": gib}
         | {"use_cuda_graph": False, **size, **options}

@@ -274,6 +274,20 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
 
 @needs_transformers
 @stubbed
+def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
+    want = alone("full", prompts())
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        del steps.scheduler._get_waiting_candidates
+        driver.set_mode("immediate")
+        assert go_on(steps, driver) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
 def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))
