@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-gpu lint build clean
+.PHONY: demo test test-gpu test-transformers lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
@@ -19,6 +19,11 @@ test-gpu:
 	@python=$$($(environment) test) && export KVSWAP_REQUIRE_GPU=1 && \
 	"$$python" -m pytest -m gpu $(ARGS) && \
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$$python" -m pytest -m gpu $(ARGS)
+
+# Installs the extra into the environment that the others use too; their tests then run it as well.
+test-transformers:
+	@python=$$($(environment) test-transformers) && \
+	"$$python" -m pytest tests/test_integration_transformers*.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

@@ -1,6 +1,6 @@
 """Gets ready what the Makefile's commands need, on a bare machine too.
 
-    python3 tools/environment.py build|demo|lint|test
+    python3 tools/environment.py build|demo|lint|test|test-transformers
 
 Finds or makes a Python environment with torch, installs the command's tools into it, and builds the
 native library. Says so on stderr, a line each; the only line on stdout is the path of the Python to
@@ -29,7 +29,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
-EXTRAS: dict[str, list[str]] = {"build": [], "demo": [], "lint": ["lint"], "test": ["test"]}
+EXTRAS: dict[str, list[str]] = {
+    "build": [],
+    "demo": [],
+    "lint": ["lint"],
+    "test": ["test"],
+    "test-transformers": ["test", "transformers"],
+}
 OLDEST_TORCH = (2, 11)
 
 

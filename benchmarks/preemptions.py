@@ -1,0 +1,200 @@
+"""A continuous batching in which one large request is preempted and comes back, when asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers as hf
+from timing import synchronize
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from torch_kvswap.integrations import transformers as integration
+
+SMALL = 8  # requests that run beside it
+LIMIT = 500  # batches within which it is back
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one preemption, store and restore, in microseconds. host: in the calls of the manager.
+    stream: on the model's stream between their begin and the end of what they gave to it, with the
+    host's time. beside: by how much more the batches from one to the other took than usual, with
+    what they vary by. batches: until it was back."""
+
+    host: float
+    stream: float
+    beside: float
+    batches: int
+
+    @property
+    def total(self) -> float:
+        return self.stream + self.beside
+
+
+class Preemptions:
+    """Requests with as many tokens in the cache as they say, which nobody has computed: small ones,
+    and one of `blocks` blocks. All the rest of the cache belongs to nobody."""
+
+    def __init__(self, model: Any, block_tokens: int, blocks: int) -> None:
+        self._model, self._tokens, self._blocks = model, block_tokens, blocks
+        self._is_old = hf.__version__.startswith("5.17.")
+        config = model.config
+        self.block_bytes = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        ) * (block_tokens * model.dtype.itemsize)
+        gib = 1.2 * blocks * self.block_bytes / 2**30
+        settings = {
+            "block_size" if self._is_old else "page_size": block_tokens,
+            "num_blocks": blocks + 12 * SMALL,
+            "max_batch_tokens": 64,
+            "use_cuda_graph": False,
+            "use_async_batching": False,
+            "allow_block_sharing": False,
+            "safety_margin": 0.0,
+            "cpu_offload_space": gib,
+        }
+        if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
+            settings["auto_switch_to_flash"] = False
+        generation = hf.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self._manager = model.init_continuous_batching(
+            generation_config=generation,
+            continuous_batching_config=hf.ContinuousBatchingConfig(**settings),
+        )
+        self._processor = self._manager._create_batch_processor()
+        self._cache, self._scheduler = self._processor.cache, self._processor.scheduler
+        self._offloading = self._processor.offloading_manager
+        self._stream = self._processor.inputs_and_outputs.compute_stream
+        self._view = integration.view()(self._cache)
+        self._calls: list[Call] = []
+        self._batch: list[str] = []  # the requests of the last one
+        self._count = self.wrong = 0
+        for tensor in self._view.layout.tensors:
+            tensor.view(model.dtype).normal_()
+        self._small = [self._add(f"small {number}", 3) for number in range(SMALL)]
+        self._watch(self._offloading, "offload_requests")
+        self._watch(self._offloading, "restore_scheduled_requests")
+        self._watch(self._scheduler, "_get_waiting_candidates")
+
+    def preempt(self) -> Loss:
+        """Preempts the large request beside a batch of the others and brings it back."""
+        self._count += 1
+        name, rest = f"large {self._count}", f"rest {self._count}"
+        state = self._add(name, self._blocks)  # the next token needs one more
+        self._add(rest, self._free_blocks(), runs=False)
+        before = self._contents(name)
+        self._calls.clear()
+        beside = [self._step()]
+        assert state.is_cpu_offloaded, "the large request was not preempted"
+        self._cache.free_blocks(rest)
+        beside += [self._step() for _ in range(3)]
+        self._scheduler.block_new_requests = False  # as when another request has ended
+        back = []
+        while name not in self._batch:
+            back.append(self._step())
+            assert len(back) < LIMIT, "the large request does not come back"
+        beside += back[:-1]
+        calls = list(self._calls)
+        after = [one[: len(two)] for one, two in zip(self._contents(name), before, strict=True)]
+        self.wrong += not all(map(torch.equal, after, before))
+        self._scheduler.finish_request(name)
+        del before, after
+        usual = median(self._step() for _ in range(7))
+        return Loss(
+            host=sum(call.host for call in calls),
+            stream=sum(call.on_stream for call in calls),
+            beside=sum(beside) - usual * len(beside),
+            batches=len(back),
+        )
+
+    def _add(self, name: str, blocks: int, runs: bool = True) -> Any:
+        """A request that decodes, whose tokens fill so many blocks."""
+        length = blocks * self._tokens
+        state = RequestState(request_id=name, initial_tokens=[1] * length, max_new_tokens=None)
+        if self._is_old:
+            state.allocated_blocks = self._cache.allocate_blocks(blocks, name, 0)
+        else:
+            assert self._cache.can_store_request_tokens(state, length)
+        if runs:
+            self._decode(state, length)
+            self._scheduler.active_requests[name] = state
+        return state
+
+    def _decode(self, state: Any, length: int) -> None:
+        state._status = RequestStatus.DECODING
+        state.position_offset = length
+        state.remaining_prefill_tokens = []
+        state.generated_tokens, state.tokens_to_process = [1], [1]
+
+    def _free_blocks(self) -> int:
+        if self._is_old:
+            return int(self._cache.get_num_free_blocks())
+        self._cache.pool.try_to_free_sectors()
+        [group] = self._view.groups
+        free = self._cache.pool.num_free_sectors * group.blocks_per_sector
+        return int(free + self._cache.pool.count_free_blocks(group.index))
+
+    def _step(self) -> float:
+        """A batch: what the model takes for it, in microseconds."""
+        for state in self._small:  # they never need another block
+            self._decode(state, self._tokens)
+        with torch.no_grad():
+            assert self._processor.prepare_next_batch()
+            call = Call(self._stream)
+            self._processor._generation_step(self._model)
+            call.end()
+            self._processor.update_batch()
+        return call.on_stream
+
+    def _watch(self, owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            if name == "restore_scheduled_requests":
+                self._batch = [future.state.request_id for future in arguments[0]]
+            call = Call(self._stream)
+            try:
+                return method(*arguments)
+            finally:
+                call.end()
+                self._calls.append(call)
+
+        setattr(owner, name, watched)
+
+    def _contents(self, name: str) -> list[torch.Tensor]:
+        [blocks] = self._view.units(self._view.tables(name))
+        contents = [tensor[blocks] for tensor in self._view.layout.tensors]
+        synchronize(self._model.device)
+        return contents
+
+
+class Call:
+    """Begins when it is made."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._events: list[Any] = []
+        if stream is not None:
+            event: Any = torch.cuda.Event  # it has no types
+            self._events = [event(enable_timing=True) for _ in range(2)]
+        self._record(0)
+        self._begin = perf_counter()
+
+    def end(self) -> None:
+        self.host = (perf_counter() - self._begin) * 1e6
+        self._record(1)
+
+    @property
+    def on_stream(self) -> float:
+        """Microseconds from the begin until the stream has done what it was given; waits for it."""
+        if not self._events:
+            return self.host
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e3
+
+    def _record(self, index: int) -> None:
+        if self._events:
+            self._events[index].record(self._stream)

@@ -1,0 +1,182 @@
+"""The paged caches of transformers' continuous batching, as the supported versions keep them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_kvswap.layout import Int64Array, PagedLayout
+
+
+class Cache(ABC):
+    """What a manager needs to know of a cache, and does with it.
+
+    layout: the cache in units, of which each block of each group of layers has a whole number.
+    Groups share the memory: a block of one was, some time before, a block of another.
+    """
+
+    layout: PagedLayout
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[Any]:
+        """transformers' allocators, each with a block_table, in their order."""
+
+    @abstractmethod
+    def tokens_per_block(self, group: Any) -> int: ...
+
+    @abstractmethod
+    def units_per_block(self, group: Any) -> int: ...
+
+    @abstractmethod
+    def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
+        """What transformers' own manager makes of the user's two settings."""
+
+    @abstractmethod
+    def allocate(self, state: Any, scheduler: Any) -> bool:
+        """Gives a request that waits blocks for all it has on the host and one token more. Not when
+        the scheduler would not take it up, or when those that run could lack the blocks next."""
+
+    @abstractmethod
+    def free(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def mark_restored(self, future: Any) -> None:
+        """Blocks of a request that was loaded are hashed again behind its next batch."""
+
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The ids of its blocks in each group."""
+        return [group.block_table.get(request_id, []) for group in self.groups]
+
+    def units(self, tables: Sequence[Sequence[int]]) -> list[Int64Array]:
+        """Where the blocks are in the layout."""
+        pairs = zip(self.groups, tables, strict=True)
+        return [self._units(group, blocks) for group, blocks in pairs]
+
+    def written(self, requests: Sequence[Any]) -> Iterator[Int64Array]:
+        """The units that a batch writes: a window goes round in its blocks, others grow."""
+        for future in requests:
+            state = future.state
+            for group in self.groups:
+                blocks = group.block_table.get(state.request_id, [])
+                if not hasattr(group, "sliding_window"):
+                    blocks = blocks[state.position_offset // self.tokens_per_block(group) :]
+                yield self._units(group, blocks)
+
+    def release(self, state: Any) -> None:
+        """Takes the blocks of a request that waits away from it, if it has any."""
+        if any(self.tables(state.request_id)):
+            self.free(state.request_id)
+        state.allocated_blocks = 0
+
+    def _units(self, group: Any, blocks: Sequence[int]) -> Int64Array:
+        ids, units = np.asarray(blocks, np.int64), self.units_per_block(group)
+        if units == 1:
+            return ids
+        return (ids[:, None] * units + np.arange(units)).reshape(-1)
+
+
+class TensorCache(Cache):
+    """5.17: a tensor for the keys and one for the values of each layer of a group. All groups have
+    equally many layers, and blocks of one size."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        pairs = zip(cache.key_cache, cache.value_cache, strict=True)
+        self.layout = PagedLayout([tensor.view(*shape) for pair in pairs for tensor in pair])
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        groups: list[Any] = self._cache.group_cache_managers
+        return groups
+
+    def tokens_per_block(self, group: Any) -> int:
+        return int(self._cache.block_size)
+
+    def units_per_block(self, group: Any) -> int:
+        return 1
+
+    def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
+        return int(manager._compute_num_cpu_blocks(gib, threshold)) * self.layout.block_bytes
+
+    def allocate(self, state: Any, scheduler: Any) -> bool:
+        cache, count = self._cache, state.current_len() // self._cache.block_size + 1
+        needed, free = cache.blocks_needed(count, 0), cache.get_num_free_blocks()
+        for other in scheduler.active_requests.values():
+            tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
+            blocks = math.ceil(tokens / cache.block_size)
+            needed += cache.blocks_needed(blocks, other.allocated_blocks)
+        crowded = free < scheduler.safety_margin * cache.num_blocks
+        if free < needed or (crowded and scheduler.active_requests):
+            return False
+        state.allocated_blocks = cache.allocate_blocks(count, state.request_id, 0)
+        return True
+
+    def free(self, request_id: str) -> None:
+        self._cache.free_blocks(request_id)
+
+    def mark_restored(self, future: Any) -> None:
+        if self._cache.allow_block_sharing:
+            future.complete_blocks += future.state.position_offset // self._cache.block_size
+
+
+class SectorCache(Cache):
+    """5.18 and later: one tensor in sectors, each of one group for a time. Blocks have all layers
+    of their group, so that groups have blocks of different sizes."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self._unit_bytes = math.gcd(*(group.bytes_per_block for group in self.groups))
+        self.layout = PagedLayout([cache.cache_tensor.view(-1, self._unit_bytes)])
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        return list(self._cache.cache_allocators.values())
+
+    def tokens_per_block(self, group: Any) -> int:
+        return int(group.tokens_per_page)
+
+    def units_per_block(self, group: Any) -> int:
+        return int(group.bytes_per_block) // self._unit_bytes
+
+    def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
+        sectors = int(manager._compute_num_cpu_sectors(gib, threshold))
+        return sectors * int(self._cache.bytes_per_sector)
+
+    def allocate(self, state: Any, scheduler: Any) -> bool:
+        roomy = scheduler._try_to_meet_safety_margin()  # frees sectors, and what is only cached
+        needs = []
+        for other in scheduler.active_requests.values():
+            tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
+            needs.append(self._needs(other, tokens))
+        needs.append(self._needs(state, 1))
+        if scheduler.active_requests and not roomy:
+            return False
+        if self._cache.count_storable_requests(needs) < len(needs):
+            return False
+        return bool(self._cache.can_store_request_tokens(state, 1))
+
+    def free(self, request_id: str) -> None:
+        self._cache.free_blocks(request_id, no_cache=True)
+
+    def mark_restored(self, future: Any) -> None:
+        if not self._cache.use_prefix_sharing:
+            return
+        for name, group in self._cache.cache_allocators.items():
+            blocks = future.state.position_offset // group.tokens_per_page
+            if blocks:
+                future.complete_blocks[name] = future.complete_blocks.get(name, 0) + blocks
+
+    def _needs(self, state: Any, tokens: int) -> dict[str, int]:
+        return {
+            name: group.needs_new_blocks(state.request_id, state.current_len(), tokens)
+            for name, group in self._cache.cache_allocators.items()
+        }
