@@ -1,0 +1,1 @@
+"""Serving engines that run on torch_kvswap, a module for each."""

@@ -1,0 +1,174 @@
+"""The scheduler's side of KVSwapOffloadingSpec: which chunk is on which host page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
+
+from torch_kvswap.block_manager import BlockManager
+from torch_kvswap.block_results import Load, Store
+from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
+
+Key = bytes  # vLLM's OffloadKey
+_GROUP_BYTES = 4  # at the end of a key
+# 0.26 has a name for the medium, later releases a member of an enum.
+_MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
+_MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
+_PENDING = base.LookupResult.HIT_PENDING
+
+
+class _Filling(NamedTuple):
+    """A store that has not ended, and the digests of its keys."""
+
+    store: Store
+    digests: list[bytes]
+
+
+class KVSwapManager(base.OffloadingManager):
+    """A BlockManager behind vLLM's contract. Pages are of all groups of layers together: which of
+    them a prefix needs is decided by vLLM, key by key.
+
+    vLLM asks for one key at a time, as often as a request waits, so lookup() reads what this keeps
+    in Python: the keys that have a page, and which of those are being filled. The scheduler's
+    thread calls everything.
+    """
+
+    def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
+        self._blocks = BlockManager(
+            num_pages, policy=policy, store_threshold=max(store_threshold, 1), events=True
+        )
+        self._counts_offers = store_threshold > 1
+        self._keys: dict[bytes, Key] = {}  # of what has a page, by digest
+        self._filling: dict[bytes, _Filling] = {}
+        self._loads: dict[tuple[str, frozenset[Key]], Load] = {}
+        self._events: list[Any] | None = [] if events else None
+        self._sizes: list[int] = []  # of the stores since get_stats()
+        self._skipped = 0
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        return base.RequestOffloadingContext()
+
+    def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
+        digest = _digest(key)
+        if digest not in self._keys:
+            return _MISS
+        return _PENDING if digest in self._filling else _HIT
+
+    def prepare_load(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.LoadStoreSpec:
+        if not keys:
+            return CPULoadStoreSpec([])
+        load = self._blocks.prepare_load(list(map(_digest, keys)))
+        if load is None:
+            raise RuntimeError(
+                f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
+                "stored; vLLM loads only what lookup() has just found"
+            )
+        self._loads[req_context.req_id, frozenset(keys)] = load
+        return CPULoadStoreSpec(load.pages)
+
+    def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        if keys:
+            self._blocks.complete(self._loads.pop((req_context.req_id, frozenset(keys))))
+
+    def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        self._blocks.touch(list(map(_digest, keys)))
+
+    def prepare_store(
+        self, keys: Collection[Key], req_context: base.ReqContext
+    ) -> base.PrepareStoreOutput | None:
+        """keys_to_store are in the order of the keys: vLLM lists their blocks in that order."""
+        keys = list(keys)
+        digests = list(map(_digest, keys))
+        if self._counts_offers:
+            self._blocks.lookup(digests)
+        store = self._blocks.prepare_store(digests)
+        if store is None:
+            return None
+        evicted = self._take_evicted()
+        places = store.places.tolist()
+        new = [keys[place] for place in places]
+        if new:
+            filling = _Filling(store, [digests[place] for place in places])
+            self._keys.update(zip(filling.digests, new, strict=True))
+            self._filling.update(dict.fromkeys(filling.digests, filling))
+            self._sizes.append(len(new))
+        return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
+
+    def complete_store(
+        self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
+    ) -> None:
+        """Ends the stores that fill the keys: vLLM names all keys of a store at once."""
+        ended = (self._filling.get(_digest(key)) for key in keys)
+        for filling in {id(one): one for one in ended if one is not None}.values():
+            (self._blocks.complete if success else self._blocks.fail)(filling.store)
+            for digest in filling.digests:
+                del self._filling[digest]
+            if success:
+                self._tell([self._keys[digest] for digest in filling.digests], removed=False)
+            else:
+                for digest in filling.digests:
+                    del self._keys[digest]
+
+    def reset_cache(self) -> None:
+        """vLLM says no more of the jobs that run: the workers wait for them before they do anything
+        that it decides later, so that their pages are free now."""
+        self._blocks.reset()
+        open_jobs: list[Load | Store] = [*self._loads.values()]
+        open_jobs += {id(one): one.store for one in self._filling.values()}.values()
+        for job in open_jobs:
+            self._blocks.fail(job)
+        for known in (self._keys, self._filling, self._loads):
+            known.clear()
+        self._blocks.events()
+
+    def take_events(self) -> Iterable[Any]:
+        taken, self._events = self._events or [], None if self._events is None else []
+        return taken
+
+    def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in 0.26, nor asked there
+
+        return CacheHitSource.HOST
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Under the names of vLLM's own manager, so that dashboards go on."""
+        stats, now = OffloadingConnectorStats(), self._blocks.stats()
+        used = (now.pages - now.free_pages - now.idle_pages) / now.pages
+        writing = now.filling_pages / now.pages
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, used)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, max(used - writing, 0.0))
+        for size in self._sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        self._sizes.clear()
+        if self._counts_offers:
+            skipped = now.skipped - self._skipped
+            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped)
+            self._skipped = now.skipped
+        return stats
+
+    def _take_evicted(self) -> list[Key]:
+        evicted = [
+            self._keys.pop(event.key) for event in self._blocks.events() if event.kind == "evicted"
+        ]
+        if evicted:
+            self._tell(evicted, removed=True)
+        return evicted
+
+    def _tell(self, keys: list[Key], removed: bool) -> None:
+        if self._events is not None:
+            self._events.append(base.OffloadingEvent(keys, _MEDIUM, removed))
+
+
+def _digest(key: Key) -> bytes:
+    """Of a key that is a SHA-256 and a group: 28 bytes of the one, which nobody finds twice, and
+    the other. In place of hashing, which takes ten times as long."""
+    if len(key) == DIGEST_BYTES + _GROUP_BYTES:
+        return key[: DIGEST_BYTES - _GROUP_BYTES] + key[-_GROUP_BYTES:]
+    return key_digest(key)
