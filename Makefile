@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-gpu lint build clean
+.PHONY: demo test test-gpu test-vllm lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
@@ -19,6 +19,11 @@ test-gpu:
 	@python=$$($(environment) test) && export KVSWAP_REQUIRE_GPU=1 && \
 	"$$python" -m pytest -m gpu $(ARGS) && \
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$$python" -m pytest -m gpu $(ARGS)
+
+# vLLM has to be in the environment: pip install -e '.[vllm]'
+test-vllm:
+	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
+	"$$python" -m pytest tests/test_integration_vllm*.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

@@ -11,10 +11,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.block_results import Load, Store
-from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
+from torch_kvswap.prefix_hash import key_digest
 
 Key = bytes  # vLLM's OffloadKey
-_GROUP_BYTES = 4  # at the end of a key
 # 0.26 has a name for the medium, later releases a member of an enum.
 _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
@@ -22,10 +21,10 @@ _PENDING = base.LookupResult.HIT_PENDING
 
 
 class _Filling(NamedTuple):
-    """A store that has not ended, and the digests of its keys."""
+    """A store that has not ended."""
 
     store: Store
-    digests: list[bytes]
+    keys: list[Key]
 
 
 class KVSwapManager(base.OffloadingManager):
@@ -42,8 +41,9 @@ class KVSwapManager(base.OffloadingManager):
             num_pages, policy=policy, store_threshold=max(store_threshold, 1), events=True
         )
         self._counts_offers = store_threshold > 1
-        self._keys: dict[bytes, Key] = {}  # of what has a page, by digest
-        self._filling: dict[bytes, _Filling] = {}
+        self._digests: dict[Key, bytes] = {}  # of what has a page
+        self._keys: dict[bytes, Key] = {}  # the other way round
+        self._filling: dict[Key, _Filling] = {}
         self._loads: dict[tuple[str, frozenset[Key]], Load] = {}
         self._events: list[Any] | None = [] if events else None
         self._sizes: list[int] = []  # of the stores since get_stats()
@@ -53,17 +53,17 @@ class KVSwapManager(base.OffloadingManager):
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
-        digest = _digest(key)
-        if digest not in self._keys:
+        if key not in self._digests:
             return _MISS
-        return _PENDING if digest in self._filling else _HIT
+        return _PENDING if key in self._filling else _HIT
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.LoadStoreSpec:
         if not keys:
             return CPULoadStoreSpec([])
-        load = self._blocks.prepare_load(list(map(_digest, keys)))
+        digests = self._known(keys)
+        load = self._blocks.prepare_load(digests) if len(digests) == len(keys) else None
         if load is None:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
@@ -77,14 +77,14 @@ class KVSwapManager(base.OffloadingManager):
             self._blocks.complete(self._loads.pop((req_context.req_id, frozenset(keys))))
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        self._blocks.touch(list(map(_digest, keys)))
+        self._blocks.touch(self._known(keys))
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
         """keys_to_store are in the order of the keys: vLLM lists their blocks in that order."""
         keys = list(keys)
-        digests = list(map(_digest, keys))
+        digests = [self._digests.get(key) or key_digest(key) for key in keys]
         if self._counts_offers:
             self._blocks.lookup(digests)
         store = self._blocks.prepare_store(digests)
@@ -94,9 +94,9 @@ class KVSwapManager(base.OffloadingManager):
         places = store.places.tolist()
         new = [keys[place] for place in places]
         if new:
-            filling = _Filling(store, [digests[place] for place in places])
-            self._keys.update(zip(filling.digests, new, strict=True))
-            self._filling.update(dict.fromkeys(filling.digests, filling))
+            for place, key in zip(places, new, strict=True):
+                self._digests[key], self._keys[digests[place]] = digests[place], key
+            self._filling.update(dict.fromkeys(new, _Filling(store, new)))
             self._sizes.append(len(new))
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
@@ -104,16 +104,16 @@ class KVSwapManager(base.OffloadingManager):
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Ends the stores that fill the keys: vLLM names all keys of a store at once."""
-        ended = (self._filling.get(_digest(key)) for key in keys)
-        for filling in {id(one): one for one in ended if one is not None}.values():
+        ended = {id(one): one for key in keys if (one := self._filling.get(key)) is not None}
+        for filling in ended.values():
             (self._blocks.complete if success else self._blocks.fail)(filling.store)
-            for digest in filling.digests:
-                del self._filling[digest]
+            for key in filling.keys:
+                del self._filling[key]
             if success:
-                self._tell([self._keys[digest] for digest in filling.digests], removed=False)
+                self._tell(filling.keys, removed=False)
             else:
-                for digest in filling.digests:
-                    del self._keys[digest]
+                for key in filling.keys:
+                    del self._keys[self._digests.pop(key)]
 
     def reset_cache(self) -> None:
         """vLLM says no more of the jobs that run: the workers wait for them before they do anything
@@ -123,7 +123,7 @@ class KVSwapManager(base.OffloadingManager):
         open_jobs += {id(one): one.store for one in self._filling.values()}.values()
         for job in open_jobs:
             self._blocks.fail(job)
-        for known in (self._keys, self._filling, self._loads):
+        for known in (self._digests, self._keys, self._filling, self._loads):
             known.clear()
         self._blocks.events()
 
@@ -153,10 +153,15 @@ class KVSwapManager(base.OffloadingManager):
             self._skipped = now.skipped
         return stats
 
+    def _known(self, keys: Collection[Key]) -> list[bytes]:
+        """The digests of those that have a page."""
+        return [digest for key in keys if (digest := self._digests.get(key)) is not None]
+
     def _take_evicted(self) -> list[Key]:
-        evicted = [
-            self._keys.pop(event.key) for event in self._blocks.events() if event.kind == "evicted"
-        ]
+        events = self._blocks.events()
+        evicted = [self._keys.pop(event.key) for event in events if event.kind == "evicted"]
+        for key in evicted:
+            del self._digests[key]
         if evicted:
             self._tell(evicted, removed=True)
         return evicted
@@ -164,11 +169,3 @@ class KVSwapManager(base.OffloadingManager):
     def _tell(self, keys: list[Key], removed: bool) -> None:
         if self._events is not None:
             self._events.append(base.OffloadingEvent(keys, _MEDIUM, removed))
-
-
-def _digest(key: Key) -> bytes:
-    """Of a key that is a SHA-256 and a group: 28 bytes of the one, which nobody finds twice, and
-    the other. In place of hashing, which takes ten times as long."""
-    if len(key) == DIGEST_BYTES + _GROUP_BYTES:
-        return key[: DIGEST_BYTES - _GROUP_BYTES] + key[-_GROUP_BYTES:]
-    return key_digest(key)
