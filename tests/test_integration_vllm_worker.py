@@ -330,3 +330,133 @@ def test_the_spec_makes_a_worker_for_the_chunks_of_the_configuration(device):
     assert worker is spec.get_worker(canonical)
     assert list(worker._pool.pages.shape) == [5, 2, 3 * 512]
     worker.shutdown()
+
+
+def connector_of(rig: Rig) -> Any:
+    """vLLM's side of the worker, without a model around it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+
+    connector: Any = object.__new__(OffloadingConnectorWorker)
+    connector.worker, connector._load_jobs, connector._unsubmitted_store_jobs = rig.worker, {}, []
+    connector._is_store_writer = True  # of 0.33
+    connector._connector_worker_meta = OffloadingWorkerMetadata()
+    return connector
+
+
+def metadata(
+    stores: dict[int, Any] | None = None,
+    loads: dict[int, Any] | None = None,
+    flush: set[int] | None = None,
+    sync: bool = False,
+) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+
+    def jobs(moves: dict[int, Any] | None, is_store: bool) -> dict[int, Any]:
+        made = {}
+        for number, (blocks, pages) in (moves or {}).items():
+            gpu, host = base.GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(pages)
+            specs = (gpu, host) if is_store else (host, gpu)
+            named = dict(zip(("src_spec", "dst_spec"), specs, strict=True))
+            more = {"sync": True} if sync else {}
+            made[number] = common.TransferJob(req_id=str(number), **named, **more)
+        return made
+
+    return common.OffloadingConnectorMetadata(
+        load_jobs=jobs(loads, False), store_jobs=jobs(stores, True), jobs_to_flush=flush or set()
+    )
+
+
+def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
+    """Empty steps until the jobs are reported: the requests whose loads have ended."""
+    received: set[str] = set()
+    reported: dict[int, int] = {}
+    deadline = time.monotonic() + 20
+    while set(reported) < numbers:
+        assert time.monotonic() < deadline
+        received |= connector.get_finished(set())[1]
+        meta = connector.build_connector_worker_meta()
+        for number, count in meta.completed_jobs.items() if meta else ():
+            reported[number] = reported.get(number, 0) + count
+    assert reported == dict.fromkeys(numbers, 1)
+    return received
+
+
+def test_a_store_goes_out_one_step_later_and_its_load_brings_it_back(rig):
+    connector = connector_of(rig)
+    first = metadata(stores={1: ([3, 4], [7, 8])})
+    connector.handle_preemptions(first)
+    connector.start_kv_transfers(first)
+    connector.prepare_store_kv(first)
+    assert connector.get_finished(set()) == (set(), set())
+    assert rig.worker._open == {}, "not yet submitted"
+    connector.handle_preemptions(metadata())
+    assert steps_until(connector, rig, {1}) == set()
+    stored = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    second = metadata(loads={2: ([10, 11], [7, 8])})
+    connector.handle_preemptions(second)
+    connector.start_kv_transfers(second)
+    assert steps_until(connector, rig, {2}) == {"2"}
+    assert all(
+        torch.equal(one.tensor[[10, 11]], bytes_)
+        for one, bytes_ in zip(rig.caches.tensors, stored, strict=True)
+    )
+
+
+def test_a_flush_submits_and_waits_for_stores_before_their_blocks_are_overwritten(rig):
+    connector = connector_of(rig)
+    connector.prepare_store_kv(metadata(stores={1: ([3], [7])}))
+    kept = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    connector.handle_preemptions(metadata(stores={2: ([4], [8])}, flush={1, 2, 99}))
+    for one in rig.caches.tensors:
+        one.tensor[[3, 4]] = 0
+    assert steps_until(connector, rig, {1, 2}) == set()
+    for page, row in ((7, 0), (8, 1)):
+        expected = torch.cat([one[row] for one in kept]).view(torch.uint8).cpu()
+        assert torch.equal(rig.worker._pool.pages[page, 0], expected)
+
+
+@pytest.mark.skipif(not hasattr(base, "Medium"), reason="0.26 has no synchronous loads")
+def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(rig):
+    connector, loads = connector_of(rig), []
+    load = rig.worker._handler.load
+
+    def noted(*ids: Any, **options: Any) -> Any:
+        loads.append(options["expedited"])
+        return load(*ids, **options)
+
+    rig.worker._handler.load = noted
+    connector.start_kv_transfers(metadata(loads={5: ([3], [7])}, sync=True))
+    rig._move("load", rig.groups[0], 3, 7, 0)
+    assert rig.is_right()
+    assert steps_until(connector, rig, {5}) == set()
+    assert loads == [True]
+
+
+def test_a_load_is_ordered_behind_the_last_step_that_was_finished(rig, monkeypatch):
+    """The event is recorded when a step is over, never between that and a load of the next."""
+    calls: list[str] = []
+
+    class Event:
+        def record(self, stream: object = None) -> None:
+            calls.append("recorded")
+
+    def load(*ids: Any, after: Any, **options: Any) -> Any:
+        calls.append("load behind it" if after is rig.worker._step else "load behind nothing")
+        return begin(*ids, after=(), **options)
+
+    begin = rig.worker._handler.load
+    monkeypatch.setattr(rig.worker._handler, "load", load)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    rig.worker._step = Event()
+    rig.submit("load", [([3], [5], 0)])
+    rig.worker.get_finished()
+    rig.submit("load", [([4], [6], 0)])
+    assert calls == ["load behind it", "recorded", "load behind it"]
+    rig.worker._step = None
+    rig.submit("load", [([5], [7], 0)])
+    assert calls[-1] == "load behind nothing"
