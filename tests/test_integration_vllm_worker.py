@@ -239,6 +239,34 @@ def test_wait_does_not_raise_for_a_copy_that_failed(rig, monkeypatch):
     assert rig.is_right()
 
 
+def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+    """It copies only when somebody waits for it, so that a wait that does not is seen."""
+    from torch_kvswap.integrations.vllm_retry import Retry
+
+    class Late:
+        def __init__(self, copy: Any) -> None:
+            self.copy = copy
+
+        def query(self) -> bool:
+            return self.copy is None
+
+        def synchronize(self) -> None:
+            self.copy()
+            self.copy = None
+
+    def start_late(retry: Any, *what: Any) -> None:
+        retry._end = Late(lambda: retry._copy(*what))
+
+    monkeypatch.setattr(Retry, "_start", start_late)
+    fail_copies(rig, monkeypatch)
+    number = rig.submit("store", [([3, 9], [5, 2], 0)])
+    rig.worker._handler.wait()
+    assert rig.worker.get_finished() == [], "it has not been copied yet"
+    rig.worker.wait({number})
+    assert rig.is_right()
+    assert rig.finished(1)[0].success
+
+
 def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
         raise RuntimeError("error 719")

@@ -24,7 +24,7 @@ class _Filling(NamedTuple):
     """A store that has not ended."""
 
     store: Store
-    keys: list[Key]
+    keys: tuple[Key, ...]
 
 
 class KVSwapManager(base.OffloadingManager):
@@ -73,6 +73,7 @@ class KVSwapManager(base.OffloadingManager):
         return CPULoadStoreSpec(load.pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
+        """Ends the load of just these keys by this request: vLLM has one at a time."""
         if keys:
             self._blocks.complete(self._loads.pop((req_context.req_id, frozenset(keys))))
 
@@ -96,7 +97,7 @@ class KVSwapManager(base.OffloadingManager):
         if new:
             for place, key in zip(places, new, strict=True):
                 self._digests[key], self._keys[digests[place]] = digests[place], key
-            self._filling.update(dict.fromkeys(new, _Filling(store, new)))
+            self._filling.update(dict.fromkeys(new, _Filling(store, tuple(new))))
             self._sizes.append(len(new))
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
@@ -166,6 +167,6 @@ class KVSwapManager(base.OffloadingManager):
             self._tell(evicted, removed=True)
         return evicted
 
-    def _tell(self, keys: list[Key], removed: bool) -> None:
+    def _tell(self, keys: Iterable[Key], removed: bool) -> None:
         if self._events is not None:
-            self._events.append(base.OffloadingEvent(keys, _MEDIUM, removed))
+            self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed))
