@@ -307,6 +307,7 @@ def kernels_of(milliseconds: int) -> None:
 @pytest.mark.gpu
 def test_a_load_waits_for_the_step_before_and_not_for_the_one_that_has_begun():
     rig = Rig(GROUPS["a tensor for each layer"], "cuda")
+    rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
     torch.cuda.synchronize()
     rig.worker.get_finished()  # the step before ends here
     kernels_of(400)
@@ -325,6 +326,7 @@ def test_a_load_waits_for_the_step_before_and_not_for_the_one_that_has_begun():
 @pytest.mark.gpu
 def test_a_load_that_is_told_to_waits_for_nothing():
     rig = Rig(GROUPS["a tensor for each layer"], "cuda", load_after="nothing")
+    rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
     torch.cuda.synchronize()
     kernels_of(400)
     rig.worker.get_finished()
