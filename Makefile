@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-gpu test-transformers lint build clean
+.PHONY: demo test test-gpu test-transformers test-vllm lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
@@ -24,6 +24,11 @@ test-gpu:
 test-transformers:
 	@python=$$($(environment) test-transformers) && \
 	"$$python" -m pytest tests/test_integration_transformers*.py $(ARGS)
+
+# vLLM has to be in the environment: pip install -e '.[vllm]'
+test-vllm:
+	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
+	"$$python" -m pytest tests/test_integration_vllm*.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

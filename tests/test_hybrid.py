@@ -363,3 +363,45 @@ def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
         shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=20)
         assert not busy.query()
         shared.handler.wait()
+
+
+def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
+    """Block 2 of either goes to page 1 and 3, and comes back as it was; nothing else is written."""
+    tensors = [torch.randint(256, (6, size), dtype=torch.uint8).to(device) for size in (96, 40, 24)]
+    layouts = [PagedLayout(tensors[:1]), PagedLayout(tensors[1:])]
+    pool = HostPool(layouts[0], num_pages=4, blocks_per_page=2)
+    before = pool.pages.random_(256).clone()
+    pools = [pool.seen_by(layout) for layout in layouts]
+    assert [one.nbytes for one in pools] == [4 * 2 * 96] * 2
+    with OffloadHandler(layouts, pools) as handler:
+        handler.wait(handler.store([[2], [2]], [[1], [3]], first_block=[0, 1]))
+        before[1, 0] = tensors[0][2].cpu()
+        before[3, 1, :64] = torch.cat([tensors[1][2], tensors[2][2]]).cpu()
+        assert torch.equal(pool.pages, before)
+        expected = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor[2] = 0
+        handler.wait(handler.load([[1], [3]], [[2], [2]], first_block=[0, 1]))
+    assert all(map(torch.equal, tensors, expected))
+    pool.close()
+
+
+def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_pool():
+    layouts = [PagedLayout([torch.zeros(4, size, dtype=torch.uint8)]) for size in (64, 32)]
+    pool = HostPool(layouts[0], 4)
+    shared = OffloadHandler(layouts, [pool.seen_by(layout) for layout in layouts])
+    apart = OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
+    spaces = [
+        [group.slot_space for group in handler.native.groups.structures]
+        for handler in (shared, apart)
+    ]
+    assert spaces[0][0] == spaces[0][1]
+    assert spaces[1][0] != spaces[1][1]
+
+
+def test_larger_blocks_than_a_page_has_room_for_are_refused():
+    small, large = (PagedLayout([torch.zeros(4, size)]) for size in (8, 16))
+    with pytest.raises(
+        ValueError, match="blocks of 64 bytes do not go into pages for blocks of 32"
+    ):
+        HostPool(small, 4).seen_by(large)

@@ -38,7 +38,7 @@ class Groups:
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = Watch(self.layouts).check
         spaces = block_spaces(self.layouts)
-        pools = {id(pool): number for number, pool in enumerate(self.pools)}
+        pools = {id(pool.usable): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have
         self.structures = (capi.Group * len(self.layouts))()
         first_layer = 0
@@ -55,7 +55,7 @@ class Groups:
             group.num_blocks = layout.num_blocks
             group.num_pages = pool.num_pages
             group.blocks_per_page = pool.blocks_per_page
-            group.block_space, group.slot_space = space, pools[id(pool)]
+            group.block_space, group.slot_space = space, pools[id(pool.usable)]
             group.usable = ctypes.addressof(pool.usable)
             first_layer += len(layout.tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from typing import Any, Protocol
@@ -112,6 +113,20 @@ class HostPool:
             raise ValueError("this pool is of one process; make it with world=, how many share it")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         return PoolHandle(os.dup(self._mapping.fd), *shape, *self._shares)
+
+    def seen_by(self, layout: PagedLayout) -> HostPool:
+        """The same pages for another group of layers, whose blocks are no larger: a page has a
+        block of one or the other. Close only this one. Raises ValueError for larger blocks."""
+        self._check_open()
+        slot_bytes, pages = self.page_bytes // self.blocks_per_page, copy.copy(self)
+        if layout.block_bytes > slot_bytes:
+            raise ValueError(
+                f"blocks of {layout.block_bytes} bytes do not go into pages for blocks of "
+                f"{slot_bytes}; make the pool from the layout with the largest blocks"
+            )
+        sizes = Pages(layout, self.num_pages, self.blocks_per_page)
+        pages.layout = sizes.planes(self._mapping.tensor, layout, slot_bytes)
+        return pages
 
     @property
     def pages(self) -> Tensor:

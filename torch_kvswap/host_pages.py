@@ -58,11 +58,12 @@ class Pages:
         """uint8 [pages, blocks in a page, bytes of a block]"""
         return memory.view(self.count, self.blocks_per_page, -1)
 
-    def planes(self, memory: Tensor, layout: Planes) -> Planes:
-        """A block on the host is its planes one after another."""
+    def planes(self, memory: Tensor, layout: Planes, slot_bytes: int | None = None) -> Planes:
+        """A block on the host is its planes one after another. slot_bytes: from one block to the
+        next, where that is more than a block has."""
         return Planes(
             bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
-            strides=np.full_like(layout.sizes, layout.block_bytes),
+            strides=np.full_like(layout.sizes, slot_bytes or layout.block_bytes),
             sizes=layout.sizes,
             num_blocks=self.count * self.blocks_per_page,
         )

@@ -1,0 +1,182 @@
+"""vLLM without offloading, with its own CPU offloading and with ours, side by side on one GPU.
+
+All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
+prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
+all comes from the host; "alone", some of them again, one after the other. "plain" has a GPU cache
+that is large enough, which is what offloading can come close to at best: the overhead is the time
+to first token less that of plain. The model has random weights and few KV heads, as a rank of a
+tensor-parallel server has. A last engine, with a small host cache, says how many tokens it found
+there, prompt by prompt, and a model of the cache says how many it should have.
+
+Needs vLLM 0.26 or later and a GPU. Ends with 1 when hits differ from the model's, else with 0.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
+from integration_vllm_report import Round, differences, judge, table_of
+from prefix_cache_model import PrefixCacheModel, block_keys
+from program import device_of, new_parser
+from report import write_json
+from vllm_server import make_prompts
+from vllm_servers import SPEC, Server, connector, write_model
+
+SHAPE = ("layers", "heads", "kv_heads", "head_size", "hidden", "intermediate", "vocabulary")
+HITS_ENGINE = "hits"
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        write_model(Path(folder) / "model", {name: getattr(options, name) for name in SHAPE})
+        settings = _settings(options, str(Path(folder) / "model"))
+        servers = [Server(name, each, logs / f"{name}.log") for name, each in settings.items()]
+        try:
+            about = {server.name: server.ready() for server in servers}
+            print(*(f"{name}: {said}" for name, said in about.items()), sep="\n")
+            hits = _check_hits(options, servers.pop())
+            rounds = _measure(options, servers)
+        finally:
+            for server in servers:
+                server.stop()
+    verdicts = judge(rounds)
+    print(table_of(rounds), "", differences(rounds), *verdicts, sep="\n")
+    content = {
+        "benchmark": "integration_vllm",
+        "settings": {
+            name: value
+            for name, value in vars(options).items()
+            if name not in ("json", "logs", "preload", "device")
+        },
+        "engines": about,
+        "rounds": [each.to_json() for each in rounds],
+        "hits": hits,
+    }
+    if options.json:
+        write_json(options.json, device_of(options), content, verdicts)
+    return 1 if any(found != expected for found, expected in hits) else 0
+
+
+def _parser() -> ArgumentParser:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    numbers = {"layers": 32, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
+    numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 4}
+    numbers |= {"prompts": 24, "tokens": 4096, "prefix": 1024, "output": 32, "alone": 6}
+    numbers |= {"running": 8, "batched": 8192, "hits_prompts": 24}
+    for name, default in numbers.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default)
+    add("--cpu-gib", type=float, default=10.0)
+    add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
+    add("--dtype", default="bfloat16")
+    add("--graphs", action="store_true", help="CUDA graphs; starting takes longer")
+    add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
+    add("--preload", help="a file that each engine runs first")
+    return parser
+
+
+def block_bytes(options: Namespace) -> int:
+    element = 4 if options.dtype == "float32" else 2
+    of_token = 2 * options.layers * options.kv_heads * options.head_size * element
+    return int(options.block_tokens * of_token)
+
+
+def _settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
+    """Of each engine, that of the hits last."""
+    of_request = -(-(options.tokens + options.output) // options.block_tokens) + 1
+    least = options.running * of_request + 2
+    small = {"num_gpu_blocks_override": least}
+    common = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "seed": 0,
+        "enforce_eager": not options.graphs,
+        "max_model_len": options.tokens + options.output,
+        "max_num_seqs": options.running,
+        "max_num_batched_tokens": options.batched,
+        "block_size": options.block_tokens,
+        "kv_cache_memory_bytes": int(options.gpu_gib * 2**30),
+        "gpu_memory_utilization": 0.1,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "attention_config": {"backend": "TRITON_ATTN"},
+        "preload": options.preload,
+    }
+    host = int(options.cpu_gib * 2**30)
+    ours = SPEC | {"load_after": "nothing"}
+    engines = {
+        "plain": {},
+        "vLLM's own": small | connector(host),
+        "ours": small | connector(host, **SPEC),
+        "ours, load_after=nothing": small | connector(host, **ours),
+        HITS_ENGINE: small | connector(hits_pages(options) * block_bytes(options), **SPEC),
+    }
+    return {name: common | of_engine for name, of_engine in engines.items()}
+
+
+def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
+    """A turn is a cold round, a warm one and some prompts alone of each engine."""
+    rounds = []
+    for turn in range(-1, options.turns):  # the first one warms up
+        shift = turn % len(servers)
+        for server in [*servers[shift:], *servers[:shift]]:
+            order: dict[str, Any] = {
+                "seed": 100 + turn,
+                "prompts": options.prompts,
+                "lengths": (options.tokens - 50, options.tokens),
+                "output": options.output,
+                "prefixes": 2,
+                "prefix": options.prefix,
+            }
+            drops = server.name != "plain"
+            alone = {"order": list(range(options.alone)), "alone": True, "drop": drops}
+            for kind, more in (("cold", {}), ("warm", {"drop": drops}), ("alone", alone)):
+                answer = server.serve(**order, **more)
+                if turn >= 0:
+                    rounds.append(Round(server.name, turn, kind, **answer))
+    return rounds
+
+
+def hits_pages(options: Namespace) -> int:
+    """Too few for all prompts, enough for some."""
+    return int(6 * (options.tokens // options.block_tokens))
+
+
+def _check_hits(options: Namespace, server: Server) -> list[tuple[int, int]]:
+    """Of each prompt, in a random order with many twice: blocks found and those that the model
+    finds. The GPU's cache is dropped before each one, so that it has no part in it."""
+    size = options.block_tokens
+    chosen = random.Random(1)
+    order = [chosen.randrange(options.hits_prompts // 2) for _ in range(options.hits_prompts)]
+    lengths = options.tokens // 2 // size * size + 1, options.tokens // size * size - 1
+    how: dict[str, Any] = {"prefixes": 3, "prefix": options.prefix // 2}
+    answer = server.serve(
+        **{"seed": 7, "prompts": max(order) + 1, "lengths": lengths, "output": 2},
+        **how,
+        order=order,
+        alone=True,
+        drop=True,
+    )
+    server.stop()
+    made = make_prompts(7, max(order) + 1, lengths, **how, vocabulary=options.vocabulary)
+    model = PrefixCacheModel(hits_pages(options))
+    expected = [model.serve(block_keys(made[number], size)) for number in order]
+    found = [tokens // size for tokens in answer["cached"]]
+    print(f"blocks found on the host: {sum(found)}, the model: {sum(expected)}")
+    return list(zip(found, expected, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

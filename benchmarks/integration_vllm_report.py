@@ -1,0 +1,119 @@
+"""What the rounds of several vLLM engines come to: a table, and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from report import Verdict, table
+
+PLAIN, THEIRS, OURS = "plain", "vLLM's own", "ours"
+KINDS = ("cold", "warm", "alone")
+SPEEDUP = 1.15  # in throughput; or
+SHARE = 0.5  # of the overhead in time to first token
+
+
+@dataclass
+class Round:
+    """What an engine has served at once: seconds of all, to the first token of each request, tokens
+    of each that came from a cache, and the tokens that it made."""
+
+    engine: str
+    turn: int
+    kind: str
+    seconds: float
+    ttft: list[float]
+    cached: list[int]
+    tokens: list[list[int]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "tokens"}
+
+
+def seconds(rounds: Sequence[Round], engine: str, kind: str) -> float:
+    """The median of the turns."""
+    return median(each.seconds for each in _of(rounds, engine, kind))
+
+
+def ttft_ms(rounds: Sequence[Round], engine: str, kind: str) -> float:
+    """The median of the turns, of the mean of a round."""
+    return 1e3 * median(mean(each.ttft) for each in _of(rounds, engine, kind))
+
+
+def speedup(rounds: Sequence[Round], engine: str, kind: str) -> float:
+    """The throughput over that of vLLM's own: the median of the turns, each beside the other."""
+    theirs = {each.turn: each.seconds for each in _of(rounds, THEIRS, kind)}
+    return median(theirs[each.turn] / each.seconds for each in _of(rounds, engine, kind))
+
+
+def overhead_ms(rounds: Sequence[Round], engine: str, kind: str) -> float:
+    return ttft_ms(rounds, engine, kind) - ttft_ms(rounds, PLAIN, kind)
+
+
+def judge(rounds: Sequence[Round]) -> list[Verdict]:
+    verdicts = [
+        Verdict(
+            f"{kind}, throughput over vLLM's own offloading",
+            1.0,
+            speedup(rounds, OURS, kind),
+            at_least=True,
+        )
+        for kind in KINDS
+    ]
+    gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
+    share = least_share(rounds)
+    if gain < SPEEDUP and share is not None and share <= SHARE:  # one of the two is asked for
+        name = "share of the overhead of vLLM's own in time to first token"
+        return [*verdicts, Verdict(name, SHARE, share)]
+    name = "the better of cold and warm, throughput over vLLM's own offloading"
+    return [*verdicts, Verdict(name, SPEEDUP, gain, at_least=True)]
+
+
+def least_share(rounds: Sequence[Round]) -> float | None:
+    """Of our overhead in that of vLLM's own; None when theirs has none."""
+    overheads = [
+        (overhead_ms(rounds, OURS, kind), overhead_ms(rounds, THEIRS, kind))
+        for kind in ("warm", "alone")
+    ]
+    return min((ours / theirs for ours, theirs in overheads if theirs > 0), default=None)
+
+
+def table_of(rounds: Sequence[Round]) -> str:
+    engines = list(dict.fromkeys(each.engine for each in rounds))
+    rows = [
+        (
+            kind,
+            engine,
+            seconds(rounds, engine, kind),
+            speedup(rounds, engine, kind),
+            ttft_ms(rounds, engine, kind),
+            overhead_ms(rounds, engine, kind),
+            sum(sum(each.cached) for each in _of(rounds, engine, kind)),
+        )
+        for kind in KINDS
+        for engine in engines
+    ]
+    headers = ("round", "engine", "s", "throughput", "TTFT, ms", "overhead, ms", "cached tokens")
+    return table(headers, rows)
+
+
+def differences(rounds: Sequence[Round]) -> str:
+    """How many answers are others than plain's in the same round: in bfloat16 a near tie can fall
+    either way when requests are batched in another order."""
+    plain = {(each.turn, each.kind): each.tokens for each in rounds if each.engine == PLAIN}
+    counts: dict[str, int] = {}
+    for each in rounds:
+        pairs = zip(each.tokens, plain[each.turn, each.kind], strict=True)
+        counts[each.engine] = counts.get(each.engine, 0) + sum(
+            ours != other for ours, other in pairs
+        )
+    del counts[PLAIN]
+    of = sum(len(each.tokens) for each in rounds if each.engine == PLAIN)
+    said = ", ".join(f"{engine} {count}" for engine, count in counts.items())
+    return f"answers of {of} that are not those of plain vLLM: {said}"
+
+
+def _of(rounds: Sequence[Round], engine: str, kind: str) -> list[Round]:
+    return [each for each in rounds if (each.engine, each.kind) == (engine, kind)]

@@ -1,0 +1,108 @@
+"""Several vLLM engines on one GPU at once, each in a process, of which one works at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+SPEC = {
+    "spec_name": "KVSwapOffloadingSpec",
+    "spec_module_path": "torch_kvswap.integrations.vllm",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are set by a function, and no process more
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Server:
+    """A process that starts at once; ready() waits for it. Its words are in `log`."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], log: Path) -> None:
+        self.name, self.log = name, log
+        answers, theirs = os.pipe()
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("vllm_server.py")), str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                env=ENVIRONMENT | os.environ,
+                text=True,
+            )
+        os.close(theirs)
+        self._answers: IO[str] = os.fdopen(answers)
+        self._say(settings)
+
+    def ready(self) -> dict[str, Any]:
+        return dict(self._hear()["ready"])
+
+    def serve(self, **order: Any) -> dict[str, Any]:
+        """`Engine.serve`."""
+        self._say(order)
+        return self._hear()
+
+    def stop(self) -> None:
+        self._process.kill()  # it holds nothing that matters
+        self._process.wait()
+
+    def _say(self, what: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has died: _hear() says so
+
+    def _hear(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            end = "".join(self.log.open(errors="replace").readlines()[-40:])
+            raise SystemExit(f"the vLLM of {self.name} has died; {self.log} ends with\n{end}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def connector(cpu_bytes: int, **extra: Any) -> dict[str, Any]:
+    """Settings of an engine that offloads; extra: for the spec, none for vLLM's own."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes} | extra,
+        }
+    }
+
+
+def write_model(folder: Path, shape: Mapping[str, int]) -> None:
+    """The configuration of a Llama; its weights are random. shape: layers, heads, kv_heads,
+    head_size, hidden, intermediate, vocabulary."""
+    configuration = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head_size"],
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "vocab_size": shape["vocabulary"],
+        "max_position_embeddings": 1 << 17,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(configuration))

@@ -1,0 +1,160 @@
+"""How vLLM finds our spec, what both sides of it agree on, and vLLM's own worker on our copies."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine import (
+    SPEC,
+    CPULoadStoreSpec,
+    KVSwapManager,
+    KVSwapOffloadingSpec,
+    base,
+    config,
+    keys,
+)
+
+from torch_kvswap.integrations.vllm import patch_ops
+from torch_kvswap.ops import swap_blocks_batch
+
+
+def test_vllm_finds_the_spec_by_configuration():
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    assert OffloadingSpecFactory.get_spec_cls(SPEC) is KVSwapOffloadingSpec
+    spec = OffloadingSpecFactory.create_spec(config(cpu_bytes_to_use=5000))
+    assert isinstance(spec, KVSwapOffloadingSpec)
+    assert isinstance(spec.get_manager(), KVSwapManager)
+    assert spec.get_manager() is spec.get_manager()
+
+
+def test_the_spec_can_be_imported_in_a_process_without_a_gpu_and_leaves_cuda_alone():
+    code = (
+        "import torch, torch_kvswap.integrations.vllm as m\n"
+        "m.KVSwapOffloadingSpec.build_metric_definitions({})\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("world", "chunk", "nbytes", "pages"),
+    [(1, 1, 5999, 5), (4, 1, 8000, 2), (2, 3, 18000, 3), (1, 1, 5500.0, 5)],
+)
+def test_the_number_of_pages_follows_from_the_bytes_of_all_workers(world, chunk, nbytes, pages):
+    spec = KVSwapOffloadingSpec(config(world, chunk, cpu_bytes_to_use=nbytes))
+    assert spec.num_pages == pages
+
+
+def test_too_few_bytes_for_a_chunk_are_refused():
+    said = (
+        "cpu_bytes_to_use is 7999, but one chunk of 4 blocks takes 8000 bytes in all workers "
+        "together"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
+
+
+def test_a_model_without_a_cache_is_refused():
+    with pytest.raises(ValueError, match="no KV cache to offload"):
+        KVSwapOffloadingSpec(config(block_bytes=0, cpu_bytes_to_use=1))
+
+
+def test_an_option_that_there_is_not_is_refused_when_the_spec_is_made():
+    with pytest.raises(ValueError, match="has cpu_byte, which KVSwapOffloadingSpec does not know"):
+        KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000, cpu_byte=1))
+
+
+def test_a_policy_that_there_is_not_is_refused():
+    spec = KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000, eviction_policy="fifo"))
+    with pytest.raises(ValueError, match="policy is 'fifo'; it can be lru or arc"):
+        spec.get_manager()
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+@pytest.mark.parametrize("whose", ["torch_kvswap", "vllm"])
+def test_every_metric_of_a_manager_is_defined(whose, threshold):
+    extra = {"manager": whose, "store_threshold": threshold, "cpu_bytes_to_use": 5000}
+    spec = KVSwapOffloadingSpec(config(**extra))
+    output = spec.get_manager().prepare_store(keys(1, 2), base.ReqContext("r"))
+    assert output is not None
+    said: dict[str, Any] = spec.get_manager().get_stats().reduce()
+    defined = KVSwapOffloadingSpec.build_metric_definitions(extra)
+    assert said
+    assert not [name for name in said if not any(name.startswith(each) for each in defined)]
+
+
+def test_the_manager_of_vllm_can_be_chosen_and_has_as_many_pages():
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    spec = KVSwapOffloadingSpec(config(cpu_bytes_to_use=3000, manager="vllm"))
+    manager = spec.get_manager()
+    assert isinstance(manager, CPUOffloadingManager)
+    context = base.ReqContext("r")
+    manager.on_new_request(context)
+    assert manager.prepare_store(keys(1, 2, 3, 4), context) is None
+    output = manager.prepare_store(keys(1, 2, 3), context)
+    assert isinstance(output.store_spec, CPULoadStoreSpec)
+    assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 2]
+
+
+def test_what_is_sent_to_workers_is_small_and_survives_pickling():
+    spec = KVSwapOffloadingSpec(config(cpu_bytes_to_use=2_000_000))
+    output = spec.get_manager().prepare_store(keys(*range(1000)), base.ReqContext("r"))
+    sent = pickle.dumps(output.store_spec)
+    assert len(sent) < 8 * 1000 + 500
+    again = pickle.loads(sent)
+    assert again.block_ids.tolist() == output.store_spec.block_ids.tolist()
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module of ops, as it was afterwards."""
+    from vllm import _custom_ops
+
+    monkeypatch.setattr(_custom_ops, "swap_blocks_batch", _custom_ops.swap_blocks_batch)
+    return _custom_ops
+
+
+def test_patch_ops_puts_our_copies_under_the_worker_of_vllm_and_says_what_it_keeps(ops, caplog):
+    from vllm.v1.kv_offload.cpu import gpu_worker
+
+    with caplog.at_level("INFO"):
+        said = patch_ops()
+    assert "Triton kernel stay loads of 16 or more pieces" in said
+    assert said in caplog.text
+    assert ops.swap_blocks_batch is swap_blocks_batch
+    large = [[base.CanonicalKVCacheRef(0, 1 << 20)]]
+    for to_cpu in (True, False):
+        assert gpu_worker._select_swap_blocks_fn(large, to_cpu) is swap_blocks_batch
+    assert patch_ops() == said
+
+
+def test_patch_ops_comes_too_late_when_the_worker_was_built(ops):
+    from vllm.v1.kv_offload.cpu import gpu_worker
+
+    before = ops.swap_blocks_batch
+    built = object.__new__(gpu_worker.SingleDirectionOffloadingHandler)
+    with pytest.raises(RuntimeError, match="has to come before vLLM builds its offloading worker"):
+        patch_ops()
+    assert ops.swap_blocks_batch is before
+    del built
+
+
+def test_our_copies_take_what_the_worker_of_vllm_passes(ops):
+    patch_ops()
+    source = torch.randint(256, (4, 64), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    rows = torch.arange(4) * 64
+    sizes = torch.full((4,), 64)
+    ops.swap_blocks_batch(
+        source.data_ptr() + rows, target.data_ptr() + rows, sizes, is_src_access_order_any=True
+    )
+    assert torch.equal(source, target)

@@ -1,0 +1,139 @@
+"""The benchmark of vLLM engines side by side: its prompts, its order, and how it judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import integration_vllm
+import pytest
+from expecttest import assert_expected_inline
+from integration_vllm_report import Round, differences, judge, table_of
+from prefix_cache_model import PrefixCacheModel, block_keys
+from vllm_server import make_prompts
+
+ENGINES = ("plain", "vLLM's own", "ours")
+
+
+def rounds_of(seconds: dict[str, float], ttft: dict[str, float]) -> list[Round]:
+    return [
+        Round(engine, turn, kind, seconds[engine] * (1 + turn), [ttft[engine]], [16], [[1, 2]])
+        for engine in ENGINES
+        for turn in (0, 1)
+        for kind in ("cold", "warm", "alone")
+    ]
+
+
+def judged(seconds: tuple[float, ...], ttft: tuple[float, ...]) -> str:
+    rounds = rounds_of(
+        dict(zip(ENGINES, seconds, strict=True)), dict(zip(ENGINES, ttft, strict=True))
+    )
+    return "\n".join(map(str, judge(rounds)[-2:]))
+
+
+def test_the_throughput_or_the_overhead_has_to_be_better():
+    assert_expected_inline(
+        judged((1, 3, 2), (0.01, 0.03, 0.029)),
+        """\
+met          alone, throughput over vLLM's own offloading: 1.50, at least 1
+met          the better of cold and warm, throughput over vLLM's own offloading: 1.50, at least 1.15""",
+    )
+    assert_expected_inline(
+        judged((1, 1.05, 1), (0.01, 0.03, 0.018)),
+        """\
+met          alone, throughput over vLLM's own offloading: 1.05, at least 1
+met          share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
+    )
+    assert_expected_inline(
+        judged((1, 1, 1.25), (0.01, 0.03, 0.03)),
+        """\
+MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
+MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
+    )
+
+
+def test_the_table_has_a_row_for_each_engine_and_kind_of_round():
+    rounds = rounds_of(dict(zip(ENGINES, (1, 3, 2), strict=True)), dict.fromkeys(ENGINES, 0.02))
+    assert_expected_inline(
+        "\n".join(table_of(rounds).splitlines()[:4]),
+        """\
+round  engine         s  throughput  TTFT, ms  overhead, ms  cached tokens
+cold   plain       1.50        3.00     20.00          0.00             32
+cold   vLLM's own  4.50        1.00     20.00          0.00             32
+cold   ours        3.00        1.50     20.00          0.00             32""",
+    )
+
+
+def test_answers_that_are_not_those_of_plain_are_counted():
+    rounds = rounds_of(dict.fromkeys(ENGINES, 1), dict.fromkeys(ENGINES, 1))
+    rounds[-1].tokens = [[1, 3]]
+    assert differences(rounds) == (
+        "answers of 6 that are not those of plain vLLM: vLLM's own 0, ours 1"
+    )
+
+
+def test_prompts_follow_from_the_seed_and_share_prefixes():
+    prompts = make_prompts(3, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
+    assert prompts == make_prompts(3, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
+    assert prompts != make_prompts(4, 5, (20, 30), prefixes=2, prefix=8, vocabulary=100)
+    assert prompts[0][:8] == prompts[2][:8] != prompts[1][:8]
+    assert prompts[0][8:] != prompts[2][8:]
+    assert {20 <= len(prompt) <= 30 for prompt in prompts} == {True}
+
+
+class Server:
+    """Serves at once, with the hits that the model says, plus `more`."""
+
+    more = 0
+    served: list[tuple[str, Any]] = []  # noqa: RUF012
+
+    def __init__(self, name: str, settings: dict[str, Any], log: Path) -> None:
+        self.name, self.settings = name, settings
+        if "kv_transfer_config" in settings:
+            extra = settings["kv_transfer_config"]["kv_connector_extra_config"]
+            self.model = PrefixCacheModel(extra["cpu_bytes_to_use"] // (2 * 8 * 64 * 2 * 16 * 2))
+
+    def ready(self) -> dict[str, Any]:
+        return {}
+
+    def serve(self, **order: Any) -> dict[str, Any]:
+        Server.served.append((self.name, order))
+        how = {name: order[name] for name in ("prefixes", "prefix")}
+        made = make_prompts(order["seed"], order["prompts"], order["lengths"], **how, vocabulary=99)
+        chosen = [made[number] for number in order.get("order", range(len(made)))]
+        cached = [0] * len(chosen)
+        if self.name == integration_vllm.HITS_ENGINE:
+            cached = [16 * self.model.serve(block_keys(prompt, 16)) for prompt in chosen]
+            cached[-1] += 16 * self.more
+        tokens = [[1, 2] for _ in chosen]
+        return {"seconds": 1.0, "ttft": [0.1] * len(chosen), "cached": cached, "tokens": tokens}
+
+    def stop(self) -> None:
+        pass
+
+
+ARGUMENTS = ["--layers", "8", "--kv-heads", "2", "--head-size", "64", "--vocabulary", "99"]
+ARGUMENTS += ["--tokens", "256", "--prefix", "64", "--turns", "3", "--prompts", "4", "--alone", "2"]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
+    more, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(integration_vllm, "Server", Server)
+    monkeypatch.setattr(Server, "more", more)
+    monkeypatch.setattr(Server, "served", [])
+    file = tmp_path / "figures.json"
+    assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
+    written = json.loads(file.read_text())
+    assert len(written["rounds"]) == 4 * 3 * 3
+    assert len(written["hits"]) == 24
+    assert any(0 < found < 15 for found, _ in written["hits"]), "some prompts in part"
+    assert "blocks found on the host" in capsys.readouterr().out
+    # Each engine is the first one of a turn in its turn, and all get the same prompts.
+    names = [name for name, order in Server.served[1:] if not order.get("drop")]
+    firsts = [names[turn * len(names) // 4] for turn in range(4)]
+    assert len(set(firsts)) == 4
+    seeds = [order["seed"] for _, order in Server.served[1:]]
+    assert seeds == sorted(seeds)

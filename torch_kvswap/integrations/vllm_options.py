@@ -1,0 +1,71 @@
+"""What `kv_connector_extra_config` says to KVSwapOffloadingSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+# What vLLM reads itself.
+_OF_VLLM = (
+    *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
+    *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
+)
+_CHOICES = {"manager": ("torch_kvswap", "vllm"), "load_after": ("step", "nothing")}
+_LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
+
+
+@dataclass(frozen=True)
+class Options:
+    """cpu_bytes_to_use: host memory of all workers together. eviction_policy: "lru" or "arc".
+    store_threshold: a block is stored when it is offered for so many times. manager: whose
+    bookkeeping the scheduler uses. path, staging_bytes: of OffloadHandler. load_after: what loads
+    wait for on the GPU, the step before or nothing."""
+
+    cpu_bytes_to_use: int
+    eviction_policy: str = "lru"
+    store_threshold: int = 1
+    manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
+    path: str | None = None
+    staging_bytes: int = 32 << 20
+    load_after: Literal["step", "nothing"] = "step"
+
+
+_OURS = tuple(field.name for field in fields(Options))
+
+
+def read_options(config: Mapping[str, Any]) -> Options:
+    """Raises ValueError for an option that there is not, or that cannot have this value."""
+    if config.get("canonical_layout"):
+        raise ValueError(
+            "kv_connector_extra_config: canonical_layout is for vLLM's own spec; "
+            "KVSwapOffloadingSpec keeps blocks as the GPU has them"
+        )
+    unknown = sorted(set(config) - {*_OURS, *_OF_VLLM, "canonical_layout"})
+    if unknown:
+        raise ValueError(
+            f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapOffloadingSpec does "
+            f"not know; it takes {', '.join(_OURS)} and vLLM's {', '.join(_OF_VLLM)}"
+        )
+    if "cpu_bytes_to_use" not in config:
+        raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
+    given = {name: config[name] for name in _OURS if name in config}
+    for name, least in _LEAST.items():
+        if name in given:
+            given[name] = _whole(name, given[name], least)
+    for name, choices in _CHOICES.items():
+        if given.get(name, choices[0]) not in choices:
+            raise _wrong(name, given[name], " or ".join(choices))
+    return Options(**given)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    # vLLM itself writes cpu_bytes_to_use as a float for --kv-offloading-size.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value != int(value) or value < least:
+        raise _wrong(name, value, f"a whole number from {least} on")
+    return int(value)
+
+
+def _wrong(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"kv_connector_extra_config: {name} is {value!r}; it has to be {expected}")
