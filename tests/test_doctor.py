@@ -41,7 +41,7 @@ def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
         file = f"proc/driver/nvidia/gpus/{number}/information"
         write(tmp_path, file, f"Model: \t\t {model}\nIRQ:   1\n")
     assert doctor.report()["path costs"] == (
-        "path_costs.json, generic (Imaginary 9000), path_costs.json, generic (Other GPU)"
+        "path_costs.json, NVIDIA H200 (Imaginary 9000), path_costs.json, NVIDIA H200 (Other GPU)"
     )
     monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
     assert doctor.report()["path costs"].startswith("none: the costs of the paths cannot be read")

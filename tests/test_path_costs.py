@@ -60,7 +60,7 @@ def test_json_gives_back_what_it_was_given() -> None:
 
 def test_a_gpu_that_is_not_known_has_the_generic_figures() -> None:
     figures = read_figures("Imaginary 9000")
-    assert figures.source == "path_costs.json, generic"
+    assert figures.source == "path_costs.json, NVIDIA H200"
     for direction in DIRECTIONS:
         assert {"strided", "batch"} <= set(figures.costs[direction])
 
@@ -76,7 +76,7 @@ def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
     figures = read_figures("Imaginary 9000")
     assert figures.source == str(file)
     assert figures.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
-    assert read_figures("Other GPU").source == "path_costs.json, generic"
+    assert read_figures("Other GPU").source == "path_costs.json, NVIDIA H200"
 
 
 def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch_kvswap import _extension, capi
 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_suffix(".json")
-GENERIC = "generic"  # of the shipped figures, for a GPU that has none
+GENERIC = "NVIDIA H200"  # of the shipped figures, for a GPU that has none
 _SMALLEST = 512  # bytes of a fragment: the first entry of the native table
 
 
@@ -82,8 +82,8 @@ class Figures:
 
 
 def read_figures(gpu: str) -> Figures:
-    """Those of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else the
-    generic ones. Raises ValueError, naming the file, for one that cannot be read."""
+    """Those of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else for
+    GENERIC. Raises ValueError, naming the file, for one that cannot be read."""
     given = os.environ.get("KVSWAP_PATH_COSTS")
     if given:
         return Figures(_read(Path(given)), given)

@@ -16,8 +16,10 @@ from stub.libraries import build
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that loads the stub and imports from the tests and the package."""
+    """Of a process that loads the stub and imports from the tests and the package. Kernels are only
+    used there where a test asks for them."""
     tests = Path(__file__).parents[1]
+    more = {"KVSWAP_PATH_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "STUB": str(build()), **more}
 

@@ -1,7 +1,7 @@
 """Measure what the ways of copying cost here, and keep that for all processes of this user.
 
 Takes some seconds on a GPU that should have nothing else to do. Without it the figures that are
-shipped for this kind of GPU decide, or generic ones.
+shipped for this kind of GPU decide, or those of an H200.
 """
 
 from __future__ import annotations
