@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 BLOCKS = 2048
 JOBS = range(1, 2001)  # each its own block; block 0 is that of the transfer that holds up the rest
 IN_FLIGHT = 64  # transfers that a channel gives to the device ahead of time
+STAGING_EVENTS = 64  # two for each piece of its buffer
 
 
 @pytest.fixture
@@ -296,10 +297,11 @@ def test_queued_jobs_are_merged_and_streams_and_events_stay_few(rig: Rig, direct
     assert first.done - before.done == 1 + len(JOBS)
     assert (first.queued, first.running) == (0, 0)
     assert IN_FLIGHT <= first.transfers - before.transfers < len(JOBS) / 4
-    assert first.streams <= 2  # its own, and one that waits for events
-    assert first.events <= 4 * (IN_FLIGHT + 1)
+    assert first.streams <= 3  # its own, one that waits for events, and one for kernels
+    assert first.events <= 4 * (IN_FLIGHT + 1) + STAGING_EVENTS
     one_round()
-    assert (channel().streams, channel().events) == (first.streams, first.events)
+    assert channel().streams == first.streams
+    assert channel().events <= first.events + STAGING_EVENTS
 
 
 @pytest.mark.parametrize("end", ["close", "pool"])

@@ -137,7 +137,7 @@ def test_every_byte_arrives_on_a_gpu(fragment: int) -> None:
     whole = torch.randint(256, (61, BLOCKS, fragment), dtype=torch.uint8, device="cuda")
     before = whole.clone()
     layout = PagedLayout(list(whole))
-    with OffloadHandler(layout, HostPool(layout, num_pages=4)) as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=4), path="strided") as handler:
         job = handler.store([6, 0, 3], [1, 3, 0])
         handler.wait(job)
         assert job.result is not None
