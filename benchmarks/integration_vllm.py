@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,11 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     numbers = {"layers": 32, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
     numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 4}
-    numbers |= {"prompts": 24, "tokens": 4096, "prefix": 1024, "output": 32, "alone": 6}
+    numbers |= {"prompts": 16, "tokens": 2048, "prefix": 512, "output": 16, "alone": 4}
     numbers |= {"running": 8, "batched": 8192, "hits_prompts": 24}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
+    add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
     add("--dtype", default="bfloat16")
@@ -129,7 +131,10 @@ def _settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
 def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
     """A turn is a cold round, a warm one and some prompts alone of each engine."""
     rounds = []
+    began = time.monotonic()
     for turn in range(-1, options.turns):  # the first one warms up
+        if turn > 0 and time.monotonic() - began > options.seconds:
+            break
         shift = turn % len(servers)
         for server in [*servers[shift:], *servers[:shift]]:
             order: dict[str, Any] = {
