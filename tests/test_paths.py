@@ -196,7 +196,7 @@ def path_of_a_slow_store(driver: Driver, handler: OffloadHandler, stream: int) -
 @pytest.mark.parametrize("path", ["auto", "staged"])
 @needs_kernels
 @stubbed
-def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_second(
+def test_where_kernels_are_held_up_the_copy_engines_take_over_for_two_seconds(
     driver: Driver, tmp_path: Path, path: str
 ) -> None:
     whole = torch.zeros(4, 20, 512, dtype=torch.uint8)
@@ -207,10 +207,25 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_second(
         OffloadHandler(layout, HostPool(layout, 4), path=path) as handler,
     ):
         taken = [path_of_a_slow_store(driver, handler, copies) for _ in range(2)]
-        time.sleep(1.1)
+        time.sleep(2.1)
         taken.append(path_of_a_slow_store(driver, handler, copies))
     expected = {"auto": ["staged", "strided", "staged"], "staged": ["staged"] * 3}
     assert taken == expected[path]
+
+
+@needs_kernels
+@stubbed
+def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1
+    with (
+        figures(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4)) as handler,
+    ):
+        taken = [path_of_a_slow_store(driver, handler, copies) for _ in range(2)]
+    assert taken == ["staged", "staged"]
 
 
 @stubbed

@@ -13,9 +13,10 @@ namespace kvswap {
 namespace {
 
 constexpr double kPageableSeconds = 1;  // the driver copies in the call
-// So many times slower than predicted, and then so many times as long without kernels, in seconds
-// at most. Two copies on one link make each other only twice slower.
-constexpr double kCrowded = 2.5, kAvoidTimes = 20, kLongestAvoidance = 1;
+// So many times slower than the copy engines would have been, and then so many times as long
+// without kernels, in seconds at most: to try too early costs several times as much as to try too
+// late. Where two copies share the link both are slower, and the copy engines lose nothing.
+constexpr double kCrowded = 1.3, kAvoidTimes = 100, kLongestAvoidance = 2;
 constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kEdgeSeconds = 12e-6;
 constexpr size_t kMostRunsOfEdge = 2;
@@ -100,8 +101,7 @@ void Planner::note(const Transfer& transfer, double seconds) {
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     launched |= part.path == Path::kStaged || part.path == Path::kKernel;
-    predicted += chooser_.seconds(part.path,
-                                  {part.group, transfer.jobs.front()->channel, part.blocks.size()});
+    predicted += without_kernels({part.group, transfer.jobs.front()->channel, part.blocks.size()});
   }
   if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
@@ -142,6 +142,11 @@ size_t Planner::edge_blocks(const Job& job) const {
   };
   const double each = seconds(2) - seconds(1);
   return each > 0 ? static_cast<size_t>(std::ceil(kEdgeSeconds / each)) : 1;
+}
+
+double Planner::without_kernels(const PathChooser::Transfer& transfer) const {
+  return std::min(chooser_.seconds(Path::kStrided, transfer),
+                  chooser_.seconds(Path::kBatch, transfer));
 }
 
 size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {

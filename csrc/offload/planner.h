@@ -38,7 +38,7 @@ class Planner {
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // A transfer has taken so long on the device. Kernels that are held up by those of the compute
-  // make it many times slower; then the copy engines take over for a while.
+  // can make it slower than the copy engines alone would be; then those take over for a while.
   void note(const Transfer& transfer, double seconds);
 
   // Frees the memory; nothing runs any more.
@@ -51,6 +51,7 @@ class Planner {
   void make_tables();
   Path choose(const Job& job, int group, size_t blocks) const;
   size_t edge_blocks(const Job& job) const;
+  double without_kernels(const PathChooser::Transfer& transfer) const;  // seconds
 
   std::vector<Group>& groups_;
   const int device_;
