@@ -46,6 +46,10 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
 
 void kvswap_blocks_destroy(void* blocks) { delete &manager_at(blocks); }
 
+bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages) {
+  return succeeds([&] { manager_at(blocks).grow(ready_pages); });
+}
+
 bool kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
                           kvswap_blocks_found* found) {
   return succeeds([&] {
@@ -114,7 +118,7 @@ bool kvswap_blocks_stats_of(void* blocks, int group, double now, kvswap_blocks_s
       *stats = {of.asked,           of.hits,          of.pending,
                 of.stored,          of.loaded,        pages.num_evicted(),
                 of.skipped,         of.refused,       of.failed,
-                pages.num_pages(),  pages.num_free(), pages.num_idle(),
+                pages.num_ready(),  pages.num_free(), pages.num_idle(),
                 pages.num_filling()};
     });
   });

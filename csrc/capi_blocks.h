@@ -22,10 +22,14 @@ struct kvswap_blocks_options {
   int64_t asked_capacity;   // blocks whose number of lookups is remembered
 };
 
-// Null on failure.
+// Null on failure. No page can be used before kvswap_blocks_grow.
 KVSWAP_API void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
                                       const kvswap_blocks_options* options);
 KVSWAP_API void kvswap_blocks_destroy(void* blocks);
+
+// Of each group the first so many pages, num_pages at most, can be used from now on; never fewer
+// than before. False on failure.
+KVSWAP_API bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages);
 
 // Units of prefix.
 struct kvswap_blocks_found {
@@ -72,7 +76,7 @@ struct kvswap_blocks_event {
 KVSWAP_API int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events,
                                         int64_t capacity);
 
-// Blocks of one group since the start, then pages now.
+// Blocks of one group since the start, then pages now; `pages` are those that can be used.
 struct kvswap_blocks_stats {
   uint64_t asked, hits, pending, stored, loaded, evicted, skipped;
   uint64_t refused, failed;  // stores for which there was no room; blocks of jobs that failed

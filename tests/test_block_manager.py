@@ -128,6 +128,33 @@ def test_pages_that_a_job_reads_or_writes_are_given_to_nobody():
     assert manager.prepare_store(["z"]).pages.tolist() == [page_of["a"]]
 
 
+def test_pages_that_are_not_ready_are_given_to_nobody():
+    manager = BlockManager(6, ready_pages=2)
+    assert manager.prepare_store(["a", "b", "c"]) is None
+    assert stored(manager, ["a", "b"]) == {"a": 0, "b": 1}
+    assert stored(manager, ["c"]) == {"c": 1}  # the end of the prompt goes for it
+    assert (manager.stats().pages, manager.stats().free_pages) == (2, 0)
+    manager.grow(5)
+    manager.grow(3)  # has happened before
+    manager.reset()
+    assert manager.prepare_store(list("defghi")) is None
+    assert sorted(stored(manager, list("defgh")).values()) == [0, 1, 2, 3, 4]
+    manager.grow()
+    assert stored(manager, ["i"]) == {"i": 5}
+    assert manager.lookup(list("defghi")).ready == 6
+    assert manager.stats().pages == 6
+
+
+def test_each_group_has_its_own_number_of_pages_that_are_ready():
+    manager = BlockManager([BlockGroup(4), BlockGroup(4)], ready_pages=[0, 2])
+    assert manager.prepare_store([["a"], ["a"]]) is None
+    manager.complete(manager.prepare_store([[], ["a", "b"]]))
+    manager.grow([1, 2])
+    manager.complete(manager.prepare_store([["a"], ["a"]]))
+    assert manager.lookup([["a"], ["a"]]).ready == 1
+    assert [stats.pages for stats in manager.stats()] == [1, 2]
+
+
 def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free():
     manager = BlockManager(2, events=True)
     store = manager.prepare_store(["a", "b"])
@@ -441,6 +468,9 @@ def test_errors_say_what_was_wrong():
         refusal(BlockManager, [BlockGroup(1), BlockGroup(1, window_tokens=4, is_state=True)]),
         refusal(BlockManager, 1, policy="lfu"),
         refusal(BlockManager, 1, store_threshold=0),
+        refusal(BlockManager, 4, ready_pages=5),
+        refusal(two.grow, 4),
+        refusal(two.grow, [4, -1]),
         refusal(manager.lookup, b"123"),
         refusal(manager.lookup, "abc"),
         refusal(manager.lookup, [object()]),
@@ -464,6 +494,9 @@ ValueError: block_tokens of group 0 is 0; it is 1 at least
 ValueError: group 1 has a state and a window; it can have one of them
 ValueError: policy is 'lfu'; it can be lru or arc
 ValueError: store_threshold is 0; it is 1 at least
+ValueError: ready_pages is 5; the groups have [4] pages
+ValueError: ready_pages is 4; the groups have [4, 4] pages
+ValueError: ready_pages is [4, -1]; the groups have [4, 4] pages
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
 TypeError: keys is a str; pass bytes of digests or a list

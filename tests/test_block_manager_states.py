@@ -37,13 +37,20 @@ class Flight:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "arc"]))
-    def make(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(["lru", "arc"]), ready=st.integers(0, PAGES))
+    def make(self, policy: str, ready: int) -> None:
         self.now = 0.0
-        self.manager = BlockManager(PAGES, policy=policy, events=True, clock=lambda: self.now)
-        self.model = Model(PAGES, policy == "lru")
+        self.manager = BlockManager(
+            PAGES, ready_pages=ready, policy=policy, events=True, clock=lambda: self.now
+        )
+        self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
         self.leases: dict[int | Store, tuple[float, list[int]]] = {}
+
+    @rule(ready=st.integers(0, PAGES))
+    def grow(self, ready: int) -> None:
+        self.manager.grow(ready)
+        self.model.num_pages = max(self.model.num_pages, ready)
 
     @rule(keys=lists)
     def lookup(self, keys: list[int]) -> None:
@@ -77,6 +84,7 @@ class Machine(RuleBasedStateMachine):
         new = [keys[place] for place in store.places]
         assert new == [key for key in keys if key not in self.model.page_of]
         assert store.pages.tolist() == sorted(store.pages)
+        assert all(page < self.model.num_pages for page in store.pages)
         evicted = self.model.place(new, store.pages.tolist(), keys)
         assert self.events() == {("evicted", key) for key in evicted}
         pages = [self.model.page_of[key] for key in keys]
@@ -159,6 +167,7 @@ class Machine(RuleBasedStateMachine):
         filling = [key for key in self.model.page_of if key not in self.model.ready]
         assert (stats.free_pages, stats.idle_pages) == (self.model.free, len(self.model.idle))
         assert stats.filling_pages == len(filling)
+        assert stats.pages == self.model.num_pages
 
     def expire(self) -> None:
         """Leases end by themselves, in the order of their ends."""

@@ -128,6 +128,17 @@ def test_arc_does_what_the_paper_says_on_any_small_trace(capacity, trace):
     assert cached == {*reference.t1, *reference.t2}
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
+def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
+    manager = BlockManager(7, ready_pages=ready, policy="arc")
+    reference = PaperArc(ready)
+    assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
+    manager.grow()
+    hits("arc", [*range(100, 107), *range(100, 107)], manager)
+    assert manager.lookup(list(range(100, 107))).ready == 7
+
+
 def test_after_a_reset_arc_knows_nothing_of_what_was_there():
     manager = BlockManager(CAPACITY, policy="arc")
     trace = TRACES["random"]

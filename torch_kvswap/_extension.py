@@ -48,6 +48,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Bool),
     "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
     "kvswap_blocks_destroy": (None, _Pointer),
+    "kvswap_blocks_grow": (_Bool, _Pointer, _Pointer),
     "kvswap_blocks_lookup": (_Bool, _Pointer, _Pointer, _Pointer, _Bool, _Pointer),
     "kvswap_blocks_prepare_load": (_Long, _Pointer, _Pointer, _Pointer, _Pointer),
     "kvswap_blocks_prepare_store": (_Int, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5),

@@ -56,6 +56,15 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
     return several
 
 
+def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:
+    """Of each group; None: all. Raises ValueError for more pages than there are."""
+    every = [group.num_pages for group in groups]
+    several = every if ready is None else [ready] if isinstance(ready, int) else list(ready)
+    if len(several) != len(every) or not all(0 <= n <= every[g] for g, n in enumerate(several)):
+        raise ValueError(f"ready_pages is {ready}; the groups have {every} pages")
+    return several
+
+
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:
     """Tokens of the shortest prefix at the end of which all groups end a block."""
     return math.lcm(*(group.block_tokens for group in groups))

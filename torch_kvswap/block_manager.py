@@ -10,7 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_kvswap.block_groups import BlockGroup, needed_blocks, read_groups, unit_tokens
+from torch_kvswap.block_groups import (
+    BlockGroup,
+    needed_blocks,
+    read_groups,
+    read_ready_pages,
+    unit_tokens,
+)
 from torch_kvswap.block_results import EVENT_KINDS, BlockEvent, BlockStats, Load, Lookup, Store
 from torch_kvswap.native_blocks import POLICIES, Event, Keys, NativeBlocks
 from torch_kvswap.native_blocks import read_digests as _read
@@ -31,6 +37,9 @@ class BlockManager:
     stand for contents: whoever gives a key vouches that its block has it, and that a block behind
     another one is not used without it.
 
+    ready_pages: how many of its pages, from the first on, each group can use already (a number, or
+    a list of them); None: all. grow() adds others.
+
     policy: who is evicted, "lru" or "arc". store_threshold: a block is stored when so many lookups
     asked for it. events: whether events() has any. clock: seconds that never go back.
 
@@ -43,6 +52,7 @@ class BlockManager:
         self,
         groups: int | Sequence[BlockGroup],
         *,
+        ready_pages: int | Sequence[int] | None = None,
         policy: str = "lru",
         store_threshold: int = 1,
         events: bool = False,
@@ -57,6 +67,12 @@ class BlockManager:
         self._is_list = not isinstance(groups, int)
         self._clock = clock
         self._native = NativeBlocks(self.groups, policy, store_threshold, events)
+        self.grow(ready_pages)
+
+    def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
+        """From now on each group can use so many pages. A smaller number than before changes
+        nothing. Raises ValueError for more than there are."""
+        self._native.grow(read_ready_pages(self.groups, ready_pages))
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """The longest prefix that is cached: of a sliding window or a state only what is needed

@@ -55,8 +55,8 @@ class BlockEvent:
 class BlockStats:
     """Blocks of a group since the start: asked for in lookups, hits (those that a prefix needed and
     were ready), pending, stored, loaded, evicted, skipped (not asked for often enough), failed.
-    refused: stores without room. Pages now: all, free, idle (can be evicted), filling; those that
-    are held by loads and leases are what is left."""
+    refused: stores without room. Pages now: those that can be used, and of these the free, idle
+    (can be evicted) and filling ones; what is left is held by loads and leases."""
 
     asked: int
     hits: int

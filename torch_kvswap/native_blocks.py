@@ -88,7 +88,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
 
 class NativeBlocks:
     """Owns it. `digests`: those of all groups, one after another; `counts`: how many each group
-    has. Every method raises RuntimeError in a forked child, whose pages are its parent's."""
+    has. grow() is called first. Methods raise RuntimeError in a fork, whose pages are not its."""
 
     def __init__(
         self,
@@ -113,6 +113,10 @@ class NativeBlocks:
     def pointer(self) -> int:
         self._process.check("block manager")
         return self._pointer
+
+    def grow(self, ready_pages: Sequence[int]) -> None:
+        ready = array("q", ready_pages)
+        capi.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
         found = array("q", (0, 0, 0))  # faster than a Found

@@ -6,8 +6,8 @@
 
 namespace kvswap::blocks {
 
-Arc::Arc(Table& table, size_t num_pages) : table_(table), num_pages_(num_pages) {
-  for (size_t i = num_pages; i < 2 * num_pages; ++i) {
+Arc::Arc(Table& table, size_t most_pages) : table_(table) {
+  for (size_t i = most_pages; i < 2 * most_pages; ++i) {
     free_ghosts_.append(table.nodes, static_cast<uint32_t>(i));
   }
 }

@@ -10,7 +10,7 @@ namespace kvswap::blocks {
 // that should give a page, the other one does. The nodes behind those of the pages are the ghosts.
 class Arc final : public Policy {
  public:
-  Arc(Table& table, size_t num_pages);
+  Arc(Table& table, size_t most_pages);
 
   Admission admit(const Digest& key) override;
   uint32_t evict(const Admission& admission) override;
@@ -20,6 +20,7 @@ class Arc final : public Policy {
   void remove_idle(uint32_t page) override;
   size_t num_idle() const override { return idle_[kRecent].size() + idle_[kFrequent].size(); }
   void use(uint32_t page) override;
+  void grow(size_t num_pages) override { num_pages_ = num_pages; }
   void clear() override;
 
  private:
@@ -28,7 +29,7 @@ class Arc final : public Policy {
   void add_ghost(uint32_t page, uint8_t side);
 
   Table& table_;
-  const size_t num_pages_;
+  size_t num_pages_ = 0;
   double target_ = 0;  // pages of the recent side
   size_t sizes_[2] = {0, 0};
   List idle_[2], ghosts_[2], free_ghosts_;

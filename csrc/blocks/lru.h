@@ -21,6 +21,7 @@ class Lru final : public Policy {
   void remove_idle(uint32_t page) override { idle_.remove(table_.nodes, page); }
   size_t num_idle() const override { return idle_.size(); }
   void use(uint32_t) override {}
+  void grow(size_t) override {}
   void clear() override {}
 
  private:

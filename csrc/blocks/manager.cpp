@@ -27,6 +27,11 @@ Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options
   if (store_threshold_ > 1) asked_.emplace(options.asked_capacity);
 }
 
+void Manager::grow(const int64_t* ready_pages) {
+  const std::lock_guard lock(mutex_);
+  for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
+}
+
 int64_t Manager::prepare_load(const Keys& keys, int64_t* pages) {
   const std::lock_guard lock(mutex_);
   find(keys, true);

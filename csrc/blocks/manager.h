@@ -53,8 +53,9 @@ class Manager {
  public:
   Manager(const std::vector<GroupOptions>& groups, const Options& options);
 
-  size_t num_groups() const { return groups_.size(); }
-
+  // Of each group the first so many pages can be used from now on: none until then, and never fewer
+  // than before.
+  void grow(const int64_t* ready_pages);
   // again: the same question as before, which is not counted.
   Found lookup(const Keys& keys, bool again);
   // The job, or 0 when some key is not ready.

@@ -10,8 +10,11 @@ Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
       events_(events),
       table_(num_nodes(kind, num_pages)),
       policy_(make_policy(kind, table_, num_pages)),
-      admissions_(num_pages) {
-  for (size_t page = 0; page < num_pages; ++page) free(static_cast<uint32_t>(page));
+      admissions_(num_pages) {}
+
+void Pages::grow(size_t ready_pages) {
+  for (; num_ready_ < ready_pages; ++num_ready_) free(static_cast<uint32_t>(num_ready_));
+  policy_->grow(num_ready_);
 }
 
 void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {

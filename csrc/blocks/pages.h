@@ -15,7 +15,11 @@ enum class PageState : uint8_t { kFree = 0, kFilling = 1, kReady = 2, kForgotten
 // The pages of one group of layers, and which key is on each.
 class Pages {
  public:
+  // No key gets a page before grow() has been called.
   Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events);
+
+  // The first so many pages can be given to keys from now on; never fewer than before.
+  void grow(size_t ready_pages);
 
   // The page of each key, or kNone.
   void find_all(const uint8_t* digests, size_t count, uint32_t* pages) const;
@@ -26,7 +30,7 @@ class Pages {
   // Whether it has a key and nobody holds it, so that it can be given to another key.
   bool is_idle(uint32_t page) const { return is_ready(page) && table_.nodes[page].count == 0; }
 
-  size_t num_pages() const { return num_pages_; }
+  size_t num_ready() const { return num_ready_; }
   size_t num_free() const { return free_.size(); }
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_; }
@@ -56,6 +60,7 @@ class Pages {
 
   const int32_t group_;
   const size_t num_pages_;
+  size_t num_ready_ = 0;
   Events& events_;
   Table table_;
   List free_;

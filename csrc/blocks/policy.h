@@ -36,13 +36,15 @@ class Policy {
 
   // A held page was asked for once more.
   virtual void use(uint32_t page) = 0;
+  // So many pages can be given to keys now, never fewer than before.
+  virtual void grow(size_t num_pages) = 0;
   // Forgets what it knows of keys without a page. No page has a key but held ones.
   virtual void clear() = 0;
 };
 
 enum class PolicyKind { kLru = 0, kArc = 1 };
 
-// Nodes that a policy needs in its table.
+// Nodes that a policy needs in its table, for so many pages at most.
 size_t num_nodes(PolicyKind kind, size_t num_pages);
 std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages);
 
