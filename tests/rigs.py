@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -156,3 +157,19 @@ def run_script(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+class Steps:
+    """Holds the thread that pins after each chunk but the first, until it may go on."""
+
+    def __init__(self) -> None:
+        self._turns = threading.Semaphore(0)
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, ready: int, count: int) -> None:
+        self.seen.append((ready, count))
+        if threading.current_thread() is not threading.main_thread():
+            assert self._turns.acquire(timeout=20)
+
+    def go_on(self, chunks: int = 1) -> None:
+        self._turns.release(chunks)

@@ -32,7 +32,7 @@ FLOORS = (
     ),
     ("native", "gate", "request", "native_blocks"),
     ("job", "handler", "block_manager"),
-    ("calibration", "engine"),
+    ("calibration", "engine_pages", "engine"),
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.

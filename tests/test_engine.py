@@ -9,7 +9,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
-from stub import Driver, cache, stubbed
+from rigs import Steps, in_time
+from stub import Driver, cache, place, stubbed
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 
@@ -111,6 +112,72 @@ def test_a_refused_call_leaves_nothing_behind():
         assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
         assert engine.lookup(["a"]).ready == 1
         assert engine.lookup(["b"]).found == 0
+
+
+@stubbed
+def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
+    steps = Steps()
+    rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([rows]))
+    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
+        assert pool.wait_ready(20, pages=8)
+        engine = OffloadEngine(handler)
+        assert engine.store(list(range(9)), list(range(9))) is None  # one page too many
+        assert engine.preempt(list(range(9)), list(range(9))) is None
+        handler.wait(engine.store(list(range(8)), list(range(8))))
+        engine.finished()
+        handler.wait(engine.store([8], [8]))  # the end of the prompt goes for it
+        assert engine.manager.stats().evicted == 1
+        engine.finished()
+        steps.go_on(2)
+        assert pool.wait_ready(20)
+        handler.wait(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
+        engine.finished()
+        stats = engine.manager.stats()
+        assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
+        keys, kept = [*range(7), *range(8, 13)], rows.clone()
+        rows.zero_()
+        handler.wait(engine.load(keys, keys))
+        assert torch.equal(rows[keys], kept[keys])
+
+
+@stubbed
+def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
+    steps = Steps()
+    layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
+    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
+        assert pool.wait_ready(20, pages=8)
+        driver.limit_registration(in_all=8 * 4096)
+        with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
+            steps.go_on(2)
+            assert "no more will be" in refusal(pool.wait_ready, 20)
+            assert in_time(lambda: not pinning_threads())
+        engine = OffloadEngine(handler)
+        for i in range(20):
+            handler.wait(engine.store([i], [i % 16]))
+            engine.finished()
+        assert engine.manager.stats().evicted == 12
+
+
+def pinning_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("torch_kvswap pinning")]
+
+
+def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
+    layout = PagedLayout([torch.arange(1, 9, dtype=torch.uint8)[:, None].repeat(1, 16)])
+    with HostPool(layout, 6, world=2) as first:
+        pool = HostPool.attach(layout, first.share(), rank=1, world=2)
+        with pool, OffloadHandler(layout, pool) as handler:
+            engine = OffloadEngine(handler)
+            assert engine.store(["a", "b", "c", "d"], [0, 1, 2, 3]) is None
+            engine.store(["a", "b", "c"], [0, 1, 2])
+            engine.finished()
+            assert first.pages[:, 0, 0].tolist() == [0, 0, 0, 1, 2, 3]
+            engine.load(["a", "b"], [6, 7])
+            assert layout.tensors[0][6:, 0].tolist() == [1, 2]
 
 
 @stubbed

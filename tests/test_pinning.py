@@ -11,7 +11,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
-from rigs import in_time
+from rigs import Steps, in_time
 from stub import DEVICE, Driver, place, stubbed
 from stub.cuda import CudaError
 
@@ -180,22 +180,6 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 
 
 # In the background
-
-
-class Steps:
-    """Holds the thread that pins after each chunk but the first, until it may go on."""
-
-    def __init__(self) -> None:
-        self._turns = threading.Semaphore(0)
-        self.seen: list[tuple[int, int]] = []
-
-    def __call__(self, ready: int, count: int) -> None:
-        self.seen.append((ready, count))
-        if threading.current_thread() is not threading.main_thread():
-            assert self._turns.acquire(timeout=20)
-
-    def go_on(self, chunks: int = 1) -> None:
-        self._turns.release(chunks)
 
 
 @stubbed

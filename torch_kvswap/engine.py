@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal, NamedTuple
 
 from torch_kvswap.block_groups import BlockGroup
 from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.block_results import Load, Lookup, Store
+from torch_kvswap.engine_pages import EnginePages
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.ids import Ids, read_ids
+from torch_kvswap.ids import Ids
 from torch_kvswap.job import Job
-from torch_kvswap.native_blocks import Keys, read_digests
-from torch_kvswap.prefix_hash import DIGEST_BYTES
+from torch_kvswap.native_blocks import Keys
 from torch_kvswap.result import Result
+from torch_kvswap.storing import LazyStoring
 
 
 class Preempted(NamedTuple):
@@ -32,26 +30,40 @@ class OffloadEngine:
     """A BlockManager and an OffloadHandler that do what a scheduler needs in four calls: lookup(),
     load(), store() and finished().
 
-    groups: for a handler with several layouts a BlockGroup for each, with as many pages as its
-    pool. A key stands for what one page holds, `blocks_per_page` GPU blocks. The rest goes to
-    BlockManager. Nobody else may use the handler's pages, or call its finished(). The engine holds
-    the handler, and closes nothing: close the handler, when all is done.
+    groups: for a handler with several layouts a BlockGroup for each, with as many pages as its pool
+    has own_pages. A key stands for what one page holds, `blocks_per_page` GPU blocks. storing:
+    "eager", at once; "lazy", what is about to leave the GPU cache, which evict() says. The other
+    options are BlockManager's. Pools may be pinned in the background: pages are used as soon as
+    they are ready. Nobody else may use the handler's pages, or call its finished(). The engine
+    holds the handler, and closes nothing: close the handler, when all is done.
 
     Any thread may call any method.
     """
 
     def __init__(
-        self, handler: OffloadHandler, groups: Sequence[BlockGroup] | None = None, **options: Any
+        self,
+        handler: OffloadHandler,
+        groups: Sequence[BlockGroup] | None = None,
+        *,
+        storing: Literal["eager", "lazy"] = "eager",
+        **options: Any,
     ) -> None:
+        if storing not in ("eager", "lazy"):
+            raise ValueError(f"storing is {storing!r}; it can be eager or lazy")
         self.handler = handler
-        pages = [pool.num_pages for pool in handler.pools]
-        self._is_list = handler.native.groups.is_list
-        if (groups is not None) != self._is_list:
+        self._pages = EnginePages(handler.pools, handler.native.groups.is_list)
+        counts = self._pages.counts
+        if (groups is not None) != handler.native.groups.is_list:
             raise ValueError("a handler with a list of layouts, and no other, takes groups")
-        if groups is not None and [group.num_pages for group in groups] != pages:
+        if groups is not None and [group.num_pages for group in groups] != counts:
             named = [group.num_pages for group in groups]
-            raise ValueError(f"the groups have {named} pages, their pools {pages}")
-        self.manager = BlockManager(pages[0] if groups is None else groups, **options)
+            raise ValueError(f"the groups have {named} pages, their pools {counts}")
+        self._ready = self._pages.ready
+        self.manager = BlockManager(
+            counts[0] if groups is None else groups, ready_pages=self._ready, **options
+        )
+        pools = handler.pools if storing == "lazy" else ()
+        self._lazy = [LazyStoring(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
         self._jobs: dict[int, Load | Store] = {}
 
@@ -77,8 +89,8 @@ class OffloadEngine:
             return None
 
         def move() -> Job:
-            blocks = self._select(keys, gpu_block_ids, load.places)
-            return self.handler.load(load.pages, blocks, **options)
+            blocks = self._pages.select(keys, gpu_block_ids, load.places)
+            return self.handler.load(self._pages.in_pools(load.pages), blocks, **options)
 
         return self._submit(load, move)
 
@@ -88,16 +100,43 @@ class OffloadEngine:
         """Stores what the host has not; None when that is nothing, or more than there is room for.
 
         gpu_block_ids: of all the keys. options: of OffloadHandler.store(). Until the job has ended
-        the blocks must not change. They can be loaded when finished() has reported it.
+        the blocks must not change. They can be loaded when finished() has reported it. With lazy
+        storing this is noted, None, and what evict() stores; the options are given there.
         """
-        store = self.manager.prepare_store(keys)
-        return self._store(store, gpu_block_ids, keys, options) if store else None
+        if not self._lazy:
+            self._grow()
+            store = self.manager.prepare_store(keys)
+            return self._store(store, gpu_block_ids, keys, options) if store else None
+        if options:
+            raise TypeError(f"with lazy storing evict() takes the options {', '.join(options)}")
+        computed = self._pages.read(keys, gpu_block_ids)
+        with self._lock:
+            for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
+                lazy.computed(digests, blocks)
+        return None
+
+    def evict(self, gpu_block_ids: Ids | Sequence[Ids], **options: Any) -> list[Job]:
+        """With lazy storing stores what leaves the GPU, with all that is before it. Call it before
+        any GPU block is given to others, and let none change until these jobs have ended, such as
+        by Job.wait_on(). What there is no room for is not stored. options: of
+        OffloadHandler.store(). With eager storing there is nothing to do."""
+        leaving, jobs = self._pages.read_blocks(gpu_block_ids), []
+        for group, lazy in enumerate(self._lazy):
+            with self._lock:
+                chains = lazy.evicting(leaving[group])
+            for chain in chains:
+                keys, blocks = (self._pages.only(group, its) for its in chain)
+                self._grow()
+                store = self.manager.prepare_store(keys)
+                jobs.append(self._store(store, blocks, keys, options) if store else None)
+        return [job for job in jobs if job is not None]
 
     def preempt(
         self, keys: Keys | Sequence[Keys], gpu_block_ids: Ids | Sequence[Ids], **options: Any
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
+        self._grow()
         store = self.manager.preempt(keys)
         if store is None:
             return None
@@ -126,13 +165,19 @@ class OffloadEngine:
                 self.manager.fail(job)
         return results
 
+    def _grow(self) -> None:
+        """Lets the manager use the pages that are pinned by now."""
+        if self._ready != self._pages.counts:
+            self._ready = self._pages.ready
+            self.manager.grow(self._ready)
+
     def _store(self, store: Store, gpu_block_ids: Any, keys: Any, options: Any) -> Job | None:
         if store.id == 0:
             return None
 
         def move() -> Job:
-            blocks = self._select(keys, gpu_block_ids, store.places)
-            return self.handler.store(blocks, store.pages, **options)
+            blocks = self._pages.select(keys, gpu_block_ids, store.places)
+            return self.handler.store(blocks, self._pages.in_pools(store.pages), **options)
 
         return self._submit(store, move)
 
@@ -146,27 +191,3 @@ class OffloadEngine:
             (self.manager.complete if isinstance(job, Load) else self.manager.fail)(job)
             raise
         return submitted
-
-    def _select(self, keys: Any, gpu_block_ids: Any, places: Any) -> Any:
-        """The GPU blocks of those keys."""
-        if not self._is_list:
-            pool = self.handler.pools[0]
-            return _select("gpu_block_ids", keys, gpu_block_ids, places, pool.blocks_per_page)
-        if len(gpu_block_ids) != len(self.handler.pools):
-            raise ValueError(f"gpu_block_ids must have a list for each of {len(places)} groups")
-        several = zip(keys, gpu_block_ids, places, self.handler.pools, strict=True)
-        return [
-            _select(f"gpu_block_ids[{group}]", its_keys, ids, its_places, pool.blocks_per_page)
-            for group, (its_keys, ids, its_places, pool) in enumerate(several)
-        ]
-
-
-def _select(name: str, keys: Keys, ids: Ids, places: Any, per_page: int) -> npt.NDArray[np.int64]:
-    """Of the blocks of all keys, `per_page` of each, those of some; the last key may have fewer."""
-    blocks = np.frombuffer(read_ids(name, ids), np.int64)
-    count = len(read_digests("keys", keys)) // DIGEST_BYTES
-    if -(-len(blocks) // per_page) != count:
-        raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
-    slots = np.asarray(places, np.int64)[:, None] * per_page + np.arange(per_page)
-    selected: npt.NDArray[np.int64] = blocks[slots[slots < len(blocks)]]
-    return selected
