@@ -26,13 +26,18 @@ def test_the_readmes_example_runs_without_a_gpu(capsys):
     assert all(isinstance(tensor, torch.Tensor) for tensor in names["kv_tensors"])
 
 
-def test_the_example_of_the_prefixes_runs_without_a_gpu():
+def test_the_examples_of_the_prefixes_run_without_a_gpu():
     page = README.parent / "docs" / "prefixes.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    code, lazy = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
     names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
     exec(code, names)
     assert names["engine"].lookup(names["keys"]).ready == 6
+    with kvs.OffloadHandler(gpu, names["host"]) as handler:
+        engine = kvs.OffloadEngine(handler, storing="lazy")
+        exec(lazy, {"engine": engine, "keys": names["keys"], "gpu_block_ids": range(4, 10)})
+        engine.finished()
+        assert engine.lookup(names["keys"]).ready == 6
 
 
 def test_the_readme_is_short():

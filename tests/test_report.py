@@ -26,8 +26,8 @@ def test_missing_tokens_are_no_agreement():
 
 
 TRAFFIC = {
-    "store": Traffic(transfers=3, blocks=20, nbytes=2_000_000, seconds=0.001),
-    "load": Traffic(transfers=3, blocks=20, nbytes=2_000_000, seconds=0.0001),
+    "store": Traffic(requests=3, blocks=20, nbytes=2_000_000, seconds=0.001),
+    "load": Traffic(requests=3, blocks=20, nbytes=2_000_000, seconds=0.0001),
 }
 
 

@@ -7,16 +7,16 @@ from torch_kvswap.cli.swapper import Swapper
 
 
 class Control:
-    """Zeroes one block of the first load, behind the load and before anything reads the block.
-    `request` is the one it belonged to, None as long as nothing was loaded."""
+    """Zeroes one block of the first request that is loaded, behind each of its loads and before
+    anything reads the block. `request` is None as long as nothing was loaded."""
 
     def __init__(self, swapper: Swapper, cache: list[Tensor]) -> None:
         self.request: Request | None = None
         self._swapper = swapper
         self._cache = cache
 
-    def zero_once(self, request: Request) -> None:
-        if self.request is not None:
+    def zero(self, request: Request) -> None:
+        if self.request not in (None, request):
             return
         self.request = request
         self._swapper.order_behind_load(request)

@@ -121,9 +121,9 @@ def _serve(
         HostPool(layout, pages, options.blocks_per_page) as host,
         OffloadHandler(layout, host) as handler,
     ):
-        swapper = Swapper(handler)
+        swapper = Swapper(OffloadEngine(handler), model.block_size)
         control = Control(swapper, cache) if options.control else None
-        server = Server(model, cache, swapper, requests, control.zero_once if control else None)
+        server = Server(model, cache, swapper, requests, control.zero if control else None)
         start = perf_counter()
         while server.is_busy:
             bar.advance(server.step())
@@ -131,9 +131,9 @@ def _serve(
     print(
         f"served on {options.device} in {seconds:.1f} s: {options.gpu_blocks} blocks of "
         f"{options.block_size} tokens in place of {sum(blocks)}, "
-        f"{swapper.traffic['store'].transfers} preemptions"
+        f"{swapper.traffic['store'].requests} preemptions"
     )
-    if swapper.traffic["store"].transfers == 0:
+    if swapper.traffic["store"].requests == 0:
         print("nothing was swapped: give fewer --gpu-blocks or more --host-pages", file=sys.stderr)
     return swapper, control
 

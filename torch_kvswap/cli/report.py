@@ -40,7 +40,7 @@ def traffic_table(traffic: dict[str, Traffic], link: dict[str, float] | None) ->
         speed = moved.nbytes / moved.seconds / 1e9 if moved.seconds else 0.0
         share = f"{speed / link[direction]:8.0%} of {link[direction]:.1f}" if link else ""
         lines.append(
-            f"{direction:5}{moved.transfers:10}{moved.blocks:10}"
+            f"{direction:5}{moved.requests:10}{moved.blocks:10}"
             f"{moved.nbytes / 1e6:10.1f}{speed:9.2f}{share}"
         )
     return "\n".join(lines)

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from torch_kvswap.engine import Preempted
 from torch_kvswap.handler import Job
 
 
 @dataclass(eq=False)
 class Request:
-    """Holds blocks on the device or pages on the host; both only while `job` moves it."""
+    """Holds blocks on the device, or is `preempted` and has pages on the host; both while
+    `job` moves it."""
 
     id: int
     prompt: bytes
@@ -16,7 +18,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # generated, as far as the host has seen them
     cached: int = 0  # tokens whose keys and values lie in its blocks, in order
     blocks: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    preempted: Preempted | None = None
     job: Job | None = None
 
     @property
