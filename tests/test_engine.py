@@ -161,6 +161,34 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
         assert engine.manager.stats().evicted == 12
 
 
+@pytest.mark.gpu
+def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu() -> None:
+    rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
+    layout, ids = PagedLayout([rows]), list(range(64))
+    kept = rows.clone()
+    with (
+        HostPool(layout, 64, chunk_bytes=4 << 20, background=True) as pool,
+        OffloadHandler(layout, pool) as handler,
+    ):
+        engine = OffloadEngine(handler, storing="lazy")
+        assert engine.store(ids, ids) is None
+        for job in engine.evict(ids):
+            handler.wait(job)
+        engine.finished()
+        if engine.lookup(ids).ready < 64:  # there were too few pages
+            assert pool.wait_ready(60)
+            engine.store(ids, ids)
+            for job in engine.evict(ids):
+                job.wait_on()
+                rows.zero_()
+            handler.drain()
+            engine.finished()
+        rows.zero_()
+        assert engine.lookup(ids).ready == 64
+        engine.load(ids, ids).wait_on()
+        assert torch.equal(rows, kept)
+
+
 def pinning_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("torch_kvswap pinning")]

@@ -70,8 +70,8 @@ class BlockManager:
         self.grow(ready_pages)
 
     def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
-        """From now on each group can use so many pages. A smaller number than before changes
-        nothing. Raises ValueError for more than there are."""
+        """From now on each group can use so many pages; None: all. A smaller number than before
+        changes nothing. Raises ValueError for more than there are."""
         self._native.grow(read_ready_pages(self.groups, ready_pages))
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
