@@ -8,7 +8,7 @@ from torch_kvswap.handler import Job
 
 @dataclass(eq=False)
 class Request:
-    """Holds blocks on the device, or is `preempted` and has pages on the host; both while
+    """Holds blocks on the device, or is `preempted` and has pages on the host; both only while
     `job` moves it."""
 
     id: int
