@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from refusal import refusal
-from sim import Rig, run_until, states
+from sim import CHANNELS, SIDE, Rig, Stream, run_until, states
 from stub import Driver, stubbed
 
+from torch_kvswap.handler import Job
+
 PR_GET_TIMERSLACK = 30
+LARGE, TOO_LARGE = (
+    1024,
+    20000,
+)  # blocks that one call does not enqueue; nor the driver's queue holds
+COPY = "cuMemcpyBatchAsync"
 
 
 @stubbed
@@ -79,3 +89,97 @@ def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
         assert waiting.result() is None
         assert queued.result is not None
         assert queued.result.ok
+
+
+# What was begun: the worker's part of a job that is too large for the call that submits it
+
+
+@contextmanager
+def late_worker(rig: Rig, kind: str) -> Iterator[None]:
+    """The worker of the channel sleeps on while there is something for it."""
+    before = set(os.listdir("/proc/self/task"))
+    begin(rig, kind)
+    rig.finish()
+    (worker,) = set(os.listdir("/proc/self/task")) - before
+    time.sleep(0.02)  # until it waits for something to do
+    with rig.driver.stopped(int(worker)):
+        yield
+    rig.finish()
+
+
+def begin(rig: Rig, kind: str) -> tuple[Job, Callable[[], int]]:
+    """A large job, of all blocks but the last, and how many of its copies this thread has enqueued
+    since."""
+    count = len(rig.tensors[0]) - 1
+    job = rig.submit(kind, range(count), range(count)[::-1])
+    before = rig.driver.calls_here(COPY)
+    return job, lambda: rig.driver.calls_here(COPY) - before
+
+
+@pytest.mark.parametrize("how", ["host", "stream", "host, for another job"])
+@pytest.mark.parametrize("kind", CHANNELS)
+@stubbed
+def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
+    driver: Driver, kind: str, how: str
+) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
+        pages = rig.host.pages
+        other = rig.submit("store" if kind == "load" else "load", [1], [1])
+        job, enqueued = begin(rig, kind)
+        if how == "stream":
+            job.wait_on(Stream(SIDE))
+        else:
+            with pytest.raises(TimeoutError):
+                rig.handler.wait(job if how == "host" else other, timeout=0.05)
+        assert enqueued() == 1
+    assert rig.is_right(pages=pages)
+
+
+@stubbed
+def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driver) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
+        job, enqueued = begin(rig, "store")
+        with pytest.raises(TimeoutError):
+            rig.handler.wait(job, timeout=0.0005)
+        assert enqueued() == 0
+
+
+@pytest.mark.parametrize("how", ["host", "stream"])
+@stubbed
+def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
+    driver: Driver, how: str
+) -> None:
+    with Rig(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as rig, late_worker(rig, "store"):
+        _, enqueued = begin(rig, "store")
+        if how == "stream":
+            rig.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait_on(Stream(SIDE))
+        else:
+            with pytest.raises(TimeoutError):
+                rig.handler.wait(timeout=0.09)
+        assert enqueued() == 0
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+@stubbed
+def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
+    driver: Driver, kind: str
+) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
+        job, enqueued = begin(rig, kind)
+        driver.lose()
+        assert "TransferError" in refusal(rig.handler.wait, job)
+        assert enqueued() == 0
+        assert job.result is not None
+        assert "the device is lost" in str(job.result.error)
+
+
+@stubbed
+def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
+        job, enqueued = begin(rig, "store")
+        driver.set_global_capture(True)
+        with pytest.raises(TimeoutError):
+            rig.handler.wait(job, timeout=0.05)
+        driver.set_global_capture(False)
+        assert enqueued() == 1
+        assert driver.capture_spoilt == 0

@@ -322,6 +322,17 @@ def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
 
 
 @stubbed
+def test_the_calls_of_a_thread_are_counted_by_themselves(driver):
+    before = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
+    other = threading.Thread(target=driver.cuda.is_done, kwargs={"stream": 42})
+    other.start()
+    other.join()
+    driver.cuda.is_done(stream=42)
+    after = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
+    assert after == (before[0] + 1, before[1] + 2)
+
+
+@stubbed
 def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)

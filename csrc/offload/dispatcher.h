@@ -57,8 +57,9 @@ class Dispatcher {
   void flush(Lock& lock, const JobRef& job);
 
   // Enqueues the rest of a job that was begun, if there is one that its channel's worker, which may
-  // take long to wake up, has not taken yet. For those who wait. No context need be current.
-  bool help(Lock& lock);
+  // take long to wake up, has not taken yet. For those who wait: only what takes `seconds` at most,
+  // and what the driver has room for. No context need be current.
+  bool help(Lock& lock, double seconds);
 
   // True when the job will be reported as cancelled.
   bool cancel(const JobRef& job);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "../cuda_context.h"
@@ -44,10 +45,17 @@ void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs, d
   progress.notify_all();
 }
 
-bool Dispatcher::help(Lock& lock) {
+bool Dispatcher::help(Lock& lock, double seconds) {
   for (const auto& channel : channels) {
-    if (channel->begun == nullptr) continue;
-    const cuda::ContextGuard context(device);
+    const Transfer* begun = channel->begun.get();
+    if (begun == nullptr || begun->jobs.front()->enqueue_seconds > seconds) continue;
+    if (begun->entries > kMostEntries) continue;  // the driver may hold up who submits it
+    std::optional<cuda::ContextGuard> context;
+    try {
+      context.emplace(device);
+    } catch (const std::exception& error) {
+      lose(error.what());
+    }
     go_on(lock, *channel);
     return true;
   }
@@ -57,8 +65,9 @@ bool Dispatcher::help(Lock& lock) {
 // What the thread that submitted a job has begun.
 void Dispatcher::go_on(Lock& lock, Channel& channel) {
   std::shared_ptr<Transfer> transfer = std::exchange(channel.begun, nullptr);
+  std::string error = lost_;
   lock.unlock();
-  std::string error = channel.enqueue_later(*transfer, groups, layers_);
+  if (error.empty()) error = channel.enqueue_later(*transfer, groups, layers_);
   end_attempt(lock, channel, std::move(transfer), std::move(error), true, 0);
   channel.submitting = -1;
   progress.notify_all();

@@ -96,7 +96,7 @@ bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t
 
 void Dispatcher::flush(Lock& lock, const JobRef& job) {
   flush_until_ = std::max(flush_until_, job->id);
-  while (!job->ended() && job->state != State::kRunning && help(lock)) {
+  while (!job->ended() && job->state != State::kRunning && help(lock, kNoLimit)) {
   }
   progress.notify_all();
   progress.wait(lock, [&] { return job->ended() || job->state == State::kRunning; });

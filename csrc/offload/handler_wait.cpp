@@ -28,9 +28,10 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
     if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) {
       return failed || (for_all && dispatcher_.ledger.has_failures()) ? 2 : 1;
     }
-    if (now() - began >= seconds) return 0;
+    const double left = seconds - (now() - began);
+    if (left <= 0) return 0;
     const Job& next = for_all ? dispatcher_.ledger.oldest() : *jobs[ended];
-    if (dispatcher_.help(lock)) continue;
+    if (dispatcher_.help(lock, left)) continue;
     look_for_end(lock, next.transfer, began);
   }
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ RESULTS = {
     "stub_run_stream": ctypes.c_int,
     "stub_join": ctypes.c_bool,
     "stub_step": ctypes.c_bool,
+    "stub_stop_thread": ctypes.c_bool,
+    "stub_let_thread_go": ctypes.c_bool,
     "stub_knows": ctypes.c_bool,
     "stub_pending": ctypes.c_char_p,
     "stub_violations": ctypes.c_char_p,
@@ -89,6 +93,15 @@ class Driver:
     def release(self, hold: int) -> None:
         self.library.stub_release(hold)
 
+    @contextmanager
+    def stopped(self, thread: int) -> Iterator[None]:
+        """A thread, by its native id, stands still, wherever it is: it should hold no lock."""
+        assert self.library.stub_stop_thread(thread)
+        try:
+            yield
+        finally:
+            assert self.library.stub_let_thread_go()
+
     def pending(self) -> str:
         """A line for each operation that has not run."""
         return self.library.stub_pending().decode()
@@ -118,6 +131,11 @@ class Driver:
     def calls(self, name: str) -> int:
         self._check(name)
         return self.library.stub_calls(name.encode())
+
+    def calls_here(self, name: str) -> int:
+        """Those of the calling thread, since it began."""
+        self._check(name)
+        return self.library.stub_calls_here(name.encode())
 
     def _check(self, name: str) -> None:
         assert self.library.stub_knows(name.encode()), f"the stub has no {name}"

@@ -117,6 +117,10 @@ int stub_calls(const char* name) {
   const Lock lock(device().mutex);
   return device().faults.calls(name);
 }
+int stub_calls_here(const char* name) {
+  const Lock lock(device().mutex);
+  return device().faults.calls_here(name);
+}
 bool stub_knows(const char* name) { return functions().count(name) > 0; }
 
 void stub_set_initialized(int value) {

@@ -17,10 +17,13 @@ class Faults {
   void lose(int code) { lost_ = code; }
   int lost() const { return lost_; }
   int calls(const std::string& name) { return calls_[name]; }
+  // Of the calling thread, since it began.
+  int calls_here(const std::string& name) { return here()[name]; }
 
   // What the call that begins has to return, or success.
   int next(const std::string& name) {
     const int number = ++calls_[name];
+    ++here()[name];
     if (lost_ && !works_on_a_lost_device(name)) return lost_;
     const auto& planned = planned_[name];
     const auto found = planned.find(number);
@@ -30,6 +33,11 @@ class Faults {
   bool copy_fails() { return copies_left_ >= 0 && copies_left_-- == 0; }
 
  private:
+  static std::map<std::string, int>& here() {
+    static thread_local std::map<std::string, int> calls;
+    return calls;
+  }
+
   static bool works_on_a_lost_device(const std::string& name) {
     return name == "cuEventDestroy" || name == "cuStreamDestroy" || name == "cuGetErrorName" ||
            name == "cuGetErrorString";
