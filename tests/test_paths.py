@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,6 +227,33 @@ def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
     ):
         taken = [path_of_a_slow_store(driver, handler, copies) for _ in range(2)]
     assert taken == ["staged", "staged"]
+
+
+@needs_kernels
+@stubbed
+def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_kernels(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 400, 512, dtype=torch.uint8))
+    ids = list(range(400))
+    threads = set(os.listdir("/proc/self/task"))
+    with (
+        figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 400)) as handler,
+    ):
+        handler.wait(handler.store(ids, ids, after=()))
+        (worker,) = set(os.listdir("/proc/self/task")) - threads
+        time.sleep(0.02)  # until it waits for something to do
+        with driver.stopped(int(worker)):
+            job = handler.store(ids, ids, after=())
+            driver.advance_clock(200)
+            time.sleep(0.25)
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.copy_seconds > 0.2
+        handler.wait(job := handler.store([1], [1], after=()))
+        assert job.result is not None
+        assert job.result.path == "staged"
 
 
 @stubbed

@@ -65,6 +65,7 @@ bool Dispatcher::help(Lock& lock, double seconds) {
 // What the thread that submitted a job has begun.
 void Dispatcher::go_on(Lock& lock, Channel& channel) {
   std::shared_ptr<Transfer> transfer = std::exchange(channel.begun, nullptr);
+  transfer->late_seconds = now() - transfer->begun_at;
   std::string error = lost_;
   lock.unlock();
   if (error.empty()) error = channel.enqueue_later(*transfer, groups, layers_);
@@ -73,8 +74,8 @@ void Dispatcher::go_on(Lock& lock, Channel& channel) {
   progress.notify_all();
 }
 
-// Enqueues what takes the calling thread `seconds`. False when it failed and is worth trying with
-// one job at a time.
+// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed and is
+// worth trying with one job at a time.
 bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs,
                          double seconds) {
   std::shared_ptr<Transfer> transfer;
@@ -106,6 +107,7 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>
     return end_attempt(lock, channel, std::move(transfer), error, copying, took);
   }
   lock.lock();
+  transfer->begun_at = now();
   channel.begun = std::move(transfer);
   return true;
 }

@@ -103,7 +103,8 @@ void Planner::note(const Transfer& transfer, double seconds) {
     launched |= part.path == Path::kStaged || part.path == Path::kKernel;
     predicted += without_kernels({part.group, transfer.jobs.front()->channel, part.blocks.size()});
   }
-  if (!launched || seconds < kCrowded * predicted) return;
+  // While the host was late with the rest the device may have had nothing to do.
+  if (!launched || seconds - transfer.late_seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 

@@ -24,7 +24,9 @@ struct TransferPart {
 struct Transfer {
   std::vector<JobRef> jobs;         // in the order of submission
   std::vector<TransferPart> parts;  // in the order in which they are copied
-  size_t later = 0;                 // those from here on are enqueued by the channel's worker
+  size_t later = 0;                 // those from here on are not enqueued by who submits
+  double begun_at = 0;              // when the others had been
+  double late_seconds = 0;          // from then until somebody went on with these
   cuda::Event start = nullptr;
   std::vector<cuda::Event> ends;  // one for each group of layers; the last is the end of all
   size_t entries = 0;             // of the driver's queue
