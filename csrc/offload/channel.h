@@ -21,8 +21,9 @@ namespace kvswap {
 constexpr size_t kMostRunning = 64, kMostEntries = 700;
 
 // One direction of transfers: the jobs that wait in software, the copies that run one after another
-// on a stream, and the events they need. The handler's lock guards it; only enqueue() and
-// synchronize() run without, by whoever has set `submitting`.
+// on a stream, and the events they need. The handler's lock guards it; only enqueue(),
+// enqueue_later() and synchronize() run without, by the one thread whose turn it is: `submitting`
+// is set meanwhile.
 class Channel {
  public:
   // device: -1 where both sides are host memory.
@@ -34,7 +35,7 @@ class Channel {
   std::deque<std::shared_ptr<Transfer>> running;  // in the order of submission
   size_t waiting = 0;                             // jobs in the queue that were not cancelled
   int64_t submitting = -1;          // the number of the first job that somebody enqueues right now
-  std::shared_ptr<Transfer> begun;  // whose later parts the worker is to enqueue
+  std::shared_ptr<Transfer> begun;  // whose later parts the worker, or who waits, is to enqueue
   std::thread worker;               // does, and empties the queue; started when it is first needed
   std::condition_variable work;
 
@@ -73,7 +74,7 @@ class Channel {
   // at which bytes may move. Without the lock.
   std::string enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
                       const std::vector<Group>& groups, int64_t layers, bool& copying);
-  // The parts of the transfer that were left for later.
+  // The parts of the transfer that were left for later, and its end.
   std::string enqueue_later(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
 
   // Whether the transfer has ended on the device. Throws when the device is lost.

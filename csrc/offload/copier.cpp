@@ -35,7 +35,8 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
       stage(part, transfer, groups, planes);
       continue;
     }
-    // Nothing else was in flight when an edge was made.
+    // An edge of a load is made only where no load before it is still unpacked, and is there to be
+    // copied while its own is.
     if (!part.is_edge) order_behind_unpacking();
     if (part.path == Path::kStrided) {
       copy_strided(paged(part, group), group.runs_of(planes), copies_);

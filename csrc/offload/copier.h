@@ -15,8 +15,8 @@ struct PartRange {
   size_t begin, end;
 };
 
-// Gives the copies of one channel's transfers to the driver, each in its way. Whoever does has set
-// the channel's `submitting`; no lock is needed. The context of the device is current.
+// Gives the copies of one channel's transfers to the driver, each in its way. Whoever does has its
+// turn in the channel; no lock is needed. The context of the device is current.
 class Copier {
  public:
   // channel: its number. device: -1 where both sides are host memory. copies: the channel's stream.
@@ -27,8 +27,8 @@ class Copier {
   void use_staging(cuda::Address begin, uint64_t bytes);
   bool has_staging() const { return staging_ != nullptr; }
 
-  // Copies parts of a transfer, one group of layers, behind its start event. Returns the stream on
-  // which the end is.
+  // Copies parts of a transfer, one group of layers, behind its start event and the parts before
+  // them. Returns the stream on which the end is. May sort the blocks of a part.
   cuda::Stream copy(Transfer& transfer, PartRange parts, int layer_group,
                     const std::vector<Group>& groups, int64_t layers);
 
