@@ -145,3 +145,31 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
         assert driver.log().count("strided copy") == 1
         assert torch.equal(whole[:, 12:], whole[:, :12])
         driver.set_mode("immediate")
+
+
+@pytest.mark.parametrize("options", ["gate", "layer_groups"])
+@stubbed
+def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
+    driver: Driver, options: str
+) -> None:
+    with Rig(driver, blocks=BLOCKS, pages=BLOCKS, layers=2) as rig:
+        given = {"gate": rig.handler.gate()} if options == "gate" else {"layer_groups": 2}
+        rig.submit("load", ALL, ALL[::-1], **given)
+        assert states(rig.finish()) == ["done"]
+        assert batches(driver) == ([2 * BLOCKS] if options == "gate" else [BLOCKS, BLOCKS])
+        assert rig.is_right()
+
+
+@needs_kernels
+@stubbed
+def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) -> None:
+    layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
+    ids = list(range(160))
+    with OffloadHandler(layout, HostPool(layout, num_pages=160), path="staged") as handler:
+        sizes = {}
+        for kind in ("store", "load"):
+            driver.log()
+            handler.wait(getattr(handler, kind)(ids, ids, after=()))
+            sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
+    # The first are what the submitting thread has enqueued; three blocks are the edge.
+    assert sizes == {"store": [7, 30, 64, 56], "load": [7, 64, 64, 18, 4]}
