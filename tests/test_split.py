@@ -11,7 +11,7 @@ from sim import CHANNELS, SIDE, Rig, Stream, needs_kernels, run_until, states
 from stub import Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler
-from torch_kvswap.handler import Job
+from torch_kvswap.handler import Job, TransferError
 
 BLOCKS = 1024  # more than are enqueued in the call that submits them
 ALL = list(range(BLOCKS))
@@ -71,8 +71,10 @@ def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
     with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
         driver.fail("cuMemcpyBatchAsync", 2)
         failed = large(rig, kind)
-        assert states(rig.finish()) == ["failed"]
+        with pytest.raises(TransferError):
+            rig.handler.wait(failed)  # and the device runs only what is waited for
         assert driver.pending() == ""
+        assert states(rig.finish()) == ["failed"]
         assert failed.result is not None
         assert "cuMemcpyBatchAsync failed at index" in str(failed.result.error)
         rig.host.pages.random_(256)
