@@ -37,6 +37,8 @@ class Parked:
 
 def least(helper: Any, numbers: list[int]) -> list[int]:
     """The least of each number among the ranks of a model in parts, which must decide alike."""
+    if helper.tp_size == 1:
+        return numbers
     of_all = helper.tp_all_reduce_min(torch.tensor(numbers, dtype=torch.int64), on_cpu=True)
     result: list[int] = of_all.tolist()
     return result
@@ -66,7 +68,6 @@ class ParkedRequests:
     def park(self, state: Any, tables: Sequence[Sequence[int]]) -> bool:
         """Starts to store a request that ran; False when there is no room."""
         self._back.discard(state.request_id)
-        self.swap.collect()
         stored = self.swap.store(self.view.units(tables)) if any(tables) else None
         if stored is None:
             return False
@@ -76,12 +77,9 @@ class ParkedRequests:
 
     def ready(self, candidates: Sequence[Any]) -> list[Any]:
         """Those of the waiting requests that may be in the next batch. Starts to load others."""
-        self.swap.collect()
-        for state in candidates:
-            parked = self.requests.get(state.request_id)
-            # The first that was preempted is the first that comes back.
-            if parked and parked.load is None and not self._start_loading(parked):
-                break
+        if not self.requests:
+            return list(candidates)
+        self._start_loading(candidates)
         ready = self._settle(candidates)
         waiting = [state for state in candidates if state.request_id in self.requests]
         if ready or not waiting or self.scheduler.active_requests:
@@ -119,7 +117,7 @@ class ParkedRequests:
         self._back.discard(state.request_id)
         parked = self.requests.pop(state.request_id, None)
         if parked is not None:
-            self.swap.free(parked.stored)
+            self.swap.discard(parked.stored)
             self.view.release(state)
             state.is_cpu_offloaded = False
 
@@ -128,11 +126,16 @@ class ParkedRequests:
             self.drop(parked.state)
         self._back.clear()
 
-    def _start_loading(self, parked: Parked) -> bool:
-        if not self.view.allocate(parked.state, self.scheduler):
-            return False
-        self._load(parked)
-        return True
+    def _start_loading(self, candidates: Sequence[Any]) -> None:
+        """Of all that fit, those that were preempted first before others."""
+        of_all = [self.requests.get(state.request_id) for state in candidates]
+        waiting = [parked for parked in of_all if parked and parked.load is None]
+        demand = self.view.demand(self.scheduler) if waiting else None
+        if demand is None:
+            return
+        for parked in waiting:
+            if self.view.allocate(parked.state, demand):
+                self._load(parked)
 
     def _load(self, parked: Parked) -> Job:
         units = self.view.units(self.view.tables(parked.state.request_id))
