@@ -67,8 +67,7 @@ class Cache(ABC):
         return [self._units(group, blocks) for group, blocks in pairs]
 
     def written(self, requests: Sequence[Any]) -> Iterator[int]:
-        """The units that a batch writes: a window goes round in its blocks, others grow. Looks at
-        the requests when it is asked for the first of them."""
+        """The units that a batch writes: a window goes round in its blocks, others grow."""
         states = [future.state for future in requests]
         for group in self.groups:
             table, size = group.block_table, self.tokens_per_block(group)

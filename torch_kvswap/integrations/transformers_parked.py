@@ -28,12 +28,6 @@ class Parked:
     stored: Stored
     load: Job | None = None
 
-    @property
-    def outcome(self) -> int:
-        if self.load is None or not self.load.done():
-            return RUNNING
-        return DONE if self.load.result is not None and self.load.result.ok else FAILED
-
 
 def least(helper: Any, numbers: list[int]) -> list[int]:
     """The least of each number among the ranks of a model in parts, which must decide alike."""
@@ -79,8 +73,8 @@ class ParkedRequests:
         """Those of the waiting requests that may be in the next batch. Starts to load others."""
         if not self.requests:
             return list(candidates)
-        self._start_loading(candidates)
         ready = self._settle(candidates)
+        self._start_loading(candidates)
         waiting = [state for state in candidates if state.request_id in self.requests]
         if ready or not waiting or self.scheduler.active_requests:
             return ready
@@ -146,7 +140,10 @@ class ParkedRequests:
         """The candidates that wait for nothing, with those that have come back or begin anew."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
         loading = [parked for parked in of_all if parked and parked.load]
-        outcomes = least(self._helper, [one.outcome for one in loading]) if loading else []
+        outcomes = []
+        if loading:
+            self.swap.collect()
+            outcomes = least(self._helper, [self._outcome(one.load) for one in loading])
         ended = dict(zip((one.state.request_id for one in loading), outcomes, strict=True))
         ready = []
         for state, parked in zip(candidates, of_all, strict=True):
@@ -158,6 +155,11 @@ class ParkedRequests:
             elif ended.get(state.request_id) == FAILED:
                 ready.append(self._begin_anew(parked))
         return ready
+
+    def _outcome(self, load: Job | None) -> int:
+        if load is None or self.swap.is_running(load):
+            return RUNNING
+        return FAILED if self.swap.has_failed(load) else DONE
 
     def _activate(self, parked: Parked) -> None:
         state, scheduler = parked.state, self.scheduler

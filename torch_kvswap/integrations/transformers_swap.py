@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -55,8 +56,10 @@ class Swap:
         self._part = max(1, options.store_bytes // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
+        # Every batch asks: the handler is asked for all jobs at once, and only while there are any.
+        self._running: dict[int, Job] = {}
+        self._failed: weakref.WeakSet[Job] = weakref.WeakSet()
         self._busy: list[tuple[Job, Sequence[int]]] = []  # with the blocks that it reads or writes
-        self._untold = 0  # jobs that the handler has not reported
 
     @property
     def num_free(self) -> int:
@@ -111,16 +114,28 @@ class Swap:
         self.free(stored)
 
     def collect(self) -> None:
-        """Lets the handler forget the jobs that have ended. Needed before blocks whose load failed
-        are stored."""
-        if self._untold:
-            self._untold -= len(self.handler.finished())
+        """Finds out which jobs have ended, and lets the handler forget them. Needed before blocks
+        whose load failed are stored."""
+        if self._running:
+            for result in self.handler.finished():
+                job = self._running.pop(result.job_id)
+                if not result.ok:
+                    self._failed.add(job)
+
+    def is_running(self, job: Job) -> bool:
+        """As collect() has found it."""
+        return job.id in self._running
+
+    def has_failed(self, job: Job) -> bool:
+        """Whether it has ended, and not well."""
+        return job in self._failed
 
     @property
     def is_busy(self) -> bool:
-        """Whether some job has not ended; asks the device."""
+        """Whether guard() has jobs to look at; asks the device."""
         if self._busy:
-            self._busy = [busy for busy in self._busy if not busy[0].done()]
+            self.collect()
+            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
         return bool(self._busy)
 
     def guard(self, written: Iterable[int] | None) -> None:
@@ -157,7 +172,7 @@ class Swap:
 
     def _add(self, job: Job, blocks: Sequence[int]) -> None:
         self._busy.append((job, blocks))
-        self._untold += 1
+        self._running[job.id] = job
 
     def _take(self, count: int) -> list[int]:
         first = len(self._free) - count
