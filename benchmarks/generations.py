@@ -38,7 +38,7 @@ class Generations:
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager, self._device = manager, device
         self._preempted = 0
-        offloading = manager.batch_processor.offloading_manager
+        self.offloading = offloading = manager.batch_processor.offloading_manager
         offload = offloading._offload_to_cpu
 
         def counted(victims: Sequence[Any], *more: Any) -> Any:
@@ -81,7 +81,7 @@ def generations(
         "use_async_batching": asynchronous,
         "allow_block_sharing": False,
         "safety_margin": 0.0,
-        "cpu_offload_space": 0.5,
+        "cpu_offload_space": 0.25,
     }
     if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
         settings["auto_switch_to_flash"] = False
@@ -92,7 +92,6 @@ def generations(
         generation_config=generation,
         continuous_batching_config=hf.ContinuousBatchingConfig(**settings),
     ) as manager:
-        while not hasattr(manager, "current_batch") or manager.batch_processor is None:
-            manager.add_requests([[1]], max_new_tokens=1)
-            assert manager.get_result(timeout=120) is not None
+        manager.add_requests([[1]], max_new_tokens=1)  # behind its result it has all that it makes
+        assert manager.get_result(timeout=120) is not None
         yield Generations(manager, model.device)

@@ -94,6 +94,25 @@ def test_it_preempts_with_both_managers_and_finds_all_bytes(tmp_path, capsys):
 
 
 @needs_transformers
+@pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
+def test_generations_go_on_with_the_manager_that_they_began_with():
+    import integration_transformers as program
+    import torch
+    from generations import generations, new_prompts
+
+    prompts = new_prompts(3, 4096)
+    model = program.new_model(torch.device("cpu"), 1, 1)
+    with program.pageable_without(False), program.managed_by("ours"):
+        each = generations(model, 3, 20, False)
+        run = each.__enter__()
+    assert type(run.offloading).__name__ == "SwapManager"
+    first, second = (run.generate(prompts, 20) for _ in range(2))
+    each.__exit__(None, None, None)
+    assert first.batches == second.batches
+    assert first.preempted == second.preempted > 0
+
+
+@needs_transformers
 def test_bytes_that_come_back_wrong_are_counted(monkeypatch):
     import integration_transformers as program
     import torch

@@ -76,13 +76,15 @@ class ParkedRequests:
         ready = self._settle(candidates)
         self._start_loading(candidates)
         waiting = [state for state in candidates if state.request_id in self.requests]
-        if ready or not waiting or self.scheduler.active_requests:
+        if self.scheduler.active_requests or not waiting:
             return ready
-        load = self.requests[waiting[0].request_id].load
+        loads = [self.requests[state.request_id].load for state in waiting]
+        load = next((load for load in loads if load is not None), None)
         if load is None:
-            return waiting  # alone, and too large: it is for the scheduler to say so
+            return ready or waiting  # alone, and too large: it is for the scheduler to say so
+        # Others may not fit beside it; taking its blocks for them would load it again and again.
         self.swap.wait(load)
-        return self._settle(candidates)
+        return self._settle(waiting + ready)
 
     def stop_loading(self) -> bool:
         """Takes the blocks of all requests that are being loaded away from them, for others; the
