@@ -3,19 +3,25 @@ and ours, in turns.
 
 "lost": one large request among small ones lacks a block and is preempted, and comes back some
 batches later. All calls of the manager are timed: on the host, and on the stream of the model,
-which has nothing else to do then. To that comes by how much the batches meanwhile were slower.
-"throughput": tokens per second of a generation whose cache is too small, its start left out. The
-model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when there
-are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
+which has nothing else to do then. "batches" is by how much longer whole batches took, from the one
+that it was preempted before to the first that had it again, beside the usual ones of all samples:
+that has also what the copies cost the kernels and the host beside them. A batch of this model is
+launched by the host, part of it while the stream still copies, so that this is less than what is
+lost on the stream; and batches vary by more than that, so that targets are for the calls.
+
+"throughput": tokens per second of generations whose cache is too small, and in how many batches.
+
+The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
+there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import torch
 import transformers as hf
+from generations import generations, new_prompts
 from integration_transformers_report import MANAGERS, Cell, Rate, judge, tables
 from preemptions import Preemptions
 from program import device_of, finish, new_parser
-from timing import no_garbage_collection, synchronize
+from timing import no_garbage_collection
 
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.integrations import transformers as integration
@@ -37,23 +44,24 @@ WARM_UPS = 2
 
 
 def main(arguments: list[str]) -> int:
+    begin = perf_counter()
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
     model = new_model(device, options.layers, options.kv_heads)
     sizes = options.block_tokens or ([16, 64, 256] if on_cuda else [16])
     counts = options.blocks or ([64, 512] if on_cuda else [8])
-    progress = Progress("transformers", len(sizes) * len(counts) + options.rounds, True, sys.stderr)
-    cells = []
+    modes = (False, True) if on_cuda else (False,)
+    cells = [Cell(size, count) for size in sizes for count in counts]
+    rates = [Rate(asynchronous) for asynchronous in modes]
+    progress = Progress("transformers", len(cells) + len(rates), True, sys.stderr)
     with pageable_without(on_cuda):
-        for size in sizes:
-            for count in counts:
-                cells.append(measure(model, size, count, options.samples))
-                progress.advance(1)
-        rates = [Rate(asynchronous) for asynchronous in ((False, True) if on_cuda else (False,))]
-        for _ in range(options.rounds):
-            for rate in rates:
-                add_round(rate, model, options.requests, options.tokens)
+        for number, cell in enumerate(cells, 1):
+            measure(cell, model, options.samples, begin + options.seconds / 2 * number / len(cells))
+            progress.advance(1)
+        for number, rate in enumerate(rates, 1):
+            share = (1 + number / len(rates)) / 2
+            add_rounds(rate, model, options, begin + options.seconds * share)
             progress.advance(1)
     verdicts = judge(cells, rates) if on_cuda else []
     print(tables(cells, rates), "", *verdicts, sep="\n")
@@ -72,10 +80,11 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--block-tokens", type=int, nargs="+", help="tokens in a block (16 64 256)")
     add("--blocks", type=int, nargs="+", help="blocks of the request that is preempted (64 512)")
-    add("--samples", type=int, default=7, help="preemptions in a cell, of each manager")
-    add("--rounds", type=int, default=3, help="generations for the throughput, of each manager")
-    add("--requests", type=int, default=24, help="prompts in a generation, of 384 tokens")
-    add("--tokens", type=int, default=128, help="tokens that each prompt generates")
+    add("--samples", type=int, default=5, help="preemptions in a cell, of each manager, at least")
+    add("--rounds", type=int, default=3, help="generations, of each manager, at least")
+    add("--seconds", type=float, default=60, help="for both, which go on until then")
+    add("--requests", type=int, default=16, help="prompts in a generation")
+    add("--tokens", type=int, default=32, help="tokens that each prompt generates")
     add("--layers", type=int, default=16)
     add("--kv-heads", type=int, default=4, help="of 64 numbers each")
     return parser
@@ -125,18 +134,19 @@ def managed_by(manager: str) -> Iterator[None]:
         yield
 
 
-def measure(model: Any, block_tokens: int, blocks: int, samples: int) -> Cell:
-    cell = Cell(block_tokens, blocks)
+def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
     runs = {}
     for manager in MANAGERS:
         with managed_by(manager):
-            runs[manager] = Preemptions(model, block_tokens, blocks)
+            runs[manager] = Preemptions(model, cell.block_tokens, cell.blocks)
     with no_garbage_collection():
-        for number in range(-WARM_UPS, samples):
-            for manager in MANAGERS if number % 2 else MANAGERS[::-1]:
+        number = -WARM_UPS
+        while number < samples or perf_counter() < deadline:
+            for manager in in_turns(number):
                 loss = runs[manager].preempt()
                 if number >= 0:
                     cell.losses[manager].append(loss)
+            number += 1
     for run in runs.values():
         cell.wrong += run.wrong
         cell.block_bytes = run.block_bytes
@@ -144,51 +154,28 @@ def measure(model: Any, block_tokens: int, blocks: int, samples: int) -> Cell:
     gc.collect()  # their caches and host memory
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    return cell
 
 
-def add_round(rate: Rate, model: Any, requests: int, tokens: int) -> None:
-    for manager in MANAGERS if len(rate.rates["ours"]) % 2 else MANAGERS[::-1]:
-        with managed_by(manager):
-            rate.rates[manager].append(generate(model, requests, tokens, rate.asynchronous))
+def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> None:
+    prompts = new_prompts(options.requests, model.config.vocab_size)
+    with ExitStack() as stack:
+        runs = {}
+        for manager in MANAGERS:
+            with managed_by(manager):
+                each = generations(model, options.requests, options.tokens, rate.asynchronous)
+                runs[manager] = stack.enter_context(each)
+            runs[manager].generate(prompts, 4)
+        number, took = 0, 0.0
+        while number < options.rounds or perf_counter() + took < deadline:
+            begin = perf_counter()
+            for manager in in_turns(number):
+                rate.runs[manager].append(runs[manager].generate(prompts, options.tokens))
+            number, took = number + 1, perf_counter() - begin
 
 
-def generate(model: Any, requests: int, tokens: int, asynchronous: bool) -> float:
-    """Tokens per second, with blocks for three fifths of the requests."""
-    length, size = 384, 32
-    each = -(-(length + tokens) // size)
-    settings = {
-        "block_size" if hf.__version__.startswith("5.17.") else "page_size": size,
-        "num_blocks": max(each * requests * 3 // 5, 2 * each),
-        "max_batch_tokens": 1024,
-        "use_cuda_graph": False,
-        "use_async_batching": asynchronous,
-        "allow_block_sharing": False,
-        "safety_margin": 0.0,
-        "cpu_offload_space": 0.5,
-    }
-    if hasattr(hf.ContinuousBatchingConfig, "auto_switch_to_flash"):
-        settings["auto_switch_to_flash"] = False
-    torch.manual_seed(0)
-    prompts = torch.randint(4096, (requests, length)).tolist()
-    generation = hf.GenerationConfig(
-        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=tokens
-    )
-    with model.continuous_batching_context_manager(
-        generation_config=generation,
-        continuous_batching_config=hf.ContinuousBatchingConfig(**settings),
-    ) as manager:
-        begin = perf_counter()
-        manager.add_requests(prompts, max_new_tokens=tokens)
-        generated = 0
-        for _ in range(requests):
-            result = manager.get_result(timeout=120)
-            if result is None or result.error is not None:
-                raise RuntimeError(f"a request has failed: {result}")
-            generated += len(result.generated_tokens)
-        seconds = perf_counter() - begin
-    synchronize(model.device)
-    return generated / seconds
+def in_turns(number: int) -> tuple[str, ...]:
+    """Which of the managers comes first changes from round to round."""
+    return MANAGERS if number % 2 else MANAGERS[::-1]
 
 
 if __name__ == "__main__":

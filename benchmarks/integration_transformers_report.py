@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from report import Verdict, table
 
 if TYPE_CHECKING:
+    from generations import Generation
     from preemptions import Loss
 
 MANAGERS = ("theirs", "ours")
 SHARE = 1 / 3  # of what a preemption costs with their manager
+PARTS = "host", "stream"
 RATE = 0.98  # of their throughput: less is less by more than two runs of one manager differ
 
 
@@ -34,17 +36,29 @@ class Cell:
     def median_of(self, manager: str, part: str) -> float:
         return float(median(getattr(loss, part) for loss in self.losses[manager]))
 
-    @property
-    def share(self) -> float:
+    def share(self, part: str) -> float:
         """What is lost with ours over what is lost with theirs."""
-        return self.median_of("ours", "total") / self.median_of("theirs", "total")
+        return self.median_of("ours", part) / self.median_of("theirs", part)
+
+    def slower(self, manager: str) -> list[float]:
+        """Three quartiles of by how much the batches of a preemption took longer than the usual
+        ones of all samples."""
+        losses = self.losses[manager]
+        usual = median(one for loss in losses for one in loss.usual)
+        usual_with = median(one for loss in losses for one in loss.usual_with)
+        excess = [
+            sum(loss.without) - usual * len(loss.without) + loss.back - usual_with
+            for loss in losses
+        ]
+        return quantiles(excess, n=4, method="inclusive") if len(excess) > 1 else excess * 3
 
     def to_json(self) -> dict[str, Any]:
         losses = {name: [asdict(loss) for loss in of] for name, of in self.losses.items()}
         sizes = self.block_tokens, self.blocks, self.block_bytes
         return dict(
             zip(("block_tokens", "blocks", "block_bytes"), sizes, strict=True),
-            share=self.share,
+            shares={part: self.share(part) for part in PARTS},
+            batches_slower_us={name: self.slower(name) for name in MANAGERS},
             losses_us=losses,
             wrong=self.wrong,
         )
@@ -52,23 +66,30 @@ class Cell:
 
 @dataclass
 class Rate:
-    """Tokens per second of generations, of each manager in turn."""
+    """Generations of each manager in turn."""
 
     asynchronous: bool
-    rates: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MANAGERS})
+    runs: dict[str, list[Generation]] = field(
+        default_factory=lambda: {name: [] for name in MANAGERS}
+    )
 
     @property
     def name(self) -> str:
         return "asynchronous batches" if self.asynchronous else "synchronous batches"
 
+    def median_of(self, manager: str, part: str) -> float:
+        return float(median(getattr(run, part) for run in self.runs[manager]))
+
     @property
-    def ratio(self) -> float:
-        """Of ours to theirs, each pair one after the other."""
-        pairs = zip(self.rates["ours"], self.rates["theirs"], strict=True)
-        return median(ours / theirs for ours, theirs in pairs)
+    def ratios(self) -> list[float]:
+        """Of ours to theirs, each pair one after the other: three quartiles."""
+        pairs = zip(self.runs["ours"], self.runs["theirs"], strict=True)
+        ratios = [ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs]
+        return quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
     def to_json(self) -> dict[str, Any]:
-        return {"batches": self.name, "ratio": self.ratio, "tokens_per_second": self.rates}
+        runs = {name: [asdict(run) for run in of] for name, of in self.runs.items()}
+        return {"batches": self.name, "ratio_quartiles": self.ratios, "generations": runs}
 
 
 def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:
@@ -76,24 +97,34 @@ def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:
     for cell in cells:
         mib = round(cell.blocks * cell.block_bytes / 2**20, 1)
         for manager in MANAGERS:
-            parts = [
-                cell.median_of(manager, part) for part in ("host", "stream", "beside", "total")
-            ]
-            share = cell.share if manager == "ours" else None
-            batches = int(cell.median_of(manager, "batches"))
-            rows.append([cell.name, mib, manager, *parts, share, batches])
-    headers = ["lost per preemption, us", "MiB", "manager", "host", "stream", "beside", "in all"]
-    lost = table([*headers, "share", "batches"], rows)
-    if not rates or not rates[0].rates["ours"]:
-        return lost
-    lines = [[rate.name, *(median(rate.rates[m]) for m in MANAGERS), rate.ratio] for rate in rates]
-    return f"{lost}\n\n{table(['tokens per second', *MANAGERS, 'ratio'], lines)}"
+            low, middle, high = (f"{quartile:,.0f}" for quartile in cell.slower(manager))
+            row: list[Any] = [cell.name, mib, manager]
+            row += [cell.median_of(manager, part) for part in PARTS]
+            row += [cell.share(part) if manager == "ours" else None for part in PARTS]
+            row += [f"{middle} ({low} to {high})", int(cell.median_of(manager, "batches"))]
+            rows.append([*row, len(cell.losses[manager])])
+    headers = ["lost per preemption, us", "MiB", "manager", *PARTS, "share", "share"]
+    text = table([*headers, "batches slower by", "back in", "samples"], rows)
+    lines = []
+    for rate in rates:
+        for manager in MANAGERS if rate.runs["ours"] else ():
+            low, middle, high = (f"{ratio:.3f}" for ratio in rate.ratios)
+            row = [rate.name, manager, rate.median_of(manager, "tokens_per_second")]
+            row += [rate.median_of(manager, part) for part in ("batches", "preempted")]
+            row += [f"{middle} ({low} to {high})" if manager == "ours" else "-"]
+            lines.append([*row, len(rate.runs[manager])])
+    headers = ["throughput", "manager", "tokens per second", "batches", "preempted", "ratio"]
+    return f"{text}\n\n{table([*headers, 'rounds'], lines)}" if lines else text
 
 
 def judge(cells: Sequence[Cell], rates: Sequence[Rate]) -> list[Verdict]:
-    lost = [Verdict(f"lost, {cell.name}, share of theirs", SHARE, cell.share) for cell in cells]
+    lost = [
+        Verdict(f"lost on the {part}, {cell.name}, share of theirs", SHARE, cell.share(part))
+        for cell in cells
+        for part in PARTS
+    ]
     return lost + [
-        Verdict(f"throughput, {rate.name}, over theirs", RATE, rate.ratio, at_least=True)
+        Verdict(f"throughput, {rate.name}, over theirs", RATE, rate.ratios[1], at_least=True)
         for rate in rates
-        if rate.rates["ours"]
+        if rate.runs["ours"]
     ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 import transformers as hf
-from timing import synchronize
+from timing import Call, synchronize
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from torch_kvswap.integrations import transformers as integration
@@ -21,18 +20,22 @@ LIMIT = 500  # batches within which it is back
 @dataclass(frozen=True)
 class Loss:
     """Of one preemption, store and restore, in microseconds. host: in the calls of the manager.
-    stream: on the model's stream between their begin and the end of what they gave to it, with the
-    host's time. beside: by how much more the batches from one to the other took than usual, with
-    what they vary by. batches: until it was back."""
+    stream: from the begin of these calls until the model's stream has done what they gave to it,
+    with the host's time. Then what whole batches took, from scheduling to their tokens: without:
+    those from the preemption on that it was not in. back: the first one that it was in again.
+    usual, usual_with: batches that had nothing to do with it, without and with it."""
 
     host: float
     stream: float
-    beside: float
-    batches: int
+    without: list[float]
+    back: float
+    usual: list[float]
+    usual_with: list[float]
 
     @property
-    def total(self) -> float:
-        return self.stream + self.beside
+    def batches(self) -> int:
+        """Until it was back, from when there was room on, which there is not in the first two."""
+        return len(self.without) - 1
 
 
 class Preemptions:
@@ -83,32 +86,38 @@ class Preemptions:
         """Preempts the large request beside a batch of the others and brings it back."""
         self._count += 1
         name, rest = f"large {self._count}", f"rest {self._count}"
-        state = self._add(name, self._blocks)  # the next token needs one more
-        self._add(rest, self._free_blocks(), runs=False)
-        before = self._contents(name)
+        usual = [self._step()]
+        state, before = self._fill(name, rest)
         self._calls.clear()
-        beside = [self._step()]
+        without = [self._step()]
         assert state.is_cpu_offloaded, "the large request was not preempted"
         self._cache.free_blocks(rest)
-        beside += [self._step() for _ in range(3)]
+        without.append(self._step())
         self._scheduler.block_new_requests = False  # as when another request has ended
-        back = []
+        back = self._step()
         while name not in self._batch:
-            back.append(self._step())
-            assert len(back) < LIMIT, "the large request does not come back"
-        beside += back[:-1]
+            without.append(back)
+            assert len(without) < LIMIT, "the large request does not come back"
+            back = self._step()
         calls = list(self._calls)
+        usual_with = [self._step()]
         after = [one[: len(two)] for one, two in zip(self._contents(name), before, strict=True)]
         self.wrong += not all(map(torch.equal, after, before))
         self._scheduler.finish_request(name)
-        del before, after
-        usual = median(self._step() for _ in range(7))
         return Loss(
             host=sum(call.host for call in calls),
             stream=sum(call.on_stream for call in calls),
-            beside=sum(beside) - usual * len(beside),
-            batches=len(back),
+            without=without,
+            back=back,
+            usual=usual,
+            usual_with=usual_with,
         )
+
+    def _fill(self, name: str, rest: str) -> tuple[Any, list[torch.Tensor]]:
+        """A large request, all free blocks in the hands of another one, and what the first has."""
+        state = self._add(name, self._blocks)  # the next token needs one more
+        self._add(rest, self._free_blocks(), runs=False)
+        return state, self._contents(name)
 
     def _add(self, name: str, blocks: int, runs: bool = True) -> Any:
         """A request that decodes, whose tokens fill so many blocks."""
@@ -138,16 +147,15 @@ class Preemptions:
         return int(free + self._cache.pool.count_free_blocks(group.index))
 
     def _step(self) -> float:
-        """A batch: what the model takes for it, in microseconds."""
+        """A batch: how long it took as a whole, in microseconds. It ends on the device too."""
         for state in self._small:  # they never need another block
             self._decode(state, self._tokens)
+        begin = perf_counter()
         with torch.no_grad():
             assert self._processor.prepare_next_batch()
-            call = Call(self._stream)
             self._processor._generation_step(self._model)
-            call.end()
             self._processor.update_batch()
-        return call.on_stream
+        return (perf_counter() - begin) * 1e6
 
     def _watch(self, owner: Any, name: str) -> None:
         method = getattr(owner, name)
@@ -169,32 +177,3 @@ class Preemptions:
         contents = [tensor[blocks] for tensor in self._view.layout.tensors]
         synchronize(self._model.device)
         return contents
-
-
-class Call:
-    """Begins when it is made."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._events: list[Any] = []
-        if stream is not None:
-            event: Any = torch.cuda.Event  # it has no types
-            self._events = [event(enable_timing=True) for _ in range(2)]
-        self._record(0)
-        self._begin = perf_counter()
-
-    def end(self) -> None:
-        self.host = (perf_counter() - self._begin) * 1e6
-        self._record(1)
-
-    @property
-    def on_stream(self) -> float:
-        """Microseconds from the begin until the stream has done what it was given; waits for it."""
-        if not self._events:
-            return self.host
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) * 1e3
-
-    def _record(self, index: int) -> None:
-        if self._events:
-            self._events[index].record(self._stream)

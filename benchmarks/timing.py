@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +67,35 @@ def no_garbage_collection() -> Iterator[None]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Call:
+    """What a call takes, on the host and on a stream. Begins when it is made."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._events: list[Any] = []
+        if stream is not None:
+            event: Any = torch.cuda.Event  # it has no types
+            self._events = [event(enable_timing=True) for _ in range(2)]
+        self._record(0)
+        self._begin = perf_counter()
+
+    def end(self) -> None:
+        self.host = (perf_counter() - self._begin) * 1e6
+        self._record(1)
+
+    @property
+    def on_stream(self) -> float:
+        """Microseconds from the begin until the stream has done what it was given; waits for it."""
+        if not self._events:
+            return self.host
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e3
+
+    def _record(self, index: int) -> None:
+        if self._events:
+            self._events[index].record(self._stream)
 
 
 class Hold:

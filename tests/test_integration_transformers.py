@@ -66,6 +66,26 @@ def test_each_scheduler_brings_them_back(scheduler):
 
 
 @needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_more(kind):
+    steps = Steps(model(kind), prompts(), config(500, gib=0.0))
+    view = integration.view()(steps.processor.cache)
+    steps.until(lambda: len(steps.scheduler.active_requests) == 6)
+    found = []
+    for _ in range(20):  # all of them run, and none ends
+        demand = view.demand(steps.scheduler)
+        found.append(demand if isinstance(demand, int) else sum(demand.values()))
+        before = blocks_held(view)
+        steps.step()
+        assert blocks_held(view) - before == found[-1]
+    assert len(set(found)) > 1
+
+
+def blocks_held(view: Any) -> int:
+    return sum(len(blocks) for group in view.groups for blocks in group.block_table.values())
+
+
+@needs_transformers
 def test_forks_of_a_request_are_preempted_and_restored():
     net, inputs = model("full"), prompts(3)
     want = tokens(net, inputs, config(500, gib=0.0), num_return_sequences=3)

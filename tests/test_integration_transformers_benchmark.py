@@ -4,46 +4,73 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 
 import pytest
 from continuous import needs_transformers
 from integration_transformers_report import Cell, Rate, judge, tables
 
 
+@dataclass
 class Loss:
     """As `preemptions` has it, which needs transformers."""
 
-    def __init__(self, host: float, total: float) -> None:
-        self.host = self.stream = host
-        self.beside, self.total, self.batches = total - host, total, 2
+    host: float
+    stream: float
+    without: list[float] = field(default_factory=lambda: [100.0, 100.0])
+    back: float = 200.0
+    usual: list[float] = field(default_factory=lambda: [100.0])
+    usual_with: list[float] = field(default_factory=lambda: [200.0])
+    batches: int = 1
 
 
-def cell(theirs: list[float], ours: list[float]) -> Cell:
-    losses = {"theirs": [Loss(t, t) for t in theirs], "ours": [Loss(1.0, t) for t in ours]}
-    return Cell(16, 64, 1 << 20, losses)
+@dataclass
+class Generation:
+    """As `generations` has it."""
+
+    tokens_per_second: float
+    batches: int = 64
+    preempted: int = 7
 
 
-def test_a_third_of_what_is_lost_with_theirs_is_the_target():
-    [met, missed] = judge([cell([300, 900, 200], [100, 50, 999]), cell([300], [101])], [])
-    assert math.isclose(met.measured, 1 / 3)
-    assert (met.met, missed.met) == (True, False)
+def cell(theirs: list[Loss], ours: list[Loss]) -> Cell:
+    return Cell(16, 64, 1 << 20, {"theirs": theirs, "ours": ours})
+
+
+def rate(theirs: list[float], ours: list[float]) -> Rate:
+    runs = {"theirs": theirs, "ours": ours}
+    return Rate(True, {name: [Generation(one) for one in of] for name, of in runs.items()})
+
+
+def test_a_third_of_what_is_lost_with_theirs_is_the_target_on_the_host_and_on_the_stream():
+    theirs = [Loss(300, 900), Loss(900, 990), Loss(200, 300)]
+    ours = [Loss(100, 301), Loss(50, 999), Loss(999, 300)]
+    host, stream = judge([cell(theirs, ours)], [])
+    assert math.isclose(host.measured, 1 / 3)
+    assert (host.met, stream.met) == (True, False)
+
+
+def test_batches_are_compared_with_the_usual_ones_of_all_samples():
+    unusual = Loss(1, 1, without=[150, 100, 130], back=250, usual=[40], usual_with=[500])
+    measured = cell([], [Loss(1, 1), unusual, Loss(1, 1)])
+    assert measured.slower("ours") == [0, 0, (150 + 100 + 130 - 300 + 250 - 200) / 2]
+    assert cell([], [Loss(1, 1)]).slower("ours") == [0, 0, 0]
 
 
 def test_the_throughput_is_compared_pair_by_pair():
-    rate = Rate(True, {"theirs": [100.0, 200.0, 400.0], "ours": [101.0, 198.0, 300.0]})
-    [verdict] = judge([], [rate])
+    measured = rate([100.0, 200.0, 400.0], [101.0, 198.0, 300.0])
+    [verdict] = judge([], [measured])
     assert verdict.measured == 0.99
     assert verdict.met
     assert judge([], [Rate(False)]) == []
 
 
 def test_the_tables_name_what_was_lost_and_the_rates():
-    rate = Rate(False, {"theirs": [100.0], "ours": [150.0]})
-    text = tables([cell([300], [75])], [rate])
+    text = tables([cell([Loss(300, 300)], [Loss(75, 90)])], [rate([100.0], [150.0])])
     assert "64 blocks of 16 tokens" in text
-    assert "0.25" in text
-    assert "1.50" in text
-    assert "tokens per second" not in tables([cell([300], [75])], [Rate(False)])
+    assert "0.25   0.30  0 (0 to 0)" in text
+    assert "1.500 (1.500 to 1.500)" in text
+    assert "throughput" not in tables([cell([Loss(1, 1)], [Loss(1, 1)])], [Rate(False)])
 
 
 @needs_transformers
@@ -52,15 +79,37 @@ def test_it_preempts_with_both_managers_and_finds_all_bytes(tmp_path, capsys):
     import integration_transformers
 
     file = tmp_path / "figures.json"
-    small = "--device cpu --layers 2 --samples 2 --rounds 1 --requests 2 --tokens 2 --blocks 4"
+    small = "--device cpu --layers 2 --samples 2 --seconds 0 --rounds 1 --requests 4 --tokens 20"
+    small += " --blocks 4"
     assert integration_transformers.main([*small.split(), "--json", str(file)]) == 0
     assert "with wrong bytes: 0" in capsys.readouterr().out
     figures = json.loads(file.read_text())
     [lost], [rate] = figures["lost"], figures["throughput"]
     assert {name: len(of) for name, of in lost["losses_us"].items()} == {"theirs": 2, "ours": 2}
     assert all(loss["host"] > 0 for of in lost["losses_us"].values() for loss in of)
-    assert len(rate["tokens_per_second"]["ours"]) == 1
+    [theirs], [ours] = rate["generations"]["theirs"], rate["generations"]["ours"]
+    assert theirs["preempted"] > 0
+    assert abs(theirs["batches"] - ours["batches"]) < 5
     assert figures["verdicts"] == []  # nothing is judged without a GPU
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
+def test_generations_go_on_with_the_manager_that_they_began_with():
+    import integration_transformers as program
+    import torch
+    from generations import generations, new_prompts
+
+    prompts = new_prompts(3, 4096)
+    model = program.new_model(torch.device("cpu"), 1, 1)
+    with program.pageable_without(False), program.managed_by("ours"):
+        each = generations(model, 3, 20, False)
+        run = each.__enter__()
+    assert type(run.offloading).__name__ == "SwapManager"
+    first, second = (run.generate(prompts, 20) for _ in range(2))
+    each.__exit__(None, None, None)
+    assert first.batches == second.batches
+    assert first.preempted == second.preempted > 0
 
 
 @needs_transformers

@@ -306,3 +306,30 @@ def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
         driver.set_mode("immediate")
         driver.run()
     assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
+def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        steps.until(lambda: len(parked_of(seen).requests) > 1 if seen.managers else False)
+        parked = parked_of(seen)
+        [first, second] = list(parked.requests.values())[:2]
+        states = [first.state, second.state]
+        assert first.load is second.load is None
+        allocate = parked.view.allocate
+        parked.view.demand = lambda scheduler: 0
+        parked.view.allocate = lambda state, demand: state is second.state
+        with mock.patch.object(parked.swap, "load") as load:
+            load.return_value.done.return_value = False
+            assert parked.ready(states) == []
+        assert first.load is None
+        assert second.load is load.return_value
+        second.load = None
+        del parked.view.demand
+        parked.view.allocate = allocate
+        steps.processor.fail_all_requests(RuntimeError("enough"))
+        driver.set_mode("immediate")
+        driver.run()
+    assert seen.is_empty

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from torch_kvswap.layout import Int64Array, PagedLayout
+from torch_kvswap.layout import PagedLayout
 
 
 class Cache(ABC):
@@ -40,9 +41,14 @@ class Cache(ABC):
         """What transformers' own manager makes of the user's two settings."""
 
     @abstractmethod
-    def allocate(self, state: Any, scheduler: Any) -> bool:
-        """Gives a request that waits blocks for all it has on the host and one token more. Not when
-        the scheduler would not take it up, or when those that run could lack the blocks next."""
+    def demand(self, scheduler: Any) -> Any:
+        """What the requests that run will take for the next batch, for allocate(). None when the
+        scheduler's safety margin lets no other request run."""
+
+    @abstractmethod
+    def allocate(self, state: Any, demand: Any) -> bool:
+        """Gives a request that waits blocks for all it has on the host and one token more, unless
+        those that run could lack them then."""
 
     @abstractmethod
     def free(self, request_id: str) -> None: ...
@@ -55,20 +61,21 @@ class Cache(ABC):
         """The ids of its blocks in each group."""
         return [group.block_table.get(request_id, []) for group in self.groups]
 
-    def units(self, tables: Sequence[Sequence[int]]) -> list[Int64Array]:
+    def units(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Where the blocks are in the layout."""
         pairs = zip(self.groups, tables, strict=True)
         return [self._units(group, blocks) for group, blocks in pairs]
 
-    def written(self, requests: Sequence[Any]) -> Iterator[Int64Array]:
+    def written(self, requests: Sequence[Any]) -> Iterator[int]:
         """The units that a batch writes: a window goes round in its blocks, others grow."""
-        for future in requests:
-            state = future.state
-            for group in self.groups:
-                blocks = group.block_table.get(state.request_id, [])
-                if not hasattr(group, "sliding_window"):
-                    blocks = blocks[state.position_offset // self.tokens_per_block(group) :]
-                yield self._units(group, blocks)
+        states = [future.state for future in requests]
+        for group in self.groups:
+            table, size = group.block_table, self.tokens_per_block(group)
+            of_states = (table.get(state.request_id, ()) for state in states)
+            if not hasattr(group, "sliding_window"):
+                begins = (state.position_offset // size for state in states)
+                of_states = (of[begin:] for of, begin in zip(of_states, begins, strict=True))
+            yield from self._units(group, list(chain.from_iterable(of_states)))
 
     def release(self, state: Any) -> None:
         """Takes the blocks of a request that waits away from it, if it has any."""
@@ -76,11 +83,13 @@ class Cache(ABC):
             self.free(state.request_id)
         state.allocated_blocks = 0
 
-    def _units(self, group: Any, blocks: Sequence[int]) -> Int64Array:
-        ids, units = np.asarray(blocks, np.int64), self.units_per_block(group)
+    def _units(self, group: Any, blocks: Sequence[int]) -> Sequence[int]:
+        units = self.units_per_block(group)
         if units == 1:
-            return ids
-        return (ids[:, None] * units + np.arange(units)).reshape(-1)
+            return blocks
+        ids = np.asarray(blocks, np.int64)[:, None] * units + np.arange(units)
+        numbers: list[int] = ids.reshape(-1).tolist()
+        return numbers
 
 
 class TensorCache(Cache):
@@ -107,15 +116,21 @@ class TensorCache(Cache):
     def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
         return int(manager._compute_num_cpu_blocks(gib, threshold)) * self.layout.block_bytes
 
-    def allocate(self, state: Any, scheduler: Any) -> bool:
-        cache, count = self._cache, state.current_len() // self._cache.block_size + 1
-        needed, free = cache.blocks_needed(count, 0), cache.get_num_free_blocks()
+    def demand(self, scheduler: Any) -> int | None:
+        cache, size, needed = self._cache, self._cache.block_size, 0
+        crowded = cache.get_num_free_blocks() < scheduler.safety_margin * cache.num_blocks
+        if crowded and scheduler.active_requests:
+            return None
         for other in scheduler.active_requests.values():
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
-            blocks = math.ceil(tokens / cache.block_size)
-            needed += cache.blocks_needed(blocks, other.allocated_blocks)
-        crowded = free < scheduler.safety_margin * cache.num_blocks
-        if free < needed or (crowded and scheduler.active_requests):
+            lacking = tokens + other.current_len() - other.allocated_blocks * size
+            if lacking > 0:  # then the scheduler takes as many
+                needed += cache.blocks_needed((lacking + 1) // size + 1, other.allocated_blocks)
+        return needed
+
+    def allocate(self, state: Any, demand: Any) -> bool:
+        cache, count = self._cache, state.current_len() // self._cache.block_size + 1
+        if cache.get_num_free_blocks() < cache.blocks_needed(count, 0) + demand:
             return False
         state.allocated_blocks = cache.allocate_blocks(count, state.request_id, 0)
         return True
@@ -151,16 +166,19 @@ class SectorCache(Cache):
         sectors = int(manager._compute_num_cpu_sectors(gib, threshold))
         return sectors * int(self._cache.bytes_per_sector)
 
-    def allocate(self, state: Any, scheduler: Any) -> bool:
+    def demand(self, scheduler: Any) -> dict[str, int] | None:
         roomy = scheduler._try_to_meet_safety_margin()  # frees sectors, and what is only cached
-        needs = []
+        if scheduler.active_requests and not roomy:
+            return None
+        needed = dict.fromkeys(self._cache.cache_allocators, 0)
         for other in scheduler.active_requests.values():
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
-            needs.append(self._needs(other, tokens))
-        needs.append(self._needs(state, 1))
-        if scheduler.active_requests and not roomy:
-            return False
-        if self._cache.count_storable_requests(needs) < len(needs):
+            for name, blocks in self._needs(other, tokens).items():
+                needed[name] += blocks
+        return needed
+
+    def allocate(self, state: Any, demand: Any) -> bool:
+        if self._cache.count_storable_requests([demand, self._needs(state, 1)]) < 2:
             return False
         return bool(self._cache.can_store_request_tokens(state, 1))
 

@@ -76,11 +76,9 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # it has no types
         if self.parked is None:
             return
         self.parked.enter(requests_in_batch)
-        swap = self.parked.swap
-        if swap.is_busy:
-            # Forks copy into free blocks, behind this batch.
-            forks = self.scheduler._requests_to_fork
-            swap.guard(None if forks else self.view.written(requests_in_batch))
+        # Forks copy into free blocks, behind this batch.
+        forks = self.scheduler._requests_to_fork
+        self.parked.swap.guard(None if forks else self.view.written(requests_in_batch))
 
     def free_request_cpu_cache(self, state: Any, keep_unsorted: bool = False) -> None:
         """The request was cancelled, wherever it is."""

@@ -28,15 +28,11 @@ class Parked:
     stored: Stored
     load: Job | None = None
 
-    @property
-    def outcome(self) -> int:
-        if self.load is None or not self.load.done():
-            return RUNNING
-        return DONE if self.load.result is not None and self.load.result.ok else FAILED
-
 
 def least(helper: Any, numbers: list[int]) -> list[int]:
     """The least of each number among the ranks of a model in parts, which must decide alike."""
+    if helper.tp_size == 1:
+        return numbers
     of_all = helper.tp_all_reduce_min(torch.tensor(numbers, dtype=torch.int64), on_cpu=True)
     result: list[int] = of_all.tolist()
     return result
@@ -66,7 +62,6 @@ class ParkedRequests:
     def park(self, state: Any, tables: Sequence[Sequence[int]]) -> bool:
         """Starts to store a request that ran; False when there is no room."""
         self._back.discard(state.request_id)
-        self.swap.collect()
         stored = self.swap.store(self.view.units(tables)) if any(tables) else None
         if stored is None:
             return False
@@ -76,21 +71,20 @@ class ParkedRequests:
 
     def ready(self, candidates: Sequence[Any]) -> list[Any]:
         """Those of the waiting requests that may be in the next batch. Starts to load others."""
-        self.swap.collect()
-        for state in candidates:
-            parked = self.requests.get(state.request_id)
-            # The first that was preempted is the first that comes back.
-            if parked and parked.load is None and not self._start_loading(parked):
-                break
+        if not self.requests:
+            return list(candidates)
         ready = self._settle(candidates)
+        self._start_loading(candidates)
         waiting = [state for state in candidates if state.request_id in self.requests]
-        if ready or not waiting or self.scheduler.active_requests:
+        if self.scheduler.active_requests or not waiting:
             return ready
-        load = self.requests[waiting[0].request_id].load
+        loads = [self.requests[state.request_id].load for state in waiting]
+        load = next((load for load in loads if load is not None), None)
         if load is None:
-            return waiting  # alone, and too large: it is for the scheduler to say so
+            return ready or waiting  # alone, and too large: it is for the scheduler to say so
+        # Others may not fit beside it; taking its blocks for them would load it again and again.
         self.swap.wait(load)
-        return self._settle(candidates)
+        return self._settle(waiting + ready)
 
     def stop_loading(self) -> bool:
         """Takes the blocks of all requests that are being loaded away from them, for others; the
@@ -119,7 +113,7 @@ class ParkedRequests:
         self._back.discard(state.request_id)
         parked = self.requests.pop(state.request_id, None)
         if parked is not None:
-            self.swap.free(parked.stored)
+            self.swap.discard(parked.stored)
             self.view.release(state)
             state.is_cpu_offloaded = False
 
@@ -128,11 +122,16 @@ class ParkedRequests:
             self.drop(parked.state)
         self._back.clear()
 
-    def _start_loading(self, parked: Parked) -> bool:
-        if not self.view.allocate(parked.state, self.scheduler):
-            return False
-        self._load(parked)
-        return True
+    def _start_loading(self, candidates: Sequence[Any]) -> None:
+        """Of all that fit, those that were preempted first before others."""
+        of_all = [self.requests.get(state.request_id) for state in candidates]
+        waiting = [parked for parked in of_all if parked and parked.load is None]
+        demand = self.view.demand(self.scheduler) if waiting else None
+        if demand is None:
+            return
+        for parked in waiting:
+            if self.view.allocate(parked.state, demand):
+                self._load(parked)
 
     def _load(self, parked: Parked) -> Job:
         units = self.view.units(self.view.tables(parked.state.request_id))
@@ -143,7 +142,10 @@ class ParkedRequests:
         """The candidates that wait for nothing, with those that have come back or begin anew."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
         loading = [parked for parked in of_all if parked and parked.load]
-        outcomes = least(self._helper, [one.outcome for one in loading]) if loading else []
+        outcomes = []
+        if loading:
+            self.swap.collect()
+            outcomes = least(self._helper, [self._outcome(one.load) for one in loading])
         ended = dict(zip((one.state.request_id for one in loading), outcomes, strict=True))
         ready = []
         for state, parked in zip(candidates, of_all, strict=True):
@@ -155,6 +157,11 @@ class ParkedRequests:
             elif ended.get(state.request_id) == FAILED:
                 ready.append(self._begin_anew(parked))
         return ready
+
+    def _outcome(self, load: Job | None) -> int:
+        if load is None or self.swap.is_running(load):
+            return RUNNING
+        return FAILED if self.swap.has_failed(load) else DONE
 
     def _activate(self, parked: Parked) -> None:
         state, scheduler = parked.state, self.scheduler

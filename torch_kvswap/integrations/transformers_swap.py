@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-import numpy as np
 import torch
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_memory import HostPool
-from torch_kvswap.layout import Int64Array, PagedLayout
+from torch_kvswap.layout import PagedLayout
 
 
 @dataclass(frozen=True)
 class Options:
-    """path, background: as of `OffloadHandler` and `OffloadHandler.store`. store_bytes: how much of
-    a request one store has at most; a batch that takes its first blocks waits for no more."""
+    """path, background: as of `OffloadHandler` and `OffloadHandler.store`. store_bytes: the first
+    part of a request that is stored has at most so many. Each further part has four times as many
+    as the one before: there are few, and a batch that takes the first blocks waits for few."""
 
     path: str | None = None
     background: bool = True
@@ -28,7 +30,7 @@ class Stored:
     """Where the blocks of one request are: for each group of layers, the pages of its blocks in the
     order of the blocks. stores: the jobs that fill them."""
 
-    pages: list[Int64Array]
+    pages: list[Sequence[int]]
     stores: list[Job] = field(default_factory=list)
 
 
@@ -53,75 +55,102 @@ class Swap:
         self._background = options.background
         self._part = max(1, options.store_bytes // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
-        self._free = np.arange(num_pages, dtype=np.int64)[::-1].copy()
-        self.num_free = num_pages
-        self._busy: list[tuple[Job, Int64Array]] = []
-        self._is_written = np.zeros(layout.num_blocks, bool)
+        self._free = list(range(num_pages))[::-1]
+        # Every batch asks: the handler is asked for all jobs at once, and only while there are any.
+        self._running: dict[int, Job] = {}
+        self._failed: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._busy: list[tuple[Job, Sequence[int]]] = []  # with the blocks that it reads or writes
 
-    def store(self, groups: Sequence[Int64Array]) -> Stored | None:
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def store(self, groups: Sequence[Sequence[int]]) -> Stored | None:
         """Starts to store the blocks of a request; None when too few pages are free. Raises what
         `OffloadHandler.store` does; then no page is taken."""
-        blocks = np.concatenate(groups)
-        if len(blocks) > self.num_free:
+        blocks = list(chain.from_iterable(groups))
+        if len(blocks) > len(self._free):
             return None
+        self.collect()
         pages = self._take(len(blocks))
-        stored = Stored(np.split(pages, np.cumsum([len(group) for group in groups])[:-1]))
+        stored = Stored(_split(pages, groups))
+        begin, size = 0, self._part
         try:
-            for first in range(0, len(blocks), self._part):
-                part = slice(first, first + self._part)
+            while begin < len(blocks):
+                part = slice(begin, begin + size)
                 job = self.handler.store(
                     blocks[part], pages[part], after=self._stream, background=self._background
                 )
                 stored.stores.append(job)
-                self._busy.append((job, blocks[part]))
+                self._add(job, blocks[part])
+                begin, size = begin + size, 4 * size
         except BaseException:
-            self.free(stored)
+            self.discard(stored)
             raise
         return stored
 
-    def load(self, stored: Stored, groups: Sequence[Int64Array]) -> Job:
+    def load(self, stored: Stored, groups: Sequence[Sequence[int]]) -> Job:
         """Starts to load what is stored into these blocks. A group that has fewer blocks now, or
         more, is loaded as far as both go. The pages stay taken."""
-        counts = [min(map(len, pair)) for pair in zip(stored.pages, groups, strict=True)]
-        pages = np.concatenate([one[:n] for one, n in zip(stored.pages, counts, strict=True)])
-        blocks = np.concatenate([one[:n] for one, n in zip(groups, counts, strict=True)])
+        pages: list[int] = []
+        blocks: list[int] = []
+        for held, wanted in zip(stored.pages, groups, strict=True):
+            count = min(len(held), len(wanted))
+            pages += held[:count]
+            blocks += wanted[:count]
         job = self.handler.load(pages, blocks, after=self._stream, background=self._background)
-        self._busy.append((job, blocks))
+        self._add(job, blocks)
         return job
 
     def free(self, stored: Stored) -> None:
-        """Gives the pages back. Jobs that still use them go on or are cancelled; whatever uses the
-        pages next comes behind them."""
+        """Gives the pages back. Whatever uses them next comes behind the jobs that still do."""
+        self._free += chain.from_iterable(reversed(pages) for pages in reversed(stored.pages))
+
+    def discard(self, stored: Stored) -> None:
+        """Gives the pages back, of which nobody wants to know what is in them. What has not begun
+        to fill them never will."""
         for job in stored.stores:
             self.handler.cancel(job)
-        pages = np.concatenate(stored.pages)
-        self._free[self.num_free : self.num_free + len(pages)] = pages[::-1]
-        self.num_free += len(pages)
+        self.free(stored)
 
     def collect(self) -> None:
-        """Forgets the jobs that have ended. Needed before blocks whose load failed are stored."""
-        self.handler.finished()
-        self._busy = [(job, blocks) for job, blocks in self._busy if not job.done()]
+        """Finds out which jobs have ended, and lets the handler forget them. Needed before blocks
+        whose load failed are stored."""
+        if self._running:
+            for result in self.handler.finished():
+                job = self._running.pop(result.job_id)
+                if not result.ok:
+                    self._failed.add(job)
+
+    def is_running(self, job: Job) -> bool:
+        """As collect() has found it."""
+        return job.id in self._running
+
+    def has_failed(self, job: Job) -> bool:
+        """Whether it has ended, and not well."""
+        return job in self._failed
 
     @property
     def is_busy(self) -> bool:
+        """Whether guard() has jobs to look at; asks the device."""
+        if self._busy:
+            self.collect()
+            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
         return bool(self._busy)
 
-    def guard(self, written: Iterable[Int64Array] | None) -> None:
+    def guard(self, written: Iterable[int] | None) -> None:
         """Makes the stream wait for the jobs that read or write one of these blocks; None is any.
-        They are not waited for again."""
-        arrays = None if written is None else list(written)
-        for blocks in arrays or ():
-            self._is_written[blocks] = True
+        They are not waited for again. Iterates over the blocks only while a job is running."""
+        if not self.is_busy:
+            return
+        wanted = None if written is None else set(written)
         free = []
         for job, blocks in self._busy:
-            if arrays is not None and not self._is_written[blocks].any():
+            if wanted is not None and wanted.isdisjoint(blocks):
                 free.append((job, blocks))
-            elif not job.done():
+            else:
                 self._wait_on(job)
         self._busy = free
-        for blocks in arrays or ():
-            self._is_written[blocks] = False
 
     def wait(self, job: Job) -> None:
         """Blocks the host until the job has ended, well or not: `Job.result` says how."""
@@ -141,8 +170,22 @@ class Swap:
         except TransferError:  # it has ended meanwhile, so that there is nothing to wait for
             assert job.done()
 
-    def _take(self, count: int) -> Int64Array:
-        first = self.num_free - count
-        pages: Int64Array = self._free[first : self.num_free][::-1].copy()
-        self.num_free = first
+    def _add(self, job: Job, blocks: Sequence[int]) -> None:
+        self._busy.append((job, blocks))
+        self._running[job.id] = job
+
+    def _take(self, count: int) -> list[int]:
+        first = len(self._free) - count
+        pages = self._free[first:][::-1]
+        del self._free[first:]
         return pages
+
+
+def _split(pages: list[int], groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """As many pages for each group as it has blocks."""
+    parts: list[Sequence[int]] = []
+    begin = 0
+    for blocks in groups:
+        parts.append(pages[begin : begin + len(blocks)])
+        begin += len(blocks)
+    return parts
