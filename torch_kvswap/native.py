@@ -23,7 +23,7 @@ _native = _extension.library()
 _submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
 _result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
 _release = _native.kvswap_job_release
-_AT_ONCE = 64  # results asked for in one call
+_AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
 
@@ -85,11 +85,13 @@ class NativeHandler:
 
     def finished(self) -> list[Result]:
         results: list[Result] = []
+        capacity = _AT_FIRST
         while True:
-            found = self._results("kvswap_handler_finished", _AT_ONCE)
+            found = self._results("kvswap_handler_finished", capacity)
             results += found
-            if len(found) < _AT_ONCE:
+            if len(found) < capacity:
                 return results
+            capacity = _AT_ONCE
 
     def unreported_failures(self) -> list[Result]:
         capacity = _AT_ONCE
