@@ -14,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
+from rigs import a_fork_lives
 from stub import HOST, Driver, place, stubbed
 from stub.cuda import CudaError
 from trees import write
@@ -346,18 +347,11 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
     layout = make_layout(row_bytes=1 << 20, device="cuda:0")
     with HostPool(layout, num_pages=16) as pool, OffloadHandler(layout, pool) as handler:
         pool.pages.fill_(1)
-        read_end, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(write_end)
-            os.read(read_end, 1)
-            os._exit(0)
-        pool.pages.fill_(2)  # a page that was copied here would no longer be the one that is pinned
-        handler.wait(handler.load([3, 15], [0, 1]))
-        assert layout.tensors[0][:2].eq(2).all().item()
-        os.close(write_end)
-        os.waitpid(child, 0)
-        os.close(read_end)
+        with a_fork_lives():
+            # A page that was copied here would no longer be the one that is pinned.
+            pool.pages.fill_(2)
+            handler.wait(handler.load([3, 15], [0, 1]))
+            assert layout.tensors[0][:2].eq(2).all().item()
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from rigs import run_script
+from rigs import a_fork_lives, run_script
 from stub import Driver, stubbed
 from trees import write
 
@@ -160,18 +160,10 @@ def test_a_fork_has_zeros_of_its_own_and_costs_the_parent_nothing() -> None:
     zeros = bytes(mapped.nbytes)
     # No torch in the child: the threads of its operators are the parent's.
     assert in_child(lambda: ctypes.string_at(mapped.address, mapped.nbytes) == zeros) == 1
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    first = faults()
-    mapped.tensor.fill_(8)  # while the child lives: no page of it is copied
-    assert faults() - first < 100
-    os.close(write_end)
-    os.waitpid(child, 0)
-    os.close(read_end)
+    with a_fork_lives():
+        first = faults()
+        mapped.tensor.fill_(8)  # no page of it is copied
+        assert faults() - first < 100
     assert mapped.tensor.eq(8).all()
     assert resident() - before < 8 * MIB
 
