@@ -41,7 +41,7 @@ class Cell:
         return self.median_of("ours", part) / self.median_of("theirs", part)
 
     def slower(self, manager: str) -> list[float]:
-        """Three quartiles of by how much the batches of a preemption took longer than the usual
+        """Quartiles of by how much the batches of a preemption took longer than the usual
         ones of all samples."""
         losses = self.losses[manager]
         usual = median(one for loss in losses for one in loss.usual)
@@ -50,7 +50,7 @@ class Cell:
             sum(loss.without) - usual * len(loss.without) + loss.back - usual_with
             for loss in losses
         ]
-        return quantiles(excess, n=4, method="inclusive") if len(excess) > 1 else excess * 3
+        return _quartiles(excess)
 
     def to_json(self) -> dict[str, Any]:
         losses = {name: [asdict(loss) for loss in of] for name, of in self.losses.items()}
@@ -82,14 +82,18 @@ class Rate:
 
     @property
     def ratios(self) -> list[float]:
-        """Of ours to theirs, each pair one after the other: three quartiles."""
+        """Of ours to theirs, each pair one after the other: quartiles."""
         pairs = zip(self.runs["ours"], self.runs["theirs"], strict=True)
-        ratios = [ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs]
-        return quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return _quartiles([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
 
     def to_json(self) -> dict[str, Any]:
         runs = {name: [asdict(run) for run in of] for name, of in self.runs.items()}
         return {"batches": self.name, "ratio_quartiles": self.ratios, "generations": runs}
+
+
+def _quartiles(samples: list[float]) -> list[float]:
+    """Three, also of a single sample."""
+    return quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
 
 
 def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:

@@ -77,16 +77,25 @@ class EnginePages:
 
 
 def _read(pool: HostPool, name: str, keys: Keys, ids: Ids) -> tuple[bytes, array[int]]:
+    digests = read_digests("keys", keys)
+    return digests, _blocks_of(pool, name, digests, ids)
+
+
+def _blocks_of(pool: HostPool, name: str, keys: Keys, ids: Ids) -> array[int]:
     """blocks_per_page blocks of each key; the last key may have fewer."""
-    digests, blocks = read_digests("keys", keys), read_ids(name, ids)
-    count, per_page = len(digests) // DIGEST_BYTES, pool.blocks_per_page
+    blocks, per_page = read_ids(name, ids), pool.blocks_per_page
+    if isinstance(keys, bytes | bytearray | memoryview):
+        count = memoryview(keys).nbytes // DIGEST_BYTES
+    else:
+        count = len(keys)
     if -(-len(blocks) // per_page) != count:
         raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
-    return digests, blocks
+    return blocks
 
 
 def _select(pool: HostPool, name: str, keys: Keys, ids: Ids, places: Any) -> Numbers:
-    blocks = np.frombuffer(_read(pool, name, keys, ids)[1], np.int64)
+    # The manager has read the keys: digests of them all are not made again.
+    blocks = np.frombuffer(_blocks_of(pool, name, keys, ids), np.int64)
     per_page = pool.blocks_per_page
     slots = np.asarray(places, np.int64)[:, None] * per_page + np.arange(per_page)
     selected: Numbers = blocks[slots[slots < len(blocks)]]
