@@ -86,9 +86,11 @@ struct kvswap_path_options {
   kvswap_path_costs costs[2][KVSWAP_PATHS];  // of stores, of loads
 };
 
-// device: -1 for host memory on both sides. layers: in all groups together.
+// device: -1 for host memory on both sides. layers: in all groups together. threaded: who submits a
+// job leaves all copies to a thread.
 KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
-                                       int device, const kvswap_path_options* options);
+                                       int device, bool threaded,
+                                       const kvswap_path_options* options);
 // Why paths that would be chosen cannot be had, or "". Valid as long as the handler.
 KVSWAP_API const char* kvswap_handler_path_problem(void* handler);
 // After kvswap_handler_close.

@@ -85,12 +85,12 @@ kvswap::cuda::Stream resolve(int device, void* stream, bool is_current) {
 }  // namespace
 
 void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device,
-                            const kvswap_path_options* options) {
+                            bool threaded, const kvswap_path_options* options) {
   void* handler = nullptr;
   succeeds([&] {
     std::optional<kvswap::cuda::ContextGuard> context;
     if (device >= 0) context.emplace(device);
-    handler = new Handler(read_groups(groups, count, device), layers, device, *options);
+    handler = new Handler(read_groups(groups, count, device), layers, device, threaded, *options);
   });
   return handler;
 }

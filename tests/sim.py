@@ -73,7 +73,13 @@ class Rig:
     `block(b)`, what is in slot s of page p is `page(p, s)`."""
 
     def __init__(
-        self, driver: Driver, blocks: int = 16, pages: int = 16, per_page: int = 1, layers: int = 1
+        self,
+        driver: Driver,
+        blocks: int = 16,
+        pages: int = 16,
+        per_page: int = 1,
+        layers: int = 1,
+        threaded: bool = False,
     ) -> None:
         torch.set_num_threads(1)  # number_of_threads() is to change by those of the handler
         self.driver = driver
@@ -87,7 +93,7 @@ class Rig:
         self._moves: list[tuple[int, str, list[int], list[int]]] = []
         self._holds: list[int] = []
         self._events: dict[str, int] = {}
-        self.handler = OffloadHandler(self.layout, self.host)
+        self.handler = OffloadHandler(self.layout, self.host, threaded=threaded)
         driver.log()
 
     # Bytes.

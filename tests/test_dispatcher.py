@@ -192,6 +192,36 @@ def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
         assert rig.is_right()
 
 
+@pytest.mark.parametrize("kind", CHANNELS)
+@stubbed
+def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
+    with Rig(driver, blocks=BLOCKS, pages=BLOCKS, threaded=True) as rig:
+        threads = number_of_threads()
+        rig.submit(kind, [0], [1])
+        assert number_of_threads() == threads + 1
+        everything = list(range(BLOCKS))
+        rig.submit(kind, everything, everything[::-1])
+        for i in range(1, 100):
+            rig.submit(kind, [i, i + 1], [i + 1, i])
+        results = rig.finish()
+        assert states(results) == ["done"] * 101
+        assert [result.job_id for result in results] == list(range(101))
+        assert all(result.queue_seconds > 0 for result in results)
+        assert rig.is_right()
+
+
+@stubbed
+def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        for _ in range(20):
+            rig.store(1, 2).wait_on(Stream(SIDE))
+            job = rig.load(2, 1)
+            job.wait_on(Stream(SIDE))
+            assert driver.run(SIDE) == 0
+            driver.run()
+            assert job.done()
+
+
 # Jobs of several channels
 
 

@@ -29,14 +29,14 @@ class OffloadHandler:
     gpu: the cache. host: pages for the same planes. A hybrid model has a list of layouts, one for
     each group of layers, and a pool for each; then every argument with ids is a list too, with an
     entry for each group, empty for those that have no blocks in the job. The handler holds all of
-    it while it lives. Stores run in the order of submission, loads too, expedited loads too, and
-    two jobs that share a block or a page, of which one writes it, run in the order of submission
-    whatever they are; others overlap.
+    it while it lives. Stores run in the order of submission, loads too, expedited loads too, and so
+    do two jobs that share a block or a page which one of them writes; others overlap.
 
     path: "auto", the default, takes for each transfer the way of copying that is predicted to end
     first; "strided", "batch", "staged" or "kernel" is taken always, and KVSWAP_PATH says which
     where no path is given (`Result.path` names them). staging_bytes: GPU memory for staged copies,
-    half for stores, half for loads, taken at once where some transfer could be staged.
+    half for stores, half for loads, taken at once where some transfer could be staged. threaded: a
+    thread gives all copies to the driver. It may take 40 to 250 us to wake up, the caller goes on.
 
     Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
     another call, whose lock it would wait for. A context manager, which closes it. One that is
@@ -52,11 +52,13 @@ class OffloadHandler:
         *,
         path: str | None = None,
         staging_bytes: int = 32 << 20,
+        threaded: bool = False,
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self.native = NativeHandler(groups, path_options(path, staging_bytes, groups.device))
-        # Holds the cache and the pools: neither may go before the jobs have ended.
+        paths = path_options(path, staging_bytes, groups.device)
+        self.native = NativeHandler(groups, threaded, paths)
+        # Holds the cache and pools: neither may go before the jobs have ended.
         weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool.used_by(self)
@@ -130,8 +132,7 @@ class OffloadHandler:
         """The jobs that have ended since the last call, each job in one call only, in the order in
         which they ended. Waits for nothing. Call it now and then: until then the handler remembers
         every job."""
-        results = self.native.finished()
-        for result in results:
+        for result in (results := self.native.finished()):
             self._ranges.end(result.job_id)
         return results
 
@@ -184,10 +185,9 @@ class OffloadHandler:
     def _submit(self, request: Request) -> Job:
         if not self._ranges.enabled:
             return Job(self, *self.native.submit(request))
-        direction = direction_of(request.native.channel)
-        with self._ranges.submit(direction):
+        with self._ranges.submit(direction_of(request.native.channel)):
             job = Job(self, *self.native.submit(request))
-        self._ranges.begin(job.id, direction, job.nbytes)
+        self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
 
     def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:

@@ -30,7 +30,7 @@ _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 class NativeHandler:
     """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
 
-    def __init__(self, groups: Groups, options: capi.PathOptions) -> None:
+    def __init__(self, groups: Groups, threaded: bool, options: capi.PathOptions) -> None:
         self.groups = groups
         self.device = groups.device
         self._process = Process()
@@ -40,6 +40,7 @@ class NativeHandler:
             len(groups.structures),
             groups.num_layers,
             -1 if groups.device.type == "cpu" else groups.device.index,
+            threaded,
             ctypes.byref(options),
         )
         problem = _native.kvswap_handler_path_problem(self._pointer).decode()

@@ -21,7 +21,7 @@ std::vector<std::unique_ptr<Channel>> make_channels(int device) {
 
 }  // namespace
 
-Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device,
+Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device, bool threaded,
                        const kvswap_path_options& options)
     : device(device),
       groups(std::move(of)),
@@ -29,7 +29,8 @@ Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device,
       ledger(hazards),
       channels(make_channels(device)),
       planner(groups, device, options, channels),
-      layers_(layers) {}
+      layers_(layers),
+      threaded_(threaded && device >= 0) {}
 
 Dispatcher::~Dispatcher() = default;
 
@@ -47,7 +48,7 @@ void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
   if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
-  const bool starts = channel.queue.empty() && can_start(channel, *job);
+  const bool starts = !threaded_ && channel.queue.empty() && can_start(channel, *job);
   const bool is_small = job->enqueue_seconds <= kSmallSeconds;
   if (!(starts && is_small) && !has_worker(channel, job)) return;
   if (starts && (is_small || can_be_divided(*job))) {

@@ -23,13 +23,14 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seco
 // Brings jobs onto the device, each channel's in order and not too many at a time, and sees them
 // end. Whoever submits a job enqueues it on the spot where that takes microseconds, and of a larger
 // one the beginning. The rest is for a worker thread of the channel, or for a thread that waits for
-// whatever job. What must wait in software is for the worker, which joins small jobs into one copy.
+// whatever job; all is where submissions are `threaded`, but copies between host memory. What must
+// wait in software is for the worker, which joins small jobs into one copy.
 //
 // Every function is called with the lock held. Those that take it let it go while the driver
 // enqueues a copy, which can take long.
 class Dispatcher {
  public:
-  Dispatcher(std::vector<Group> groups, int64_t layers, int device,
+  Dispatcher(std::vector<Group> groups, int64_t layers, int device, bool threaded,
              const kvswap_path_options& options);
   ~Dispatcher();
 
@@ -105,6 +106,7 @@ class Dispatcher {
   void work(Channel& channel);
 
   const int64_t layers_;
+  const bool threaded_;
   std::string lost_;
   int64_t flush_until_ = -1;
   std::vector<Gate*> unopened_;  // whose load has failed, and the driver did not open them

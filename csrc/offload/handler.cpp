@@ -16,9 +16,10 @@ void refuse_capture(cuda::Stream stream, const char* noun) {
 
 }  // namespace
 
-Handler::Handler(std::vector<Group> groups, int64_t layers, int device,
+Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
                  const kvswap_path_options& options)
-    : dispatcher_(std::move(groups), layers, device, options), reader_(dispatcher_.groups) {}
+    : dispatcher_(std::move(groups), layers, device, threaded, options),
+      reader_(dispatcher_.groups) {}
 
 void Handler::check_open() const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");

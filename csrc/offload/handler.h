@@ -15,7 +15,7 @@ namespace kvswap {
 class Handler {
  public:
   // The context of the device is current.
-  Handler(std::vector<Group> groups, int64_t layers, int device,
+  Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
           const kvswap_path_options& options);
 
   JobRef submit(const kvswap_request& request);
