@@ -47,8 +47,12 @@ void order_after(Stream earlier, Stream later) {
 }
 
 Stream create_stream() {
+  // Kernels that pack run for microseconds, and would wait for those of an endless row of short
+  // kernels beside them. The driver takes the nearest priority that it has; copies have none.
+  constexpr int kMostUrgent = -100;
   Stream stream = nullptr;
-  KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking), "cuStreamCreate");
+  KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking, kMostUrgent),
+                      "cuStreamCreateWithPriority");
   return stream;
 }
 

@@ -53,7 +53,7 @@ struct Lookup {
     require(table.copy_async, "cuMemcpyAsync", 4000);
     require(table.copy_peer_async, "cuMemcpyPeerAsync", 4000);
     require(table.copy_strided_async, "cuMemcpy3DAsync", 3020);
-    require(table.create_stream, "cuStreamCreate", 2000);
+    require(table.create_stream, "cuStreamCreateWithPriority", 5050);
     require(table.destroy_stream, "cuStreamDestroy", 4000);
     require(table.synchronize_stream, "cuStreamSynchronize", 2000);
     require(table.query_stream, "cuStreamQuery", 2000);

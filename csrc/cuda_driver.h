@@ -97,7 +97,7 @@ struct Driver {
   Result (*copy_peer_async)(Address dst, Context dst_context, Address src, Context src_context,
                             size_t bytes, Stream);
   Result (*copy_strided_async)(const StridedCopy*, Stream);
-  Result (*create_stream)(Stream*, unsigned flags);
+  Result (*create_stream)(Stream*, unsigned flags, int priority);
   Result (*destroy_stream)(Stream);
   Result (*synchronize_stream)(Stream);
   Result (*query_stream)(Stream);

@@ -47,7 +47,7 @@ SAME(get_pointer_attributes, cuPointerGetAttributes);
 SAME(copy_async, cuMemcpyAsync);
 SAME(copy_peer_async, cuMemcpyPeerAsync);
 SAME(copy_strided_async, cuMemcpy3DAsync);
-SAME(create_stream, cuStreamCreate);
+SAME(create_stream, cuStreamCreateWithPriority);
 SAME(destroy_stream, cuStreamDestroy);
 SAME(synchronize_stream, cuStreamSynchronize);
 SAME(query_stream, cuStreamQuery);

@@ -160,8 +160,8 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
 @stubbed
 def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: int) -> None:
     with Rig(driver) as rig:
-        driver.fail("cuStreamCreate", nth)
-        with pytest.raises(RuntimeError, match="cuStreamCreate"):
+        driver.fail("cuStreamCreateWithPriority", nth)
+        with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority"):
             OffloadHandler(rig.layout, rig.host)
         OffloadHandler(rig.layout, rig.host).close()
 
@@ -170,7 +170,8 @@ def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: in
 
 
 @pytest.mark.parametrize(
-    "function", ["cuDeviceGetAttribute", "cuMemHostAlloc", "cuStreamCreate", "cuEventCreate"]
+    "function",
+    ["cuDeviceGetAttribute", "cuMemHostAlloc", "cuStreamCreateWithPriority", "cuEventCreate"],
 )
 @stubbed
 def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> None:
@@ -399,8 +400,8 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
 def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) -> None:
     with Rig(driver) as rig:
         before = driver.live("streams")
-        driver.fail("cuStreamCreate", nth)
-        with pytest.raises(RuntimeError, match="cuStreamCreate"):
+        driver.fail("cuStreamCreateWithPriority", nth)
+        with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority"):
             OffloadHandler(rig.layout, rig.host)
         assert driver.live("streams") == before
 

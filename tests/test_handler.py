@@ -136,7 +136,10 @@ def test_several_handlers_share_a_pool(device: str) -> None:
 # Jobs and results
 
 
-def test_a_job_says_what_it_is_and_a_result_how_it_went(device: str) -> None:
+def test_a_job_says_what_it_is_and_a_result_how_it_went(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_PATH", "batch")
     handler = make_handler(device)
     store, load = handler.store([1, 2], [0, 1]), handler.load([2], [7])
     assert [(job.id, job.direction, job.nbytes) for job in (store, load)] == [
@@ -609,9 +612,9 @@ def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_c
     driver: Driver, nth: int
 ) -> None:
     layout = place(driver, PagedLayout([torch.zeros(4, 6)]))
-    driver.fail("cuStreamCreate", nth, code=2)
+    driver.fail("cuStreamCreateWithPriority", nth, code=2)
     with (
-        pytest.raises(RuntimeError, match="cuStreamCreate: CUDA_ERROR_STUB"),
+        pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: CUDA_ERROR_STUB"),
         HostPool(layout, num_pages=1) as host,
         OffloadHandler(layout, host),
     ):

@@ -18,7 +18,7 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemHostUnregister": (_Handle,),
     "cuMemcpyAsync": (_Word, _Word, _Size, _Handle),
     "cuMemcpyBatchAsync": (*[_Handle] * 3, _Size, _Handle, _Handle, _Size, _Handle, _Handle),
-    "cuStreamCreate": (_Handle, ctypes.c_uint),
+    "cuStreamCreateWithPriority": (_Handle, ctypes.c_uint, ctypes.c_int),
     "cuStreamDestroy": (_Handle,),
     "cuStreamIsCapturing": (_Handle, _Handle),
     "cuStreamQuery": (_Handle,),
@@ -64,7 +64,7 @@ class Cuda:
 
     def create_stream(self) -> int:
         stream = ctypes.c_void_p()
-        self.check("cuStreamCreate", ctypes.byref(stream), 1)
+        self.check("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)
         return stream.value or 0
 
     def create_event(self, timed: bool = True) -> int:

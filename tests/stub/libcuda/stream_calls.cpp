@@ -7,8 +7,8 @@ constexpr int kStreamMemoryOperations = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
-int create(void** handle, unsigned) {
-  const Call call("cuStreamCreate");
+int create(void** handle, unsigned, int) {
+  const Call call("cuStreamCreateWithPriority");
   if (call.result) return call.result;
   *handle = reinterpret_cast<void*>(device().create_stream());
   device().log.add("create stream ", device().name(*handle));
@@ -89,7 +89,7 @@ int write_value(void* handle, unsigned long long address, uint64_t value, unsign
 
 Functions stream_calls() {
   return {
-      {"cuStreamCreate", reinterpret_cast<void*>(&create)},
+      {"cuStreamCreateWithPriority", reinterpret_cast<void*>(&create)},
       {"cuStreamDestroy", reinterpret_cast<void*>(&destroy)},
       {"cuStreamIsCapturing", reinterpret_cast<void*>(&is_capturing)},
       {"cuStreamQuery", reinterpret_cast<void*>(&query)},
