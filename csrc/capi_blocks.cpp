@@ -39,7 +39,7 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
     made = new Manager(read_groups(groups, count),
                        {static_cast<kvswap::blocks::PolicyKind>(options->policy),
                         static_cast<uint32_t>(options->store_threshold),
-                        static_cast<size_t>(options->asked_capacity), options->events != 0});
+                        static_cast<size_t>(options->asked_capacity), options->events});
   });
   return made;
 }

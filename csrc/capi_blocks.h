@@ -17,7 +17,7 @@ struct kvswap_blocks_group {
 
 struct kvswap_blocks_options {
   int32_t policy;           // 0 LRU, 1 ARC
-  int32_t events;           // whether kvswap_blocks_events has something to give
+  int32_t events;           // kinds that kvswap_blocks_events gives: bit 1 << kind
   int64_t store_threshold;  // lookups of a block before it is stored
   int64_t asked_capacity;   // blocks whose number of lookups is remembered
 };

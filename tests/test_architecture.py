@@ -27,7 +27,7 @@ FLOORS = (
     ("_extension", "process", "metrics", "nvtx", "ids", "machine", "limits", "prefix_hash"),
     (
         *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
-        *("path_costs", "paths", "block_groups", "block_results", "storing"),
+        *("path_costs", "paths", "block_groups", "block_results", "digests", "storing"),
         *("host_pages", "mapping", "pool_handle", "registration", "pinning"),
     ),
     ("native", "gate", "request", "native_blocks"),

@@ -309,6 +309,21 @@ def test_events_say_in_order_what_routers_have_to_know():
     assert manager.events() == []
 
 
+def test_events_can_be_of_some_kinds_only():
+    manager = BlockManager(2, events=["evicted"])
+    stored(manager, ["a", "b"])
+    manager.complete(manager.prepare_store(["c"]))
+    manager.reset()
+    assert [(event.kind, event.key) for event in manager.events()] == [
+        ("evicted", key_digest("b")),
+        ("cleared", bytes(32)),
+    ]
+    assert_expected_inline(
+        refusal(lambda: BlockManager(2, events=["evict"])),
+        """ValueError: events has ['evict']; the kinds are stored, evicted, cleared, lost""",
+    )
+
+
 def test_events_are_kept_only_when_asked_for_and_not_without_an_end():
     silent = BlockManager(2)
     stored(silent, ["a"])

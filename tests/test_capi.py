@@ -6,7 +6,9 @@ import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import stub
 import torch
@@ -30,9 +32,19 @@ STRUCTURES = {
     "kvswap_blocks_group": native_blocks.Group,
     "kvswap_blocks_options": native_blocks.Options,
     "kvswap_blocks_found": native_blocks.Found,
-    "kvswap_blocks_event": native_blocks.Event,
+    "kvswap_blocks_event": native_blocks.EVENT,
     "kvswap_blocks_stats": native_blocks.Stats,
 }
+
+
+def layout_of(structure: Any) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Its size, and the offset and size of each field."""
+    if isinstance(structure, np.dtype):
+        fields = {name: (offset, of.itemsize) for name, (of, offset) in structure.fields.items()}
+        return structure.itemsize, fields
+    places = {field: getattr(structure, field) for field, *_ in structure._fields_}
+    fields = {field: (place.offset, place.size) for field, place in places.items()}
+    return ctypes.sizeof(structure), fields
 
 
 def failure() -> tuple[str, str]:
@@ -54,13 +66,12 @@ def test_python_knows_every_function_and_how_many_arguments_it_takes():
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_structure_is_the_same_in_python_and_in_the_header(name, tmp_path):
-    structure = STRUCTURES[name]
-    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
-    for field, *_ in structure._fields_:
-        place = getattr(structure, field)
+    size, fields = layout_of(STRUCTURES[name])
+    lines = [f"static_assert(sizeof({name}) == {size});"]
+    for field, (offset, nbytes) in fields.items():
         lines += [
-            f"static_assert(offsetof({name}, {field}) == {place.offset});",
-            f"static_assert(sizeof({name}::{field}) == {place.size});",
+            f"static_assert(offsetof({name}, {field}) == {offset});",
+            f"static_assert(sizeof({name}::{field}) == {nbytes});",
         ]
     source = tmp_path / "check.cpp"
     source.write_text("\n".join(["#include <stddef.h>", f'#include "{HEADERS[1]}"', *lines]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,9 +17,18 @@ from torch_kvswap.block_groups import (
     read_ready_pages,
     unit_tokens,
 )
-from torch_kvswap.block_results import EVENT_KINDS, BlockEvent, BlockStats, Load, Lookup, Store
-from torch_kvswap.native_blocks import POLICIES, Event, Keys, NativeBlocks
-from torch_kvswap.native_blocks import read_digests as _read
+from torch_kvswap.block_results import (
+    EVENT_KINDS,
+    BlockEvent,
+    BlockStats,
+    EventKind,
+    Load,
+    Lookup,
+    Store,
+    event_bits,
+)
+from torch_kvswap.digests import Keys, cut_digests, read_digests
+from torch_kvswap.native_blocks import POLICIES, NativeBlocks
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
@@ -41,7 +50,8 @@ class BlockManager:
     a list of them); None: all. grow() adds others.
 
     policy: who is evicted, "lru" or "arc". store_threshold: a block is stored when so many lookups
-    asked for it. events: whether events() has any. clock: seconds that never go back.
+    asked for it. events: whether events() has any, or of which kinds ("stored", "evicted"; the
+    others always come with them). clock: seconds that never go back.
 
     Until a Load or Store has ended, its pages are given to nobody else: every one must be ended
     with complete() or fail(), after the copy, also after a reset. Any thread may call any method.
@@ -55,7 +65,7 @@ class BlockManager:
         ready_pages: int | Sequence[int] | None = None,
         policy: str = "lru",
         store_threshold: int = 1,
-        events: bool = False,
+        events: bool | Collection[EventKind] = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = read_groups(groups)
@@ -66,7 +76,7 @@ class BlockManager:
             raise ValueError(f"store_threshold is {store_threshold}; it is 1 at least")
         self._is_list = not isinstance(groups, int)
         self._clock = clock
-        self._native = NativeBlocks(self.groups, policy, store_threshold, events)
+        self._native = NativeBlocks(self.groups, policy, store_threshold, event_bits(events))
         self.grow(ready_pages)
 
     def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
@@ -91,7 +101,7 @@ class BlockManager:
         needed = [range(count) for count in counts]
         if prefix is not None:
             needed = needed_blocks(self.groups, prefix)
-            digests, counts = _cut(digests, counts, needed)
+            digests, counts = cut_digests(digests, counts, needed)
         job, pages = self._native.prepare_load(digests, counts)
         if job == 0:
             return None
@@ -145,13 +155,10 @@ class BlockManager:
 
     def events(self) -> list[BlockEvent]:
         """What has happened since the last call, in order, each event in one call only."""
-        taken: list[BlockEvent] = []
-
-        def read(event: Event) -> None:
-            taken.append(BlockEvent(EVENT_KINDS[event.kind], event.group, bytes(event.key)))
-
-        self._native.take_events(read)
-        return taken
+        return [
+            BlockEvent(EVENT_KINDS[kind], group, key)
+            for kind, group, key in self._native.take_events()
+        ]
 
     def stats(self) -> Any:
         """BlockStats, with several groups a list of them."""
@@ -170,11 +177,11 @@ class BlockManager:
 
     def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
         if not self._is_list:
-            digests = _read("keys", keys)
+            digests = read_digests("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
         if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
             raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
-        several = [_read(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
+        several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return b"".join(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 
     def _split(self, numbers: array[int], counts: array[int]) -> Any:
@@ -183,17 +190,3 @@ class BlockManager:
         if not self._is_list:
             return every[: counts[0]]
         return np.split(every[: sum(counts)], np.cumsum(counts)[:-1])
-
-
-def _cut(digests: bytes, counts: array[int], needed: Sequence[range]) -> tuple[bytes, array[int]]:
-    """Those of the digests that are needed, and how many they are in each group."""
-    parts, start = [], 0
-    for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
-        if not 0 <= blocks.stop <= count:
-            raise ValueError(
-                f"the prefix takes {blocks.stop} blocks of group {group}, which has {count} keys"
-            )
-        first, end = start + blocks.start, start + blocks.stop
-        parts.append(digests[first * DIGEST_BYTES : end * DIGEST_BYTES])
-        start += count
-    return b"".join(parts), array("q", map(len, needed))

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
+
+
+def event_bits(events: bool | Collection[EventKind]) -> int:
+    """A bit for each kind that is asked for. Raises ValueError for one that there is not."""
+    if isinstance(events, bool):
+        events = EVENT_KINDS if events else ()
+    unknown = set(events) - set(EVENT_KINDS)
+    if unknown:
+        raise ValueError(f"events has {sorted(unknown)}; the kinds are {', '.join(EVENT_KINDS)}")
+    wanted = {*events, "cleared", "lost"} if events else set()
+    return sum(1 << number for number, kind in enumerate(EVENT_KINDS) if kind in wanted)
 
 
 class Lookup(NamedTuple):
@@ -41,8 +53,7 @@ class Store:
     lease: int = 0
 
 
-@dataclass(frozen=True)
-class BlockEvent:
+class BlockEvent(NamedTuple):
     """kind: a block was stored or evicted (key: its digest); all were "cleared"; events were "lost"
     because nobody took them, so that only a new start of the bookkeeping helps."""
 

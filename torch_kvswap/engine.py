@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 from torch_kvswap.block_groups import BlockGroup
 from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.block_results import Load, Lookup, Store
+from torch_kvswap.digests import Keys
 from torch_kvswap.engine_pages import EnginePages
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.ids import Ids
 from torch_kvswap.job import Job
-from torch_kvswap.native_blocks import Keys
 from torch_kvswap.result import Result
 from torch_kvswap.storing import LazyStoring
 

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torch_kvswap.digests import Keys, read_digests
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.ids import Ids, read_ids
-from torch_kvswap.native_blocks import Keys, read_digests
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 Numbers: TypeAlias = npt.NDArray[np.int64]

@@ -1,24 +1,26 @@
-"""The native part of a block manager, csrc/blocks/manager.h, and how keys are given to it."""
+"""The native part of a block manager, csrc/blocks/manager.h."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from torch_kvswap import _extension, capi
 from torch_kvswap.block_groups import BlockGroup, unit_tokens
-from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
+from torch_kvswap.prefix_hash import DIGEST_BYTES
 from torch_kvswap.process import Process
 
-Keys = bytes | bytearray | memoryview | Sequence[Hashable]
 POLICIES = ("lru", "arc")
 
 _native = _extension.library()
 _lookup, _prepare_load = _native.kvswap_blocks_lookup, _native.kvswap_blocks_prepare_load
 _prepare_store, _end = _native.kvswap_blocks_prepare_store, _native.kvswap_blocks_end
 _touch, _lease = _native.kvswap_blocks_touch, _native.kvswap_blocks_lease
+EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DIGEST_BYTES}")])
 _EVENTS_AT_ONCE = 1024
 
 
@@ -47,14 +49,6 @@ class Found(ctypes.Structure):
     )
 
 
-class Event(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("key", ctypes.c_uint8 * DIGEST_BYTES),
-    )
-
-
 class Stats(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64)
@@ -63,27 +57,6 @@ class Stats(ctypes.Structure):
             *("refused", "failed", "pages", "free_pages", "idle_pages", "filling_pages"),
         )
     )
-
-
-def read_digests(name: str, keys: Keys) -> bytes:
-    """The digests of the keys, one after another. Raises ValueError for bytes that are none,
-    TypeError for a key that has no digest."""
-    if isinstance(keys, bytes | bytearray | memoryview):
-        keys = bytes(keys)
-        if len(keys) % DIGEST_BYTES:
-            raise ValueError(
-                f"{name} has {len(keys)} bytes, but a digest has {DIGEST_BYTES}; "
-                "pass digests one after another, or a list of keys"
-            )
-        return keys
-    if isinstance(keys, str) or not isinstance(keys, Sequence):
-        raise TypeError(f"{name} is a {type(keys).__name__}; pass bytes of digests or a list")
-    try:
-        if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
-            return b"".join(keys)  # type: ignore[arg-type]
-    except TypeError:
-        pass  # not all are bytes
-    return b"".join(map(key_digest, keys))
 
 
 class NativeBlocks:
@@ -95,7 +68,7 @@ class NativeBlocks:
         groups: Sequence[BlockGroup],
         policy: str,
         store_threshold: int,
-        events: bool,
+        events: int,
     ) -> None:
         unit = unit_tokens(groups)
         native = (Group * len(groups))(
@@ -180,14 +153,15 @@ class NativeBlocks:
     def reset(self) -> None:
         capi.call("kvswap_blocks_reset", self.pointer)
 
-    def take_events(self, read: Callable[[Event], None]) -> None:
-        events = (Event * _EVENTS_AT_ONCE)()
+    def take_events(self) -> list[tuple[int, int, bytes]]:
+        """Kind, group and key of each."""
+        taken: list[tuple[int, int, bytes]] = []
+        events = np.empty(_EVENTS_AT_ONCE, EVENT)
         while True:
-            count = capi.call("kvswap_blocks_events", self.pointer, events, len(events))
-            for event in events[:count]:
-                read(event)
+            count = capi.call("kvswap_blocks_events", self.pointer, events.ctypes.data, len(events))
+            taken += events[:count].tolist()
             if count < len(events):
-                return
+                return taken
 
     def stats(self, group: int, now: float) -> Stats:
         stats = Stats()

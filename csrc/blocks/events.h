@@ -18,14 +18,14 @@ struct Event {
   Digest key;
 };
 
-// What others are to know of, in order. When nobody takes the events, all are dropped at the limit,
-// and a kLost is in their place.
+// What others are to know of, in order, of the kinds that they asked for: a bit each. When nobody
+// takes the events, all are dropped at the limit, and a kLost is in their place.
 class Events {
  public:
-  explicit Events(bool enabled) : enabled_(enabled) {}
+  explicit Events(int32_t kinds) : kinds_(kinds) {}
 
   void record(EventKind kind, int32_t group, const Digest& key) noexcept {
-    if (!enabled_) return;
+    if ((kinds_ >> static_cast<int32_t>(kind) & 1) == 0) return;
     try {
       if (events_.size() >= kLimit) lose();
       events_.push_back({kind, group, key});
@@ -54,7 +54,7 @@ class Events {
     if (events_.capacity() > 0) events_.push_back({EventKind::kLost, -1, {}});
   }
 
-  const bool enabled_;
+  const int32_t kinds_;
   std::vector<Event> events_;
   size_t taken_ = 0;
 };

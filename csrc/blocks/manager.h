@@ -24,7 +24,7 @@ struct Options {
   PolicyKind policy;
   uint32_t store_threshold;
   size_t asked_capacity;  // keys whose number of lookups is remembered
-  bool events;
+  int32_t events;         // a bit for each kind
 };
 
 // The keys of a request: those of the first group one after another, then those of the next.
