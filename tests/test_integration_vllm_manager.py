@@ -61,6 +61,10 @@ def test_keys_of_two_groups_with_one_hash_are_two():
     ours.prepare_store([key(1, group=0)], request())
     assert ours.lookup(key(1, group=1), request()) is MISS
     assert ours.lookup(key(1, group=0), request()) is PENDING
+    both = [key(1, group=0), key(1, group=1)]
+    assert ours.prepare_store(both, request()).keys_to_store == both[1:]
+    ours.complete_store(set(both), request())
+    assert len(set(pages(ours.prepare_load(both, request())))) == 2
 
 
 def test_keys_of_another_hash_function_work_too():
@@ -234,6 +238,14 @@ def test_the_stats_say_what_is_in_use_and_how_large_stores_were():
     assert stats[METRIC] == 0.75
     assert stats["vllm:kv_offload_cpu_cache_write_usage_perc"] == 0.5
     assert stats["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25
+    assert ours.get_stats().reduce()[METRIC] == 0.75
+    ours.complete_load(keys(1), request())
+    assert ours.get_stats().reduce()[METRIC] == 0.5
+    ours.complete_store(set(keys(2, 3)), request())
+    assert ours.get_stats().reduce()[METRIC] == 0
+    ours.prepare_store(keys(4), request())
+    ours.reset_cache()
+    assert ours.get_stats().reduce()[METRIC] == 0
 
 
 def test_a_new_request_has_the_default_policy_and_its_end_needs_nothing():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -11,51 +12,60 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.block_results import Load, Store
-from torch_kvswap.prefix_hash import key_digest
+from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
 
 Key = bytes  # vLLM's OffloadKey
+_GROUP_0 = bytes(4)
 # 0.26 has a name for the medium, later releases a member of an enum.
 _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 
 
-class _Filling(NamedTuple):
+@dataclass(eq=False)  # as a member of a set it is itself
+class _Filling:
     """A store that has not ended."""
 
     store: Store
-    keys: tuple[Key, ...]
+    keys: list[Key]
+
+
+def _digest(key: Key) -> bytes:
+    """A block hash of vLLM is one already, but for the group of layers that is behind it."""
+    if len(key) == DIGEST_BYTES + len(_GROUP_0) and key.endswith(_GROUP_0):
+        return key[:DIGEST_BYTES]
+    return key_digest(key)
 
 
 class KVSwapManager(base.OffloadingManager):
     """A BlockManager behind vLLM's contract. Pages are of all groups of layers together: which of
     them a prefix needs is decided by vLLM, key by key.
 
-    vLLM asks for one key at a time, as often as a request waits, so lookup() reads what this keeps
-    in Python: the keys that have a page, and which of those are being filled. The scheduler's
-    thread calls everything.
+    vLLM asks for one key at a time, as often as a request waits: lookup() reads what this keeps in
+    Python. The scheduler's thread calls everything.
     """
 
     def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
+        threshold = max(store_threshold, 1)
         self._blocks = BlockManager(
-            num_pages, policy=policy, store_threshold=max(store_threshold, 1), events=True
+            num_pages, policy=policy, store_threshold=threshold, events=["evicted"]
         )
-        self._counts_offers = store_threshold > 1
-        self._digests: dict[Key, bytes] = {}  # of what has a page
-        self._keys: dict[bytes, Key] = {}  # the other way round
+        self._counts_offers = threshold > 1
+        self._states: dict[Key, base.LookupResult] = {}  # of what has a page
+        self._digests: dict[Key, bytes] = {}
+        self._keys: dict[bytes, Key] = {}
         self._filling: dict[Key, _Filling] = {}
         self._loads: dict[tuple[str, frozenset[Key]], Load] = {}
         self._events: list[Any] | None = [] if events else None
         self._sizes: list[int] = []  # of the stores since get_stats()
         self._skipped = 0
+        self._usage: dict[str, float] | None = None  # None: has changed
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
-        if key not in self._digests:
-            return _MISS
-        return _PENDING if key in self._filling else _HIT
+        return self._states.get(key, _MISS)
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -63,19 +73,22 @@ class KVSwapManager(base.OffloadingManager):
         if not keys:
             return CPULoadStoreSpec([])
         digests = self._known(keys)
-        load = self._blocks.prepare_load(digests) if len(digests) == len(keys) else None
+        is_whole = len(digests) == DIGEST_BYTES * len(keys)
+        load = self._blocks.prepare_load(digests) if is_whole else None
         if load is None:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
                 "stored; vLLM loads only what lookup() has just found"
             )
         self._loads[req_context.req_id, frozenset(keys)] = load
+        self._usage = None
         return CPULoadStoreSpec(load.pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         """Ends the load of just these keys by this request: vLLM has one at a time."""
         if keys:
             self._blocks.complete(self._loads.pop((req_context.req_id, frozenset(keys))))
+            self._usage = None
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
         self._blocks.touch(self._known(keys))
@@ -85,7 +98,7 @@ class KVSwapManager(base.OffloadingManager):
     ) -> base.PrepareStoreOutput | None:
         """keys_to_store are in the order of the keys: vLLM lists their blocks in that order."""
         keys = list(keys)
-        digests = [self._digests.get(key) or key_digest(key) for key in keys]
+        digests = [self._digests.get(key) or _digest(key) for key in keys]
         if self._counts_offers:
             self._blocks.lookup(digests)
         store = self._blocks.prepare_store(digests)
@@ -95,26 +108,32 @@ class KVSwapManager(base.OffloadingManager):
         places = store.places.tolist()
         new = [keys[place] for place in places]
         if new:
-            for place, key in zip(places, new, strict=True):
-                self._digests[key], self._keys[digests[place]] = digests[place], key
-            self._filling.update(dict.fromkeys(new, _Filling(store, tuple(new))))
+            of_new = [digests[place] for place in places]
+            self._digests.update(zip(new, of_new, strict=True))
+            self._keys.update(zip(of_new, new, strict=True))
+            self._filling.update(dict.fromkeys(new, _Filling(store, new)))
+            self._states.update(dict.fromkeys(new, _PENDING))
             self._sizes.append(len(new))
+            self._usage = None
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Ends the stores that fill the keys: vLLM names all keys of a store at once."""
-        ended = {id(one): one for key in keys if (one := self._filling.get(key)) is not None}
-        for filling in ended.values():
+        for filling in set(map(self._filling.get, keys)):
+            if filling is None:
+                continue
+            self._usage = None
             (self._blocks.complete if success else self._blocks.fail)(filling.store)
             for key in filling.keys:
                 del self._filling[key]
             if success:
+                self._states.update(dict.fromkeys(filling.keys, _HIT))
                 self._tell(filling.keys, removed=False)
             else:
                 for key in filling.keys:
-                    del self._keys[self._digests.pop(key)]
+                    del self._states[key], self._keys[self._digests.pop(key)]
 
     def reset_cache(self) -> None:
         """vLLM says no more of the jobs that run: the workers wait for them before they do anything
@@ -124,9 +143,10 @@ class KVSwapManager(base.OffloadingManager):
         open_jobs += {id(one): one.store for one in self._filling.values()}.values()
         for job in open_jobs:
             self._blocks.fail(job)
-        for known in (self._digests, self._keys, self._filling, self._loads):
+        for known in (self._states, self._digests, self._keys, self._filling, self._loads):
             known.clear()
         self._blocks.events()
+        self._usage = None
 
     def take_events(self) -> Iterable[Any]:
         taken, self._events = self._events or [], None if self._events is None else []
@@ -139,30 +159,38 @@ class KVSwapManager(base.OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Under the names of vLLM's own manager, so that dashboards go on."""
-        stats, now = OffloadingConnectorStats(), self._blocks.stats()
-        used = (now.pages - now.free_pages - now.idle_pages) / now.pages
-        writing = now.filling_pages / now.pages
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, used)
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, max(used - writing, 0.0))
+        stats = OffloadingConnectorStats()
+        self._usage = self._usage or self._measure_usage()  # vLLM asks in every step
+        for name, value in self._usage.items():
+            stats.set_gauge(name, value)
         for size in self._sizes:
             stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         self._sizes.clear()
         if self._counts_offers:
-            skipped = now.skipped - self._skipped
-            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped)
-            self._skipped = now.skipped
+            skipped = self._blocks.stats().skipped
+            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped - self._skipped)
+            self._skipped = skipped
         return stats
 
-    def _known(self, keys: Collection[Key]) -> list[bytes]:
-        """The digests of those that have a page."""
-        return [digest for key in keys if (digest := self._digests.get(key)) is not None]
+    def _measure_usage(self) -> dict[str, float]:
+        now = self._blocks.stats()
+        used = (now.pages - now.free_pages - now.idle_pages) / now.pages
+        writing = now.filling_pages / now.pages
+        return {
+            CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: used,
+            CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
+            CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
+        }
+
+    def _known(self, keys: Collection[Key]) -> bytes:
+        """The digests of those that have a page, one after another."""
+        return b"".join(filter(None, map(self._digests.get, keys)))
 
     def _take_evicted(self) -> list[Key]:
         events = self._blocks.events()
-        evicted = [self._keys.pop(event.key) for event in events if event.kind == "evicted"]
+        evicted = [self._keys.pop(key) for kind, _, key in events if kind == "evicted"]
         for key in evicted:
-            del self._digests[key]
+            del self._digests[key], self._states[key]
         if evicted:
             self._tell(evicted, removed=True)
         return evicted

@@ -87,7 +87,8 @@ class KVSwapWorker(base.OffloadingWorker):
 
     def get_finished(self) -> list[base.TransferResult]:
         """Each transfer once, with the bytes that it copied and the seconds that it took."""
-        self._collect()
+        if self._open:  # vLLM asks in every step
+            self._collect()
         for number, retry in list(self._retries.items()):
             if retry.has_ended():
                 self._end_retry(number)
