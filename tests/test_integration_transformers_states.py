@@ -4,6 +4,7 @@ they may: when a batch waits for them, or when the test says so."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -229,6 +230,8 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
         job = submit(self, *args, **named)
         if not failed:
             failed.append(job)
+            while self.metrics().stores.queued + self.metrics().loads.queued:
+                time.sleep(1e-3)  # joined with the next it would be tried again, by itself
         return job
 
     with mock.patch.object(OffloadHandler, direction, fails_once):

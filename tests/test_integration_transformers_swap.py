@@ -149,15 +149,37 @@ def test_a_request_that_has_no_blocks_is_not_freed():
     assert view.groups[0].block_table == {}
 
 
-def test_a_batch_is_looked_at_only_while_something_is_copied():
+def test_a_batch_is_looked_at_only_while_something_may_be_copied():
     _, swap = make()
-    swap.store([ids(1, 2)])  # on the CPU it has ended when this returns
 
     def written():
         raise AssertionError("nobody needs this")
         yield
 
     swap.guard(written())
+    swap.store([ids(1, 2)])
+    with pytest.raises(AssertionError, match="nobody needs this"):
+        swap.guard(written())
+    swap.collect()  # on the CPU it has ended
+    swap.guard(written())
+
+
+def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied():
+    _, swap = make()
+    with mock.patch.object(OffloadHandler, "finished", return_value=[]) as finished:
+        swap.store([ids(1, 2)])
+        swap.store([ids(3)])
+        finished.reset_mock()
+        swap.guard(ids(4, 5))
+        finished.assert_not_called()
+        with mock.patch.object(swap, "_wait_on") as wait_on:
+            swap.guard(ids(4, 3))
+            finished.assert_called_once_with()
+            assert [call.args[0].id for call in wait_on.call_args_list] == [1]
+            swap.guard(ids(3))  # the stream waits already
+            assert wait_on.call_count == 1
+            swap.guard(None)
+            assert [call.args[0].id for call in wait_on.call_args_list] == [1, 0]
 
 
 def test_only_what_nobody_wants_any_more_is_cancelled():

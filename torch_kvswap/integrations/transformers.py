@@ -56,7 +56,7 @@ class Enabled:
 
 
 def enable(
-    *, path: str | None = None, background: bool = True, store_bytes: int = 32 << 20
+    *, path: str | None = None, background: bool = False, store_bytes: int = 32 << 20
 ) -> Enabled:
     """Puts our manager in the place of transformers' own for every continuous batching that begins
     from now on in this process: `generate_batch`, `init_continuous_batching` and the context

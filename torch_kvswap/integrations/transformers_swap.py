@@ -21,7 +21,7 @@ class Options:
     as the one before: there are few, and a batch that takes the first blocks waits for few."""
 
     path: str | None = None
-    background: bool = True
+    background: bool = False
     store_bytes: int = 32 << 20
 
 
@@ -50,16 +50,18 @@ class Swap:
         options: Options,
     ) -> None:
         self.pool = HostPool(layout, num_pages)
-        self.handler = OffloadHandler(layout, self.pool, path=options.path)
+        # Whoever calls this also launches the model's kernels, and that is dearer than the copies.
+        self.handler = OffloadHandler(layout, self.pool, path=options.path, threaded=True)
         self._stream = stream
         self._background = options.background
         self._part = max(1, options.store_bytes // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
-        # Every batch asks: the handler is asked for all jobs at once, and only while there are any.
+        # Asking the handler costs tens of microseconds: for all jobs at once, and only when an
+        # answer is needed. Until then a job counts as running.
         self._running: dict[int, Job] = {}
         self._failed: weakref.WeakSet[Job] = weakref.WeakSet()
-        self._busy: list[tuple[Job, Sequence[int]]] = []  # with the blocks that it reads or writes
+        self._busy: list[tuple[Job, set[int]]] = []  # with the blocks that it reads or writes
 
     @property
     def num_free(self) -> int:
@@ -121,6 +123,7 @@ class Swap:
                 job = self._running.pop(result.job_id)
                 if not result.ok:
                     self._failed.add(job)
+            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
 
     def is_running(self, job: Job) -> bool:
         """As collect() has found it."""
@@ -130,27 +133,23 @@ class Swap:
         """Whether it has ended, and not well."""
         return job in self._failed
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether guard() has jobs to look at; asks the device."""
-        if self._busy:
-            self.collect()
-            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
-        return bool(self._busy)
-
     def guard(self, written: Iterable[int] | None) -> None:
         """Makes the stream wait for the jobs that read or write one of these blocks; None is any.
-        They are not waited for again. Iterates over the blocks only while a job is running."""
-        if not self.is_busy:
+        They are not waited for again. Iterates over the blocks only while a job may be running."""
+        if not self._busy:
             return
         wanted = None if written is None else set(written)
-        free = []
+
+        def is_in_the_way(blocks: set[int]) -> bool:
+            return wanted is None or not blocks.isdisjoint(wanted)
+
+        if not any(is_in_the_way(blocks) for _, blocks in self._busy):
+            return
+        self.collect()
         for job, blocks in self._busy:
-            if wanted is not None and wanted.isdisjoint(blocks):
-                free.append((job, blocks))
-            else:
+            if is_in_the_way(blocks):
                 self._wait_on(job)
-        self._busy = free
+        self._busy = [busy for busy in self._busy if not is_in_the_way(busy[1])]
 
     def wait(self, job: Job) -> None:
         """Blocks the host until the job has ended, well or not: `Job.result` says how."""
@@ -171,7 +170,7 @@ class Swap:
             assert job.done()
 
     def _add(self, job: Job, blocks: Sequence[int]) -> None:
-        self._busy.append((job, blocks))
+        self._busy.append((job, set(blocks)))
         self._running[job.id] = job
 
     def _take(self, count: int) -> list[int]:
