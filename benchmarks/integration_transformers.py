@@ -10,6 +10,8 @@ launched by the host, part of it while the stream still copies, so that this is 
 lost on the stream; and batches vary by more than that, so that targets are for the calls.
 
 "throughput": tokens per second of generations whose cache is too small, and in how many batches.
+The fastest of many are compared: a generation of this model is launched by the host, which other
+programs slow down for seconds at a time.
 
 The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
 there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
@@ -82,7 +84,7 @@ def _parser() -> ArgumentParser:
     add("--blocks", type=int, nargs="+", help="blocks of the request that is preempted (64 512)")
     add("--samples", type=int, default=5, help="preemptions in a cell, of each manager, at least")
     add("--rounds", type=int, default=3, help="generations, of each manager, at least")
-    add("--seconds", type=float, default=60, help="for both, which go on until then")
+    add("--seconds", type=float, default=90, help="for both, which go on until then")
     add("--requests", type=int, default=16, help="prompts in a generation")
     add("--tokens", type=int, default=32, help="tokens that each prompt generates")
     add("--layers", type=int, default=16)
@@ -164,7 +166,7 @@ def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> N
             with managed_by(manager):
                 each = generations(model, options.requests, options.tokens, rate.asynchronous)
                 runs[manager] = stack.enter_context(each)
-            runs[manager].generate(prompts, 4)
+            runs[manager].generate(prompts, options.tokens)
         number, took = 0, 0.0
         while number < options.rounds or perf_counter() + took < deadline:
             begin = perf_counter()

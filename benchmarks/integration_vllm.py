@@ -27,11 +27,11 @@ from integration_vllm_report import Round, differences, judge, table_of
 from prefix_cache_model import PrefixCacheModel, block_keys
 from program import device_of, new_parser
 from report import write_json
+from vllm_engines import engine_settings, hits_pages, hits_tokens
 from vllm_server import make_prompts
-from vllm_servers import SPEC, Server, connector, write_model
+from vllm_servers import Server, write_model
 
 SHAPE = ("layers", "heads", "kv_heads", "head_size", "hidden", "intermediate", "vocabulary")
-HITS_ENGINE = "hits"
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_model(Path(folder) / "model", {name: getattr(options, name) for name in SHAPE})
-        settings = _settings(options, str(Path(folder) / "model"))
+        settings = engine_settings(options, str(Path(folder) / "model"))
         servers = [Server(name, each, logs / f"{name}.log") for name, each in settings.items()]
         try:
             about = {server.name: server.ready() for server in servers}
@@ -71,61 +71,21 @@ def main(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    numbers = {"layers": 32, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
-    numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 4}
-    numbers |= {"prompts": 16, "tokens": 2048, "prefix": 512, "output": 16, "alone": 4}
-    numbers |= {"running": 8, "batched": 8192, "hits_prompts": 24}
+    numbers = {"layers": 80, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
+    numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 8}
+    numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 4}
+    numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
     add("--seconds", type=float, default=90.0, help="after so many no other turn begins")
     add("--cpu-gib", type=float, default=10.0)
     add("--gpu-gib", type=float, default=10.0, help="KV cache of plain; the others get the least")
     add("--dtype", default="bfloat16")
-    add("--graphs", action="store_true", help="CUDA graphs; starting takes longer")
+    add("--backend", default="FLASH_ATTN", help="of attention")
+    add("--eager", action="store_true", help="no CUDA graphs: launches take most of the time then")
     add("--logs", type=Path, help="where vLLM's words go; by default nowhere")
     add("--preload", help="a file that each engine runs first")
     return parser
-
-
-def block_bytes(options: Namespace) -> int:
-    element = 4 if options.dtype == "float32" else 2
-    of_token = 2 * options.layers * options.kv_heads * options.head_size * element
-    return int(options.block_tokens * of_token)
-
-
-def _settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
-    """Of each engine, that of the hits last."""
-    of_request = -(-(options.tokens + options.output) // options.block_tokens) + 1
-    least = options.running * of_request + 2
-    small = {"num_gpu_blocks_override": least}
-    common = {
-        "model": model,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": options.dtype,
-        "seed": 0,
-        "enforce_eager": not options.graphs,
-        "max_model_len": options.tokens + options.output,
-        "max_num_seqs": options.running,
-        "max_num_batched_tokens": options.batched,
-        "block_size": options.block_tokens,
-        "kv_cache_memory_bytes": int(options.gpu_gib * 2**30),
-        "gpu_memory_utilization": 0.1,
-        "enable_prefix_caching": True,
-        "disable_log_stats": False,
-        "attention_config": {"backend": "TRITON_ATTN"},
-        "preload": options.preload,
-    }
-    host = int(options.cpu_gib * 2**30)
-    ours = SPEC | {"load_after": "nothing"}
-    engines = {
-        "plain": {},
-        "vLLM's own": small | connector(host),
-        "ours": small | connector(host, **SPEC),
-        "ours, load_after=nothing": small | connector(host, **ours),
-        HITS_ENGINE: small | connector(hits_pages(options) * block_bytes(options), **SPEC),
-    }
-    return {name: common | of_engine for name, of_engine in engines.items()}
 
 
 def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
@@ -154,19 +114,15 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
     return rounds
 
 
-def hits_pages(options: Namespace) -> int:
-    """Too few for all prompts, enough for some."""
-    return int(6 * (options.tokens // options.block_tokens))
-
-
 def _check_hits(options: Namespace, server: Server) -> list[tuple[int, int]]:
     """Of each prompt, in a random order with many twice: blocks found and those that the model
     finds. The GPU's cache is dropped before each one, so that it has no part in it."""
     size = options.block_tokens
     chosen = random.Random(1)
     order = [chosen.randrange(options.hits_prompts // 2) for _ in range(options.hits_prompts)]
-    lengths = options.tokens // 2 // size * size + 1, options.tokens // size * size - 1
-    how: dict[str, Any] = {"prefixes": 3, "prefix": options.prefix // 2}
+    longest = hits_tokens(options)
+    lengths = longest // 2 // size * size + 1, longest // size * size - 1
+    how: dict[str, Any] = {"prefixes": 3, "prefix": longest // 8}
     answer = server.serve(
         **{"seed": 7, "prompts": max(order) + 1, "lengths": lengths, "output": 2},
         **how,

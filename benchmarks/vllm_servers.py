@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-SPEC = {
-    "spec_name": "KVSwapOffloadingSpec",
-    "spec_module_path": "torch_kvswap.integrations.vllm",
-}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are set by a function, and no process more
     "VLLM_NO_USAGE_STATS": "1",
@@ -69,17 +65,6 @@ class Server:
             raise SystemExit(f"the vLLM of {self.name} has died; {self.log} ends with\n{end}")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def connector(cpu_bytes: int, **extra: Any) -> dict[str, Any]:
-    """Settings of an engine that offloads; extra: for the spec, none for vLLM's own."""
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes} | extra,
-        }
-    }
 
 
 def write_model(folder: Path, shape: Mapping[str, int]) -> None:

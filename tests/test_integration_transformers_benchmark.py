@@ -57,11 +57,13 @@ def test_batches_are_compared_with_the_usual_ones_of_all_samples():
     assert cell([], [Loss(1, 1)]).slower("ours") == [0, 0, 0]
 
 
-def test_the_throughput_is_compared_pair_by_pair():
-    measured = rate([100.0, 200.0, 400.0], [101.0, 198.0, 300.0])
+def test_the_fastest_generations_are_compared_and_pairs_are_told():
+    measured = rate([100.0, 200.0, 400.0], [101.0, 396.0, 300.0])
     [verdict] = judge([], [measured])
     assert verdict.measured == 0.99
     assert verdict.met
+    assert measured.ratios[1] == 1.01
+    assert measured.to_json()["ratio_of_fastest"] == 0.99
     assert judge([], [Rate(False)]) == []
 
 
@@ -70,7 +72,7 @@ def test_the_tables_name_what_was_lost_and_the_rates():
     assert "64 blocks of 16 tokens" in text
     assert "0.25   0.30  0 (0 to 0)" in text
     assert "1.500 (1.500 to 1.500)" in text
-    assert "throughput" not in tables([cell([Loss(1, 1)], [Loss(1, 1)])], [Rate(False)])
+    assert "per second" not in tables([cell([Loss(1, 1)], [Loss(1, 1)])], [Rate(False)])
 
 
 @needs_transformers
