@@ -423,8 +423,9 @@ def test_a_dropped_handler_waits_for_its_jobs(rig: Rig) -> None:
 @pytest.mark.parametrize("copies", ["handler", "torch as a control"])
 def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
     script = """
-        import weakref, torch
+        import os, weakref, torch
         from rigs import Rig
+        os.environ["KVSWAP_PATH"] = "batch"  # to free staging buffers waits by itself
         rig = Rig()
         # At exit the newest finalizer comes first: this one behind the second handler's, before
         # those of the pool, which wait as well.
