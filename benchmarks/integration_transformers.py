@@ -11,7 +11,8 @@ lost on the stream; and batches vary by more than that, so that targets are for 
 
 "throughput": tokens per second of generations whose cache is too small, and in how many batches.
 The fastest of many are compared: a generation of this model is launched by the host, which other
-programs slow down for seconds at a time.
+programs slow down for seconds at a time. Their manager runs twice, as two: what these differ by is
+no difference to ours.
 
 The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
 there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
@@ -56,14 +57,15 @@ def main(arguments: list[str]) -> int:
     modes = (False, True) if on_cuda else (False,)
     cells = [Cell(size, count) for size in sizes for count in counts]
     rates = [Rate(asynchronous) for asynchronous in modes]
+    for_cells = 0.4 * options.seconds
     progress = Progress("transformers", len(cells) + len(rates), True, sys.stderr)
     with pageable_without(on_cuda):
         for number, cell in enumerate(cells, 1):
-            measure(cell, model, options.samples, begin + options.seconds / 2 * number / len(cells))
+            measure(cell, model, options.samples, begin + for_cells * number / len(cells))
             progress.advance(1)
         for number, rate in enumerate(rates, 1):
-            share = (1 + number / len(rates)) / 2
-            add_rounds(rate, model, options, begin + options.seconds * share)
+            left = (options.seconds - for_cells) * (1 - number / len(rates))
+            add_rounds(rate, model, options, begin + options.seconds - left)
             progress.advance(1)
     verdicts = judge(cells, rates) if on_cuda else []
     print(tables(cells, rates), "", *verdicts, sep="\n")
@@ -144,7 +146,7 @@ def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
     with no_garbage_collection():
         number = -WARM_UPS
         while number < samples or perf_counter() < deadline:
-            for manager in in_turns(number):
+            for manager in in_turns(number, MANAGERS):
                 loss = runs[manager].preempt()
                 if number >= 0:
                     cell.losses[manager].append(loss)
@@ -162,7 +164,7 @@ def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> N
     prompts = new_prompts(options.requests, model.config.vocab_size)
     with ExitStack() as stack:
         runs = {}
-        for manager in MANAGERS:
+        for manager in rate.runs:
             with managed_by(manager):
                 each = generations(model, options.requests, options.tokens, rate.asynchronous)
                 runs[manager] = stack.enter_context(each)
@@ -170,14 +172,15 @@ def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> N
         number, took = 0, 0.0
         while number < options.rounds or perf_counter() + took < deadline:
             begin = perf_counter()
-            for manager in in_turns(number):
+            for manager in in_turns(number, tuple(rate.runs)):
                 rate.runs[manager].append(runs[manager].generate(prompts, options.tokens))
             number, took = number + 1, perf_counter() - begin
 
 
-def in_turns(number: int) -> tuple[str, ...]:
+def in_turns(number: int, managers: tuple[str, ...]) -> tuple[str, ...]:
     """Which of the managers comes first changes from round to round."""
-    return MANAGERS if number % 2 else MANAGERS[::-1]
+    first = number % len(managers)
+    return managers[first:] + managers[:first]
 
 
 if __name__ == "__main__":

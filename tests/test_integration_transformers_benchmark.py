@@ -37,8 +37,8 @@ def cell(theirs: list[Loss], ours: list[Loss]) -> Cell:
     return Cell(16, 64, 1 << 20, {"theirs": theirs, "ours": ours})
 
 
-def rate(theirs: list[float], ours: list[float]) -> Rate:
-    runs = {"theirs": theirs, "ours": ours}
+def rate(theirs: list[float], ours: list[float], again: list[float]) -> Rate:
+    runs = {"theirs": theirs, "ours": ours, "theirs again": again}
     return Rate(True, {name: [Generation(one) for one in of] for name, of in runs.items()})
 
 
@@ -57,21 +57,23 @@ def test_batches_are_compared_with_the_usual_ones_of_all_samples():
     assert cell([], [Loss(1, 1)]).slower("ours") == [0, 0, 0]
 
 
-def test_the_fastest_generations_are_compared_and_pairs_are_told():
-    measured = rate([100.0, 200.0, 400.0], [101.0, 396.0, 300.0])
+def test_the_fastest_generations_are_compared_by_what_those_of_one_manager_differ():
+    [verdict] = judge([], [rate([100.0, 200.0, 400.0], [101.0, 396.0, 300.0], [500.0])])
+    assert (verdict.target, verdict.measured, verdict.met) == (0.98, 0.99, True)
+    measured = rate([400.0], [300.0], [200.0, 320.0])
     [verdict] = judge([], [measured])
-    assert verdict.measured == 0.99
-    assert verdict.met
-    assert measured.ratios[1] == 1.01
-    assert measured.to_json()["ratio_of_fastest"] == 0.99
+    assert math.isclose(verdict.target, 0.98 * 0.8)
+    assert (verdict.measured, verdict.met) == (0.75, False)
+    assert measured.to_json()["ratios"] == {"ours": 0.75, "theirs again": 0.8}
     assert judge([], [Rate(False)]) == []
 
 
 def test_the_tables_name_what_was_lost_and_the_rates():
-    text = tables([cell([Loss(300, 300)], [Loss(75, 90)])], [rate([100.0], [150.0])])
+    text = tables([cell([Loss(300, 300)], [Loss(75, 90)])], [rate([100.0], [150.0], [90.0])])
     assert "64 blocks of 16 tokens" in text
     assert "0.25   0.30  0 (0 to 0)" in text
-    assert "1.500 (1.500 to 1.500)" in text
+    assert "1.50       1" in text
+    assert "0.90       1" in text
     assert "per second" not in tables([cell([Loss(1, 1)], [Loss(1, 1)])], [Rate(False)])
 
 

@@ -16,7 +16,7 @@ constexpr double kPageableSeconds = 1;  // the driver copies in the call
 // So many times slower than the copy engines would have been, and then so many times as long
 // without kernels, in seconds at most: to try too early costs several times as much as to try too
 // late. Where two copies share the link both are slower, and the copy engines lose nothing.
-constexpr double kCrowded = 1.3, kAvoidTimes = 100, kLongestAvoidance = 2;
+constexpr double kCrowded = 1.6, kAvoidTimes = 100, kLongestAvoidance = 2;
 constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kEdgeSeconds = 12e-6;
 constexpr size_t kMostRunsOfEdge = 2;
