@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -62,21 +63,22 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
         for kind in KINDS
     ]
     gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
-    share = least_share(rounds)
-    if gain < SPEEDUP and share is not None and share <= SHARE:  # one of the two is asked for
-        name = "share of the overhead of vLLM's own in time to first token"
+    share, kind = least_share(rounds)
+    if gain < SPEEDUP and share <= SHARE:  # one of the two is asked for
+        name = f"{kind}, share of the overhead of vLLM's own in time to first token"
         return [*verdicts, Verdict(name, SHARE, share)]
     name = "the better of cold and warm, throughput over vLLM's own offloading"
     return [*verdicts, Verdict(name, SPEEDUP, gain, at_least=True)]
 
 
-def least_share(rounds: Sequence[Round]) -> float | None:
-    """Of our overhead in that of vLLM's own; None when theirs has none."""
-    overheads = [
-        (overhead_ms(rounds, OURS, kind), overhead_ms(rounds, THEIRS, kind))
-        for kind in ("warm", "alone")
-    ]
-    return min((ours / theirs for ours, theirs in overheads if theirs > 0), default=None)
+def least_share(rounds: Sequence[Round]) -> tuple[float, str]:
+    """Of our overhead in that of vLLM's own, in the kind of rounds where it is least."""
+    shares = [(math.inf, "none")]
+    for kind in KINDS:
+        theirs = overhead_ms(rounds, THEIRS, kind)
+        if theirs > 0:
+            shares.append((overhead_ms(rounds, OURS, kind) / theirs, kind))
+    return min(shares)
 
 
 def table_of(rounds: Sequence[Round]) -> str:

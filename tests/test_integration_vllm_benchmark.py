@@ -43,7 +43,7 @@ met          the better of cold and warm, throughput over vLLM's own offloading:
         judged((1, 1.05, 1), (0.01, 0.03, 0.018)),
         """\
 met          alone, throughput over vLLM's own offloading: 1.05, at least 1
-met          share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
+met          alone, share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
     )
     assert_expected_inline(
         judged((1, 1, 1.25), (0.01, 0.03, 0.03)),
