@@ -138,7 +138,7 @@ def test_the_legacy_default_stream_is_served_beside_it():
         stub.run(body),
         """\
 push context of device 1
-create stream 101
+create stream 101, of priority -5
 record event 1 on stream 0
 wait for event 1 on stream 101
 batch of 2 on stream 101, source order 1 from 0
@@ -381,7 +381,7 @@ def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
         """\
 torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed
 push context of device 0
-create stream 101
+create stream 101, of priority -5
 record event 1 on stream 0
 wait for event 1 on stream 101
 batch of 2 on stream 101, source order 1 from 0

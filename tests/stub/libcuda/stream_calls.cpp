@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <string>
+
 #include "calls.h"
 
 namespace stub {
@@ -7,11 +10,14 @@ constexpr int kStreamMemoryOperations = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
-int create(void** handle, unsigned, int) {
+int create(void** handle, unsigned, int priority) {
+  constexpr int kMostUrgent = -5;
   const Call call("cuStreamCreateWithPriority");
   if (call.result) return call.result;
   *handle = reinterpret_cast<void*>(device().create_stream());
-  device().log.add("create stream ", device().name(*handle));
+  const std::string urgency =
+      priority < 0 ? ", of priority " + std::to_string(std::max(priority, kMostUrgent)) : "";
+  device().log.add("create stream ", device().name(*handle), urgency);
   return kSuccess;
 }
 
