@@ -11,8 +11,8 @@ lost on the stream; and batches vary by more than that, so that targets are for 
 
 "throughput": tokens per second of generations whose cache is too small, and in how many batches.
 The fastest of many are compared: a generation of this model is launched by the host, which other
-programs slow down for seconds at a time. Their manager runs twice, as two: what these differ by is
-no difference to ours.
+programs slow down for seconds at a time. Their manager runs twice, as two, to show what runs of one
+differ by.
 
 The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
 there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].

@@ -43,7 +43,7 @@ met          the better of cold and warm, throughput over vLLM's own offloading:
         judged((1, 1.05, 1), (0.01, 0.03, 0.018)),
         """\
 met          alone, throughput over vLLM's own offloading: 1.05, at least 1
-met          alone, share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
+met          alone, the best, share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
     )
     assert_expected_inline(
         judged((1, 1, 1.25), (0.01, 0.03, 0.03)),
@@ -58,10 +58,10 @@ def test_the_table_has_a_row_for_each_engine_and_kind_of_round():
     assert_expected_inline(
         "\n".join(table_of(rounds).splitlines()[:4]),
         """\
-round  engine         s  throughput  TTFT, ms  overhead, ms  cached tokens
-cold   plain       1.50        3.00     20.00          0.00             32
-cold   vLLM's own  4.50        1.00     20.00          0.00             32
-cold   ours        3.00        1.50     20.00          0.00             32""",
+round  engine         s  throughput  TTFT, ms  overhead, ms      cached tokens
+cold   plain       1.50        3.00     20.00  0.0 (0.0 to 0.0)             32
+cold   vLLM's own  4.50        1.00     20.00  0.0 (0.0 to 0.0)             32
+cold   ours        3.00        1.50     20.00  0.0 (0.0 to 0.0)             32""",
     )
 
 
