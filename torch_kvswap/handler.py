@@ -36,7 +36,7 @@ class OffloadHandler:
     first; "strided", "batch", "staged" or "kernel" is taken always, and KVSWAP_PATH says which
     where no path is given (`Result.path` names them). staging_bytes: GPU memory for staged copies,
     half for stores, half for loads, taken at once where some transfer could be staged. threaded: a
-    thread gives all copies to the driver. It may take 40 to 250 us to wake up, the caller goes on.
+    thread for each channel gives all copies to the driver, 40 to 250 us after it was woken up.
 
     Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
     another call, whose lock it would wait for. A context manager, which closes it. One that is
@@ -88,8 +88,8 @@ class OffloadHandler:
         event; None is the calling thread's current stream on the cache's device (the kernels that
         wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
         touch the pages, but for work on a stream that waits for it (`Job.wait_on`). background:
-        only copy engines copy, so that kernels beside are slowed down no more than by one big copy;
-        it may take longer.
+        only copy engines copy, so that kernels beside are slowed down no more than by one big copy,
+        but their launches may wait, since the driver is busier; the copy may take longer.
 
         Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler, a lost
         device and a stream that is being captured into a CUDA graph (RuntimeError): then there is

@@ -23,8 +23,8 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seco
 // Brings jobs onto the device, each channel's in order and not too many at a time, and sees them
 // end. Whoever submits a job enqueues it on the spot where that takes microseconds, and of a larger
 // one the beginning. The rest is for a worker thread of the channel, or for a thread that waits for
-// whatever job; all is where submissions are `threaded`, but copies between host memory. What must
-// wait in software is for the worker, which joins small jobs into one copy.
+// whatever job. What must wait in software is for the worker, which joins small jobs into one copy;
+// so is everything, but for copies between host memory, where submissions are `threaded`.
 //
 // Every function is called with the lock held. Those that take it let it go while the driver
 // enqueues a copy, which can take long.

@@ -62,10 +62,10 @@ def enable(
     from now on in this process: `generate_batch`, `init_continuous_batching` and the context
     manager; a persistent one that exists already stays as it is.
 
-    path: as of `OffloadHandler`. background: copies slow down kernels beside them as little as they
-    can (`OffloadHandler.store`). store_bytes: of the first part in which a request is stored, at
-    most; a batch that takes the first of its blocks waits for that part only. Each further part has
-    four times as many.
+    path: as of `OffloadHandler`. background: copies slow down kernels beside them less, but
+    launches more (`OffloadHandler.store`). store_bytes: of the first part in which a request is
+    stored, at most; a batch that takes the first of its blocks waits for that part only. Each
+    further part has four times as many.
 
     Raises ImportError when transformers is missing or of a version that this does not know,
     RuntimeError when it is enabled already, ValueError for a wrong argument.
