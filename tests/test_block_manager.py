@@ -310,7 +310,7 @@ def test_events_say_in_order_what_routers_have_to_know():
 
 
 def test_events_can_be_of_some_kinds_only():
-    manager = BlockManager(2, events=["evicted"])
+    manager = BlockManager(2, events=iter(["evicted"]))
     stored(manager, ["a", "b"])
     manager.complete(manager.prepare_store(["c"]))
     manager.reset()
@@ -320,7 +320,7 @@ def test_events_can_be_of_some_kinds_only():
     ]
     assert_expected_inline(
         refusal(lambda: BlockManager(2, events=["evict"])),
-        """ValueError: events has ['evict']; the kinds are stored, evicted, cleared, lost""",
+        """ValueError: events has 'evict'; kinds are stored, evicted, cleared, lost""",
     )
 
 

@@ -11,13 +11,15 @@ EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
-    """A bit for each kind that is asked for. Raises ValueError for one that there is not."""
+    """A bit for each kind that is asked for. Raises ValueError for what is no kind."""
     if isinstance(events, bool):
         events = EVENT_KINDS if events else ()
-    unknown = set(events) - set(EVENT_KINDS)
+    wanted: set[str] = {events} if isinstance(events, str) else set(events)
+    unknown = sorted(map(repr, wanted.difference(EVENT_KINDS)))
     if unknown:
-        raise ValueError(f"events has {sorted(unknown)}; the kinds are {', '.join(EVENT_KINDS)}")
-    wanted = {*events, "cleared", "lost"} if events else set()
+        raise ValueError(f"events has {', '.join(unknown)}; kinds are {', '.join(EVENT_KINDS)}")
+    if wanted:
+        wanted |= {"cleared", "lost"}
     return sum(1 << number for number, kind in enumerate(EVENT_KINDS) if kind in wanted)
 
 

@@ -27,7 +27,7 @@ class _Filling:
     """A store that has not ended."""
 
     store: Store
-    keys: list[Key]
+    keys: tuple[Key, ...]
 
 
 def _digest(key: Key) -> bytes:
@@ -111,7 +111,7 @@ class KVSwapManager(base.OffloadingManager):
             of_new = [digests[place] for place in places]
             self._digests.update(zip(new, of_new, strict=True))
             self._keys.update(zip(of_new, new, strict=True))
-            self._filling.update(dict.fromkeys(new, _Filling(store, new)))
+            self._filling.update(dict.fromkeys(new, _Filling(store, tuple(new))))
             self._states.update(dict.fromkeys(new, _PENDING))
             self._sizes.append(len(new))
             self._usage = None
