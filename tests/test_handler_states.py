@@ -62,8 +62,9 @@ class Machine(RuleBasedStateMachine):
         per_page=st.integers(1, 3),
         mortal=st.integers(0, 3).map(lambda n: n == 0),
         path=st.sampled_from(PATHS),
+        threaded=st.booleans(),
     )
-    def make(self, per_page: int, mortal: bool, path: str) -> None:
+    def make(self, per_page: int, mortal: bool, path: str, threaded: bool) -> None:
         from torch_kvswap.handler import OffloadHandler
         from torch_kvswap.layout import PagedLayout
 
@@ -89,7 +90,9 @@ class Machine(RuleBasedStateMachine):
             OffloadHandler(layout, self.host, path=path).close()
         first = self.driver.cuda.create_stream()
         self.driver.cuda.destroy_stream(first)
-        self.handler = OffloadHandler(layout, self.host, path=path, staging_bytes=1 << 20)
+        self.handler = OffloadHandler(
+            layout, self.host, path=path, staging_bytes=1 << 20, threaded=threaded
+        )
         self.gate = self.handler.gate(LAYERS)
         self.streams = [KERNELS, OTHER, *range(first + 1, first + 10)]
         self.holds: list[int] = []
