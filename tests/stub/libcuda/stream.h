@@ -12,7 +12,7 @@ namespace stub {
 struct Stream {
   std::deque<Operation> queue;
   uint64_t submitted = 0, ended = 0;  // operations so far
-  bool created = false;               // by cuStreamCreateWithPriority; others exist from their first use
+  bool created = false;               // by a call; others exist from their first use
   bool destroyed = false;             // still runs what it holds
   bool capturing = false;
   std::vector<Operation> graph;  // what was submitted while it was captured
