@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from report import Verdict, table
+from timing import quartiles
 
 if TYPE_CHECKING:
     from generations import Generation
@@ -51,7 +52,7 @@ class Cell:
             sum(loss.without) - usual * len(loss.without) + loss.back - usual_with
             for loss in losses
         ]
-        return _quartiles(excess)
+        return quartiles(excess)
 
     def to_json(self) -> dict[str, Any]:
         losses = {name: [asdict(loss) for loss in of] for name, of in self.losses.items()}
@@ -93,11 +94,6 @@ class Rate:
         runs = {name: [asdict(run) for run in of] for name, of in self.runs.items()}
         ratios = {name: self.ratio(name) for name in ("ours", AGAIN)}
         return {"batches": self.name, "ratios": ratios, "generations": runs}
-
-
-def _quartiles(samples: list[float]) -> list[float]:
-    """Three, also of a single sample."""
-    return quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
 
 
 def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:

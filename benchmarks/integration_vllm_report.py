@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 from report import Verdict, table
+from timing import quartiles
 
 PLAIN, THEIRS, OURS = "plain", "vLLM's own", "ours"
 KINDS = ("cold", "warm", "alone")
@@ -51,8 +52,9 @@ def speedup(rounds: Sequence[Round], engine: str, kind: str) -> float:
 def overheads_ms(rounds: Sequence[Round], engine: str, kind: str) -> list[float]:
     """In time to first token, to that of plain in the same turn: quartiles of the turns."""
     plain = {each.turn: mean(each.ttft) for each in _of(rounds, PLAIN, kind)}
-    of_turns = [1e3 * (mean(each.ttft) - plain[each.turn]) for each in _of(rounds, engine, kind)]
-    return quantiles(of_turns, n=4, method="inclusive") if len(of_turns) > 1 else of_turns * 3
+    return quartiles(
+        [1e3 * (mean(each.ttft) - plain[each.turn]) for each in _of(rounds, engine, kind)]
+    )
 
 
 def judge(rounds: Sequence[Round]) -> list[Verdict]:

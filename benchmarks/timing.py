@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,6 +16,11 @@ import numpy.typing as npt
 import torch
 
 Nanoseconds = npt.NDArray[np.int64]
+
+
+def quartiles(samples: Sequence[float]) -> list[float]:
+    three: list[float] = np.percentile(samples, [25, 50, 75]).tolist()
+    return three
 
 
 @dataclass(frozen=True)

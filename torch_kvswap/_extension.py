@@ -29,9 +29,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
     "kvswap_cache_release": (None, _Pointer),
-    "kvswap_handler_create": (
-        *(_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, ctypes.c_bool, _Pointer),
-    ),
+    "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
     "kvswap_handler_path_problem": (_Text, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
