@@ -1,0 +1,75 @@
+"""Conversions of what a caller passes, each in one place. Every error names the argument."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import NoReturn, SupportsFloat, SupportsIndex
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
+    """An integer argument, as an int that the native side can hold.
+
+    ctypes truncates silently, so every integer that crosses into C++ passes through here.
+
+    Args:
+        name (str): the argument, as the caller wrote it.
+        value: anything with `__index__`: int, bool, numpy and torch integers.
+        least (int), most (int): the range, both included.
+
+    Raises:
+        TypeError: the value is no integer.
+        ValueError: it is out of range.
+    """
+    if not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be an integer")
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError) as error:  # a tensor has __index__, whatever it holds
+        raise TypeError(f"{name} must be an integer: {error}") from error
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}; it must be {least} to {most}")
+    return number
+
+
+def read_seconds(name: str, value: object) -> float:
+    """A time in seconds: 0 or more, infinity allowed.
+
+    Raises:
+        TypeError: the value is no number.
+        ValueError: it is negative or NaN.
+    """
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of seconds")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not seconds >= 0:
+        raise ValueError(f"{name} is {seconds}; it must be 0 seconds or more")
+    return seconds
+
+
+def read_timeout(name: str, value: object) -> float | None:
+    """A timeout in seconds; None for none, which infinity means too. Raises like read_seconds()."""
+    seconds = None if value is None else read_seconds(name, value)
+    return None if seconds == math.inf else seconds
+
+
+class NotCopyable:
+    """Base of what owns native memory or a file: a copy would free it twice.
+
+    `copy.copy`, `copy.deepcopy` and `pickle` raise TypeError.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it owns memory of this process; "
+            "pass it by reference, or make another one"
+        )
