@@ -11,6 +11,8 @@ from block_managers import OfDigests, OfKeys, OneByOne
 from expecttest import assert_expected_inline
 from timing import Spread
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 OPERATIONS = {
     "prepare_store",
     "complete_store",

@@ -9,6 +9,8 @@ import torch
 
 from torch_kvswap.cli import demo
 
+pytestmark = pytest.mark.slow
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -400,6 +401,7 @@ class Machine(RuleBasedStateMachine):
             assert value is None or torch.equal(seen, self.rows[value, layer])
 
 
+@pytest.mark.slow
 @stubbed
 def test_a_handler_does_what_the_model_does_whatever_is_called_and_fails(driver: Driver) -> None:
     Machine.driver = driver

@@ -248,6 +248,7 @@ def shared_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before sending", "after sending", "while it is used"])
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
@@ -283,6 +284,7 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     assert shared_memory() - before < 32 << 20
 
 
+@pytest.mark.slow
 def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
     script = """
         connection, cache = rank(int(sys.argv[1]))

@@ -169,6 +169,7 @@ def test_an_object_is_made_again_when_source_header_or_flags_change(setup, monke
     assert len(made) == 4
 
 
+@pytest.mark.slow
 def test_pip_makes_one_wheel_for_every_python_and_torch(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet"]
     done = subprocess.run([*command, "--wheel-dir", tmp_path, ROOT], capture_output=True, text=True)

@@ -589,6 +589,7 @@ def worker():
     made.close()
 
 
+@pytest.mark.slow
 @without_cuda
 @pytest.mark.parametrize(
     ("body", "texts"),
@@ -610,6 +611,7 @@ def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
     assert [text for text in texts if text not in failure] == []
 
 
+@pytest.mark.slow
 @without_cuda
 def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
     assert worker.call(__name__, "pass_if", {"good": True}) is None
@@ -620,6 +622,7 @@ def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
     assert failure.endswith("\nsaid by the body\n")
 
 
+@pytest.mark.slow
 @without_cuda
 def test_after_a_death_the_next_test_gets_a_new_process():
     with pytest.raises(pytest.fail.Exception, match="ended with status -6"):
