@@ -119,8 +119,9 @@ class NativeHandler:
             if left <= seconds and deadline is not None:
                 return None
 
-    def wait_on(self, job: int, layer_group: int, stream: int | None, is_current: bool) -> None:
-        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, is_current)
+    def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
+        """stream, device: as `resolve_waiting` gives them."""
+        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: Job) -> bool:
         return bool(capi.call("kvswap_job_cancel", self.pointer, job.native))

@@ -1,7 +1,5 @@
 #include "gate.h"
 
-#include "../cuda_context.h"
-
 namespace kvswap {
 
 Gate::Gate(int device, int parts) : device(device), parts(parts) {
@@ -40,14 +38,14 @@ void Gate::set(int part, uint64_t value, cuda::Stream stream) const {
                       "cuStreamWriteValue64");
 }
 
-void Gate::close(cuda::Stream current) {
-  const cuda::Driver& driver = cuda::driver();
-  if (used_) KVSWAP_DRIVER_CHECK(driver.wait_event(current, opened_, 0), "cuStreamWaitEvent");
+void Gate::close(const cuda::StreamRef& current) {
+  const cuda::ContextGuard context(current.device);
+  if (used_) cuda::wait_event(current, opened_);
   try {
-    for (int part = 0; part < parts; ++part) set(part, 0, current);
-    KVSWAP_DRIVER_CHECK(driver.record_event(closed_, current), "cuEventRecord");
+    for (int part = 0; part < parts; ++part) set(part, 0, current.handle);
+    KVSWAP_DRIVER_CHECK(cuda::driver().record_event(closed_, current.handle), "cuEventRecord");
   } catch (...) {
-    for (int part = 0; part < parts; ++part) set(part, 1, current);
+    for (int part = 0; part < parts; ++part) set(part, 1, current.handle);
     throw;
   }
 }
@@ -89,9 +87,10 @@ void Gate::let_through() {
   busy = false;
 }
 
-void Gate::wait(int part, cuda::Stream stream) const {
+void Gate::wait(int part, const cuda::StreamRef& stream) const {
+  const cuda::ContextGuard context(stream.device);
   const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream, address, 1, cuda::kWaitUntilAtLeast),
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream.handle, address, 1, cuda::kWaitUntilAtLeast),
                       "cuStreamWaitValue64");
 }
 

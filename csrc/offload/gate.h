@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-#include "../cuda_driver.h"
+#include "../cuda_context.h"
 #include "transfer.h"
 
 namespace kvswap {
@@ -26,14 +26,15 @@ class Gate {
   const int device, parts;
   bool busy = false;  // a load has closed it and was not enqueued yet
 
-  void close(cuda::Stream current);
+  void close(const cuda::StreamRef& current);
   // Opens each part when a group of layers has landed. Returns why it could not, or "".
   std::string open_behind(const Transfer& transfer);
   // Opens all parts behind the closing, without a load. False when the driver did not take it.
   bool open();
   // Lets go whoever still looks at the words of a device that runs nothing any more.
   void let_through();
-  void wait(int part, cuda::Stream stream) const;
+  // A stream of any device.
+  void wait(int part, const cuda::StreamRef& stream) const;
 
  private:
   void set(int part, uint64_t value, cuda::Stream stream) const;
