@@ -10,7 +10,18 @@ from contextlib import suppress
 import pytest
 import torch
 from refusal import refusal
-from sim import CHANNELS, CURRENT, SIDE, Rig, Stream, number_of_threads, run_until, states
+from rigs import in_time
+from sim import (
+    CHANNELS,
+    CURRENT,
+    SIDE,
+    Rig,
+    Stream,
+    is_asleep,
+    number_of_threads,
+    run_until,
+    states,
+)
 from stub import Driver, stubbed
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -243,6 +254,36 @@ def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth:
         assert states(rig.finish()) == ["done"]
         assert driver.cuda.is_done(stream=CURRENT)
         assert torch.equal(rig.page(1), rig.block(2))
+
+
+@stubbed
+def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
+    driver.set_patience(60)
+    with Rig(driver, layers=2) as rig:
+        gate = rig.handler.gate(2)
+        hold = rig.held(SIDE)
+        # The first load fails on its way, and waits for what was enqueued without the lock.
+        driver.fail("cuMemcpyAsync", 2)
+        waits = driver.calls("cuStreamSynchronize")
+        first = threading.Thread(target=lambda: rig.load(1, 2, after=Stream(SIDE), gate=gate))
+        first.start()
+        assert in_time(lambda: driver.calls("cuStreamSynchronize") > waits)
+        asks = driver.calls("cuStreamIsCapturing")
+        second = threading.Thread(target=lambda: rig.load(3, 4, gate=gate))
+        second.start()
+        assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asks)
+        assert in_time(lambda: all(is_asleep(second) for _ in range(50)))
+        assert driver.calls("cuStreamWriteValue64") == 2  # closed by the first alone
+        rig.release(hold)
+        for thread in (first, second):
+            thread.join(20)
+            assert not thread.is_alive()
+        assert driver.calls("cuStreamWriteValue64") == 8
+        assert sorted(states(rig.finish())) == ["done", "failed"]
+        gate.wait(1)
+        driver.run()
+        assert driver.cuda.is_done(stream=CURRENT)
+        assert torch.equal(rig.page(3), rig.block(4))
 
 
 # The device is lost
