@@ -34,8 +34,19 @@ class Gate:
         self.native: int = handler.make_gate(self.parts)
 
     def wait(self, part: int = 0, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes work given to the stream from now on wait until the part is open. In a captured
-        stream: each replay waits there. None is the current stream of the cache's device."""
+        """Makes work given to the stream from now on wait until the part is open.
+
+        In a captured stream, each replay waits there.
+
+        Args:
+            part (int): the group of layers.
+            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
+                the cache's GPU. A stream other than the one on which a load closes the gate passes
+                as long as the gate is open: order it behind the closing, with an event.
+
+        Raises:
+            IndexError: the gate has no such part.
+        """
         part = operator.index(part)
         if not 0 <= part < self.parts:
             raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
