@@ -165,8 +165,10 @@ KVSWAP_API bool kvswap_job_wait_on(void* handler, void* job, int layer_group, vo
 // 1: it is or will be reported as cancelled, 0: it has ended; -1 on failure.
 KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 
-// A gate with this many parts, and a wait for one of them. Valid until the process ends.
+// A gate with this many parts, and a wait for one of them. Valid until kvswap_gate_release, also
+// without its handler; what waits for the gate, such as a captured graph, goes on working then.
 KVSWAP_API void* kvswap_gate_create(void* handler, int parts);
+KVSWAP_API void kvswap_gate_release(void* gate);
 KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device);
 
 // Seconds: counts[0] has those up to 1 us, counts[i] those up to 2^i us, the last all above.

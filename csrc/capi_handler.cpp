@@ -177,6 +177,8 @@ void* kvswap_gate_create(void* handler, int parts) {
   return gate;
 }
 
+void kvswap_gate_release(void* gate) { kvswap::Gate::release(static_cast<kvswap::Gate*>(gate)); }
+
 bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device) {
   const auto& of = *static_cast<kvswap::Gate*>(gate);
   return succeeds([&] { of.wait(part, resolve(of.device, stream, stream_device)); });

@@ -458,6 +458,45 @@ def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -
 
 
 @stubbed
+def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        before = driver.live("streams"), driver.live("events")
+        for _ in range(20):
+            gate = rig.handler.gate(2)
+        assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
+        assert driver.calls("cuMemHostAlloc") == 1  # their words share memory, which stays
+        other = OffloadHandler(rig.layout, rig.host)
+        orphan = other.gate(2)
+        other.close()
+        del other, gate, orphan
+        assert (driver.live("streams"), driver.live("events")) == before
+
+
+@stubbed
+def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        gate = rig.handler.gate(2)
+        driver.set_capturing(True, SIDE)
+        for part in (0, 1):
+            gate.wait(part, Stream(SIDE))
+        driver.set_capturing(False, SIDE)
+        hold = rig.held(45)
+        rig.load(1, 2, after=Stream(45), gate=gate)
+        driver.run()  # the gate is closed
+        del gate
+        rig.handler.gate(2)  # takes no words that a graph waits for
+        driver.replay(SIDE, OTHER)
+        driver.run()
+        assert not driver.cuda.is_done(stream=OTHER)
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+        for _ in range(2):
+            assert driver.cuda.is_done(stream=OTHER)
+            driver.replay(SIDE, OTHER)
+            driver.run()
+
+
+@stubbed
 def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
     with Rig(driver) as rig:
         rig.store(1, 1)

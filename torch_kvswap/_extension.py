@@ -45,6 +45,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
     "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
+    "kvswap_gate_release": (None, _Pointer),
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
     "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
     "kvswap_blocks_destroy": (None, _Pointer),

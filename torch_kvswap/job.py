@@ -56,8 +56,8 @@ class Job:
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
 
-        A job that is still queued is first given to the driver, with all that is queued ahead of it; the host
-        waits for that, but for nothing on the GPU.
+        A job that is still queued is first given to the driver, with all that is queued ahead of
+        it; the host waits for that, but for nothing on the GPU.
 
         Args:
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of

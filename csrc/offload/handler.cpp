@@ -126,7 +126,7 @@ void Handler::rebind(std::vector<Group> groups) {
 Gate* Handler::make_gate(int parts) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  return new Gate(device(), parts);
+  return new Gate(device(), parts, gate_words_);
 }
 
 kvswap_metrics Handler::metrics(int number) {

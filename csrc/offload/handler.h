@@ -78,6 +78,7 @@ class Handler {
 
   Dispatcher dispatcher_;
   RequestReader reader_;
+  GateWords gate_words_;
   int64_t last_id_ = -1;
   int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs

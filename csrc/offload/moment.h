@@ -13,7 +13,7 @@ namespace kvswap {
 struct Moment {
   cuda::Event event;
   cuda::Stream stream;  // a handle of the channel's device
-  int users;  // jobs
+  int users;            // jobs
 };
 
 // The moments of the jobs of a channel.
@@ -23,8 +23,8 @@ struct Moment {
 // than it asked for. No stream can wait for that job yet, so that this cannot come full circle:
 // whoever waits for a job has it enqueued first, and it waits for the moment as it is then.
 //
-// Not thread safe: the handler has a lock. All streams are of the handler's device, whose context is
-// current.
+// Not thread safe: the handler has a lock. All streams are of the handler's device, whose context
+// is current.
 class Moments {
  public:
   // Behind all that the stream was given so far; null when that is over.

@@ -58,8 +58,8 @@ class Device {
   Faults faults;
   std::map<int, int> attributes;
   int initialized = 1, global_capture = 0, capture_spoilt = 0;
-  double clock = 0;       // milliseconds; each copy takes one
-  int test_context = 0;   // in which the test calls
+  double clock = 0;      // milliseconds; each copy takes one
+  int test_context = 0;  // in which the test calls
 
   // Handles are never used twice, so one from before a reset is known as such.
   uint64_t create_stream();

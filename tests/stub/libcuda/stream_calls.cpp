@@ -56,7 +56,8 @@ int synchronize(void* handle) {
   device().log.add(what);
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
   const uint64_t last = stream->submitted;
-  return device().wait(call.lock, what, device().key(number(handle)), [&] { return stream->ended >= last; });
+  return device().wait(call.lock, what, device().key(number(handle)),
+                       [&] { return stream->ended >= last; });
 }
 
 // Checks what the two calls with a value need, and submits it.
