@@ -158,16 +158,18 @@ KVSWAP_API void kvswap_job_release(void* job);
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
 // Asks the device: 1 when the job has ended, 0 when it has not; -1 on failure.
 KVSWAP_API int kvswap_job_done(void* handler, void* job);
-// Makes the stream wait for the end of a group of layers of the job; -1: all. null: the stream that
-// is current on the device.
+// Makes a stream wait for the end of a group of layers of the job; -1: all. stream_device: the GPU
+// of the stream; -1 stands for the stream that is current on the handler's GPU.
 KVSWAP_API bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
-                                   bool is_current);
+                                   int stream_device);
 // 1: it is or will be reported as cancelled, 0: it has ended; -1 on failure.
 KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 
-// A gate with this many parts, and a wait for one of them. Valid until the process ends.
+// A gate with this many parts, and a wait for one of them. Valid until kvswap_gate_release, also
+// without its handler; what waits for the gate, such as a captured graph, goes on working then.
 KVSWAP_API void* kvswap_gate_create(void* handler, int parts);
-KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current);
+KVSWAP_API void kvswap_gate_release(void* gate);
+KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device);
 
 // Seconds: counts[0] has those up to 1 us, counts[i] those up to 2^i us, the last all above.
 #define KVSWAP_BUCKETS 26

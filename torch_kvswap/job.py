@@ -56,10 +56,18 @@ class Job:
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
 
-        A stream of any device; None is the current stream of the cache's device. A job that is
-        still queued is first given to the driver, with all that is queued ahead of it; the host
-        waits for that, but for nothing on the GPU. Raises TransferError for a job that has failed
-        or was cancelled; what fails later, finished() and wait() tell.
+        A job that is still queued is first given to the driver, with all that is queued ahead of
+        it; the host waits for that, but for nothing on the GPU.
+
+        Args:
+            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
+                the cache's GPU.
+
+        Raises:
+            TransferError: the job has failed or was cancelled. What fails later, finished() and
+                wait() tell.
+            RuntimeError: the stream is capturing a CUDA graph, which could not hold the wait.
+                Raised whether or not the job has ended.
         """
         self._wait_on(-1, stream)
 

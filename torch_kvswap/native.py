@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _native = _extension.library()
 _submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
 _result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
-_release = _native.kvswap_job_release
+_release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
 _AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
@@ -119,8 +119,9 @@ class NativeHandler:
             if left <= seconds and deadline is not None:
                 return None
 
-    def wait_on(self, job: int, layer_group: int, stream: int | None, is_current: bool) -> None:
-        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, is_current)
+    def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
+        """stream, device: as `resolve_waiting` gives them."""
+        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: Job) -> bool:
         return bool(capi.call("kvswap_job_cancel", self.pointer, job.native))
@@ -128,6 +129,11 @@ class NativeHandler:
     def make_gate(self, parts: int) -> int:
         gate: int = capi.call("kvswap_gate_create", self.pointer, parts)
         return gate
+
+    def release_gate(self, gate: int) -> None:
+        """Lets a gate's stream and events go. Does nothing in a fork, which has none of them."""
+        if self._process.is_current:
+            _release_gate(gate)
 
     def metrics(self) -> Metrics:
         pointer = self.pointer

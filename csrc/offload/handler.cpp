@@ -7,7 +7,7 @@
 namespace kvswap {
 namespace {
 
-void refuse_capture(cuda::Stream stream, const char* noun) {
+void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
   KVSWAP_CHECK(
       !cuda::is_capturing(stream), noun,
       " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
@@ -66,17 +66,17 @@ JobRef Handler::submit(const kvswap_request& request) {
 Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
   if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
   if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
-  return channel.moment_of_stream(stream_of(request));
+  return channel.moment_of_stream(stream_of(request).handle);
 }
 
-cuda::Stream Handler::stream_of(const kvswap_request& request) const {
+cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
   const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
-  return is_given ? request.after : cuda::current_stream(device());
+  return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
 }
 
 void Handler::close_gate(Lock& lock, const kvswap_request& request) {
   Gate* gate = static_cast<Gate*>(request.gate);
-  const cuda::Stream stream = cuda::current_stream(device());
+  const cuda::StreamRef stream = cuda::current_stream(device());
   refuse_capture(stream, "the stream on which the gate is to be closed");
   dispatcher_.progress.wait(lock, [&] { return !gate->busy; });
   check_open();
@@ -95,16 +95,22 @@ bool Handler::cancel(Job* job) {
   return dispatcher_.cancel(JobRef(job));
 }
 
-void Handler::wait_on(Job* job, int layer_group, cuda::Stream stream) {
+void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) {
   const JobRef held(job);
   Lock lock(dispatcher_.mutex);
   dispatcher_.advance();
+  try {
+    // Whether or not the job has ended: that is a matter of timing.
+    if (dispatcher_.lost().empty()) refuse_capture(stream, "the stream that is to wait");
+  } catch (const std::exception& error) {
+    dispatcher_.check_alive(error.what());
+    if (dispatcher_.lost().empty()) throw;
+  }
   if (!job->ended()) dispatcher_.flush(lock, held);
   if (job->ended()) return;
-  refuse_capture(stream, "the stream that is to wait");
   const std::vector<cuda::Event>& ends = job->transfer->ends;
   const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, end, 0), "cuStreamWaitEvent");
+  cuda::wait_event(stream, end);
 }
 
 void Handler::rebind(std::vector<Group> groups) {
@@ -120,7 +126,7 @@ void Handler::rebind(std::vector<Group> groups) {
 Gate* Handler::make_gate(int parts) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  return new Gate(device(), parts);
+  return new Gate(device(), parts, gate_words_);
 }
 
 kvswap_metrics Handler::metrics(int number) {

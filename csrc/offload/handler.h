@@ -43,7 +43,7 @@ class Handler {
 
   int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   bool cancel(Job* job);
-  void wait_on(Job* job, int layer_group, cuda::Stream stream);
+  void wait_on(Job* job, int layer_group, const cuda::StreamRef& stream);
   // Reads what has become of the job, without asking the device.
   template <typename Read>
   auto look(const Job* job, const Read& read) {
@@ -70,7 +70,7 @@ class Handler {
   void check_open() const;
   Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first.
-  cuda::Stream stream_of(const kvswap_request& request) const;
+  cuda::StreamRef stream_of(const kvswap_request& request) const;
   // Looks for the end of what a thread waits for without the lock, so that nobody who submits
   // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
   void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
@@ -78,6 +78,7 @@ class Handler {
 
   Dispatcher dispatcher_;
   RequestReader reader_;
+  GateWords gate_words_;
   int64_t last_id_ = -1;
   int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs
