@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_kvswap.block_groups import (
     BlockGroup,
@@ -27,14 +26,11 @@ from torch_kvswap.block_results import (
     Store,
     event_bits,
 )
-from torch_kvswap.digests import Keys, cut_digests, read_digests
-from torch_kvswap.native_blocks import POLICIES, NativeBlocks
+from torch_kvswap.digests import Keys, cut_digests, join_digests, read_digests
+from torch_kvswap.native_blocks import POLICIES, NativeBlocks, Numbers
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
-
 
 class BlockManager:
     """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
@@ -182,11 +178,10 @@ class BlockManager:
         if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
             raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
-        return b"".join(several), array("q", [len(one) // DIGEST_BYTES for one in several])
+        return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 
-    def _split(self, numbers: array[int], counts: array[int]) -> Any:
+    def _split(self, numbers: Numbers, counts: array[int]) -> Any:
         """Of each group, of what are the numbers of all groups one after another."""
-        every: Numbers = np.frombuffer(numbers, np.int64)
         if not self._is_list:
-            return every[: counts[0]]
-        return np.split(every[: sum(counts)], np.cumsum(counts)[:-1])
+            return numbers[: counts[0]]
+        return np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
