@@ -502,16 +502,16 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         numbered,
         """\
-ValueError: num_pages of group 0 is 0; it is 1 at least
+ValueError: groups is 0; it must be 1 to 536870912
 ValueError: there are no groups; name one at least
-ValueError: num_pages of group 0 is 1099511627776; it is 536870912 at most
-ValueError: block_tokens of group 0 is 0; it is 1 at least
+ValueError: groups is 1099511627776; it must be 1 to 536870912
+ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
 ValueError: group 1 has a state and a window; it can have one of them
 ValueError: policy is 'lfu'; it can be lru or arc
-ValueError: store_threshold is 0; it is 1 at least
-ValueError: ready_pages is 5; the groups have [4] pages
+ValueError: store_threshold is 0; it must be 1 to 4294967295
+ValueError: ready_pages of group 0 is 5; it must be 0 to 4
 ValueError: ready_pages is 4; the groups have [4, 4] pages
-ValueError: ready_pages is [4, -1]; the groups have [4, 4] pages
+ValueError: ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
 TypeError: keys is a str; pass bytes of digests or a list
@@ -519,10 +519,10 @@ TypeError: a key, or a part of one, is of type object; make it of None, bool, in
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: the prefix takes 2 blocks of group 0, which has 1 keys
-ValueError: the prefix takes -1 blocks of group 0, which has 1 keys
+ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: job ~ has ended before, or is another manager's
 ValueError: job ~ has ended before, or is another manager's
-ValueError: a lease of 0 seconds; it has to be more than 0
+ValueError: seconds is 0; a lease must last longer
 ValueError: keys must be a list with those of each of 2 groups
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
 a list of keys""",

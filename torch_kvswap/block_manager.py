@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
+from torch_kvswap.arguments import NotCopyable, read_int, read_seconds
 from torch_kvswap.block_groups import (
     BlockGroup,
     needed_blocks,
@@ -32,7 +33,7 @@ from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
 
-class BlockManager:
+class BlockManager(NotCopyable):
     """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
     pages first and says afterwards how the copy ended.
 
@@ -68,12 +69,14 @@ class BlockManager:
         self.unit_tokens = unit_tokens(self.groups)
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
-        if not 1 <= store_threshold < 2**32:
-            raise ValueError(f"store_threshold is {store_threshold}; it is 1 at least")
-        self._is_list = not isinstance(groups, int)
+        threshold = read_int("store_threshold", store_threshold, 1, 2**32 - 1)
+        if not callable(clock):
+            raise TypeError(f"clock is a {type(clock).__name__}; pass a function that gives seconds")
+        ready = read_ready_pages(self.groups, ready_pages)
+        self._is_list = not isinstance(groups, SupportsIndex)
         self._clock = clock
-        self._native = NativeBlocks(self.groups, policy, store_threshold, event_bits(events))
-        self.grow(ready_pages)
+        self._native = NativeBlocks(self.groups, policy, threshold, event_bits(events))
+        self._native.grow(ready)
 
     def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
         """From now on each group can use so many pages; None: all. A smaller number than before
@@ -96,7 +99,7 @@ class BlockManager:
         digests, counts = self._digests(keys)
         needed = [range(count) for count in counts]
         if prefix is not None:
-            needed = needed_blocks(self.groups, prefix)
+            needed = needed_blocks(self.groups, read_int("prefix", prefix))
             digests, counts = cut_digests(digests, counts, needed)
         job, pages = self._native.prepare_load(digests, counts)
         if job == 0:
@@ -119,14 +122,12 @@ class BlockManager:
     def complete(self, job: Load | Store) -> None:
         """The copy has ended well, or was a load that was cancelled. Stored blocks can be loaded
         now, loaded ones evicted. Raises ValueError for a job that has ended before."""
-        if job.id:
-            self._native.end(job.id, True)
+        self._end(job, True)
 
     def fail(self, job: Load | Store) -> None:
         """The copy has failed, or was a store that was cancelled: its blocks are forgotten, those
         of a load too, whose bytes nobody can vouch for. Raises ValueError like complete()."""
-        if job.id:
-            self._native.end(job.id, False)
+        self._end(job, False)
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """The blocks were used, such as in the GPU cache: those that are ready are evicted last."""
@@ -135,14 +136,17 @@ class BlockManager:
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
         """Keeps the blocks, ready or pending, from being evicted for so long, or until release(); a
         load needs its own prepare_load(). None when one of them is not cached."""
-        if not seconds > 0:
-            raise ValueError(f"a lease of {seconds} seconds; it has to be more than 0")
+        seconds = read_seconds("seconds", seconds)
+        if seconds == 0:
+            raise ValueError("seconds is 0; a lease must last longer")
         digests, counts = self._digests(keys)
         return self._native.lease(digests, counts, self._clock(), seconds) or None
 
     def release(self, lease: int | Store) -> bool:
         """Ends a lease. False when it has ended before, by itself or in a reset."""
-        return self._native.release(lease.lease if isinstance(lease, Store) else lease)
+        return self._native.release(
+            lease.lease if isinstance(lease, Store) else read_int("lease", lease)
+        )
 
     def reset(self) -> None:
         """Forgets all blocks and leases, at once. Pages of jobs that are not ended become free when
@@ -164,6 +168,12 @@ class BlockManager:
             stats.append(BlockStats(*(getattr(native, name) for name, *_ in native._fields_)))
         return stats if self._is_list else stats[0]
 
+    def _end(self, job: Load | Store, well: bool) -> None:
+        if not isinstance(job, Load | Store):
+            raise TypeError(f"job is a {type(job).__name__}; pass a Load or a Store")
+        if job.id:
+            self._native.end(job.id, well)
+
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
@@ -175,7 +185,10 @@ class BlockManager:
         if not self._is_list:
             digests = read_digests("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
-        if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
+        if isinstance(keys, bytes | bytearray | memoryview | str) or not isinstance(keys, Sequence):
+            kind = type(keys).__name__
+            raise TypeError(f"keys is a {kind}; pass a list with the keys of each group")
+        if len(keys) != len(self.groups):
             raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
