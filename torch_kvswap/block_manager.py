@@ -33,6 +33,7 @@ from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
 
+
 class BlockManager(NotCopyable):
     """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
     pages first and says afterwards how the copy ended.
@@ -71,7 +72,9 @@ class BlockManager(NotCopyable):
             raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
         threshold = read_int("store_threshold", store_threshold, 1, 2**32 - 1)
         if not callable(clock):
-            raise TypeError(f"clock is a {type(clock).__name__}; pass a function that gives seconds")
+            raise TypeError(
+                f"clock is a {type(clock).__name__}; pass a function that gives seconds"
+            )
         ready = read_ready_pages(self.groups, ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
         self._clock = clock

@@ -44,10 +44,13 @@ def read_digests(name: str, keys: Keys) -> bytes:
         return keys
     if isinstance(keys, str) or not isinstance(keys, Sequence):
         raise TypeError(f"{name} is a {type(keys).__name__}; pass bytes of digests or a list")
-    if len(keys) <= SLICE:
-        return _digests_of(keys)
-    every = iter(keys)
-    return _write(map(_digests_of, iter(lambda: list(islice(every, SLICE)), [])))
+    try:
+        if len(keys) <= SLICE:
+            return _digests_of(keys)
+        every = iter(keys)
+        return _write(map(_digests_of, iter(lambda: list(islice(every, SLICE)), [])))
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
 
 
 def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
