@@ -7,10 +7,10 @@
 // group, then those of the next; `counts` has how many there are in each group. Times are in
 // seconds of a clock that never goes back. Pages, places and counts are for each group in turn.
 //
-// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread nor
-// takes longer than some hundred microseconds: with more than KVSWAP_BLOCKS_FEW_KEYS keys, or while
-// another thread is in a call, it answers KVSWAP_BLOCKS_BUSY and has done nothing. The caller then
-// lets the GIL go, and makes the call with wait.
+// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread
+// nor takes longer than some hundred microseconds: with more than KVSWAP_BLOCKS_FEW_KEYS keys, or
+// while another thread is in a call, it answers KVSWAP_BLOCKS_BUSY and has done nothing. The caller
+// then lets the GIL go, and makes the call with wait.
 
 #define KVSWAP_DIGEST_BYTES 32
 #define KVSWAP_BLOCKS_FEW_KEYS 1024

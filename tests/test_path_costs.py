@@ -159,7 +159,7 @@ def test_figures_that_cannot_be_written_leave_no_file(
 def with_cost(field: str, text: str) -> str:
     fields = {"start_us": "1", "block_us": "1", "fragment_us": '{"512": 1}', field: text}
     written = ", ".join(f'"{name}": {value}' for name, value in fields.items())
-    return '{"store": {"strided": {%s}}, "load": {}}' % written
+    return f'{{"store": {{"strided": {{{written}}}}}, "load": {{}}}}'
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def with_cost(field: str, text: str) -> str:
         (with_cost("block_us", '"1"'), "TypeError: store.strided.block_us is a str"),
         (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
         (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
-        (with_cost("fragment_us", '{"%d": 1}' % 10**400), "the size of store.strided.fragment_us"),
+        (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
         (with_cost("fragment_us", "[]"), "AttributeError"),
         ("[]", "TypeError"),
         ('{"store": {}}', "KeyError: 'load'"),

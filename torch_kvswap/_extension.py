@@ -60,9 +60,9 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs more:
-# a thread that computes in Python gives it back only after milliseconds. The calls of a block
-# manager can be made in both ways, see holding().
+# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
+# more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
+# manager are made in both ways, see holding().
 HOLD_THE_GIL = ("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release")
 PATH = Path(__file__).with_name("_C.abi3.so")
 _Library = TypeVar("_Library", bound=ctypes.CDLL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch_kvswap.arguments import INT32_MAX, INT64_MAX, read_int
 
@@ -69,7 +69,7 @@ def _read_group(index: int, group: object) -> BlockGroup:
     if not isinstance(group, BlockGroup):
         raise TypeError(f"groups[{index}] is a {type(group).__name__}; pass a BlockGroup")
     most = {"num_pages": MOST_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
-    read = {
+    read: dict[str, Any] = {
         name: read_int(f"{name} of group {index}", getattr(group, name), 1, most[name])
         for name in most
         if name != "window_tokens" or group.window_tokens is not None

@@ -38,22 +38,32 @@ class BlockManager(NotCopyable):
     """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
     pages first and says afterwards how the copy ended.
 
-    groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers; then
-    keys, places and pages are lists with an entry for each. keys: the digests of
-    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`). They
-    stand for contents: whoever gives a key vouches that its block has it, and that a block behind
-    another one is not used without it.
-
-    ready_pages: how many of its pages, from the first on, each group can use already (a number, or
-    a list of them); None: all. grow() adds others.
-
-    policy: who is evicted, "lru" or "arc". store_threshold: a block is stored when so many lookups
-    asked for it. events: whether events() has any, or of which kinds ("stored", "evicted"; the
-    others always come with them). clock: seconds that never go back.
+    Keys stand for contents: whoever gives a key vouches that its block has it, and that a block
+    behind another one is not used without it. A prompt's keys are the digests of
+    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`).
 
     Until a Load or Store has ended, its pages are given to nobody else: every one must be ended
-    with complete() or fail(), after the copy, also after a reset. Any thread may call any method.
-    In a forked child every call raises RuntimeError. Nothing has to be closed.
+    with complete() or fail(), after the copy, also after a reset. Nothing has to be closed. A
+    manager cannot be copied or pickled, and in a forked child every call raises RuntimeError.
+
+    Any thread may call any method. Each call is atomic: what it answers was true at one moment. A
+    call with up to 1,024 keys keeps the GIL for some hundred microseconds at most, unless it has to
+    wait for another thread. With more keys it lets the GIL go, and reads lists of keys in slices.
+    Other calls go on while reset() prepares new tables.
+
+    Args:
+        groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers;
+            then keys, places and pages are lists with an entry for each.
+        ready_pages: how many of its pages, from the first on, each group can use already (a number,
+            or a list of them); None: all. grow() adds others.
+        policy: who is evicted, "lru" or "arc".
+        store_threshold: a block is stored when so many lookups asked for it.
+        events: whether events() has any, or of which kinds ("stored", "evicted"; the others always
+            come with them).
+        clock: seconds that never go back.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
     """
 
     def __init__(
@@ -153,7 +163,8 @@ class BlockManager(NotCopyable):
 
     def reset(self) -> None:
         """Forgets all blocks and leases, at once. Pages of jobs that are not ended become free when
-        they are."""
+        they are. Takes the memory of a second manager for a moment; MemoryError leaves all as it
+        was."""
         self._native.reset()
 
     def events(self) -> list[BlockEvent]:

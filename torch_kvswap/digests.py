@@ -57,10 +57,9 @@ def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
     """`b"".join(parts)`, in slices if that is long. A view must have items of one byte."""
     if sum(map(len, parts)) <= _SLICE_BYTES:
         return b"".join(parts)
-    views = map(memoryview, parts)
     return _write(
         view[start : start + _SLICE_BYTES]
-        for view in views
+        for view in [memoryview(part) for part in parts]
         for start in range(0, len(view), _SLICE_BYTES)
     )
 

@@ -34,14 +34,23 @@ class OffloadEngine(NotCopyable):
     """A BlockManager and an OffloadHandler that do what a scheduler needs in four calls: lookup(),
     load(), store() and finished().
 
-    groups: for a handler with several layouts a BlockGroup for each, with as many pages as its pool
-    has own_pages. A key stands for what one page holds, `blocks_per_page` GPU blocks. storing:
-    "eager", at once; "lazy", what is about to leave the GPU cache, which evict() says. policy,
-    store_threshold, events, clock: see BlockManager. Pools may be pinned in the background: pages are used as soon as
-    they are ready. Nobody else may use the handler's pages, or call its finished(). The engine
-    holds the handler, and closes nothing: close the handler, when all is done.
+    A key stands for what one page holds, `blocks_per_page` GPU blocks. Pools may be pinned in the
+    background: pages are used as soon as they are ready. Nobody else may use the handler's pages,
+    or call its finished(). The engine holds the handler, and closes nothing: close the handler,
+    when all is done.
 
-    Any thread may call any method.
+    Any thread may call any method. An engine cannot be copied or pickled.
+
+    Args:
+        handler: moves the blocks.
+        groups: for a handler with several layouts a BlockGroup for each, with as many pages as its
+            pool has own_pages.
+        storing: "eager" stores at once; "lazy" stores what is about to leave the GPU cache, when
+            evict() says so.
+        policy, store_threshold, events, clock: see BlockManager.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
     """
 
     def __init__(
@@ -254,9 +263,9 @@ class OffloadEngine(NotCopyable):
         count = self.handler.layouts[group].num_blocks
         place = next((i for i, block in enumerate(blocks) if not 0 <= block < count), None)
         if place is not None:
-            name = self._pages.name(group)
+            name = f"{self._pages.name(group)}[{place}]"
             raise IndexError(
-                f"{name}[{place}] is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
+                f"{name} is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
             )
 
     def _store(

@@ -129,9 +129,9 @@ class PrefixHasher:
                 raise TypeError(f"{name} is a {type(value).__name__}; it must be a str")
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"salt is a {type(salt).__name__}; it must be a str, bytes or None")
-        for name, value in (("adapter", adapter), ("extra", extra)):
+        for name, part in (("adapter", adapter), ("extra", extra)):
             try:
-                encode(value)
+                encode(part)
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from error
         fields = ("torch_kvswap", 1, model, dtype, self.block_tokens, adapter, salt, group, extra)
@@ -220,7 +220,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
         while some := list(islice(every, _SLICE)):
             words.extend(array("I", some))
         return words.tobytes()
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError):
         for place, token in enumerate(tokens):
             if not isinstance(token, SupportsIndex):
                 kind = type(token).__name__

@@ -53,10 +53,10 @@ struct Busy {};
 
 // Which prefix block is on which host page. Any thread may call.
 //
-// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread nor
-// visits more than kFewKeys keys or held pages; it throws Busy instead, and is made again without
-// the GIL. That costs more for few keys: a thread that computes in Python gives the GIL back only
-// after milliseconds.
+// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread
+// nor visits more than kFewKeys keys or held pages; it throws Busy instead, and is made again
+// without the GIL. That costs more for few keys: a thread that computes in Python gives the GIL
+// back only after milliseconds.
 class Manager {
  public:
   // At a million pages a call takes less than a millisecond for as many keys.
