@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz_cache import Group, Memory, Mismatch, make_groups, make_pools, random_shapes
+from fuzz_cache import Group, MismatchError, make_groups, make_pools, random_shapes
 from fuzz_devices import Device
 from transfer_model import Flight, Model
 
@@ -276,9 +276,10 @@ class Session:
         before = set().union(*[cell.written for cell in cells])
         if kind == "load":
             before = before.union(*[cell.read for cell in cells])
-        if not self.options.after_nothing:
-            if not all(self._wait(stream, other) for other in before - {stream}):
-                return []
+        if not self.options.after_nothing and not all(
+            self._wait(stream, other) for other in before - {stream}
+        ):
+            return []
         options: dict[str, Any] = {"background": self.rng.random() < 0.2}
         if kind == "load":
             options["expedited"] = self.rng.random() < 0.3
@@ -375,8 +376,13 @@ class Session:
 
     def _as_type(self, ids: list[int]) -> Any:
         made: Any = self.rng.choice(
-            [list, list, lambda ids: np.array(ids, np.int64), lambda ids: np.array(ids, np.int32)]
-            + [lambda ids: torch.tensor(ids, dtype=torch.int64)]
+            [
+                list,
+                list,
+                lambda ids: np.array(ids, np.int64),
+                lambda ids: np.array(ids, np.int32),
+                lambda ids: torch.tensor(ids, dtype=torch.int64),
+            ]
         )(ids)
         return made
 
@@ -538,7 +544,7 @@ class Session:
             wrong = np.flatnonzero((found != expected) & defined)
             if wrong.size:
                 number = self.scenario.groups.index(group)
-                raise Mismatch(
+                raise MismatchError(
                     f"a kernel has read {wrong.size} wrong bytes of {slab.size}, the first is byte "
                     f"{wrong[0]}, of block {block} of group {number}, {slab.memory.name}: "
                     f"{found[wrong[0]]}, expected {expected[wrong[0]]}"
@@ -676,7 +682,7 @@ class Scenario:
         return counts
 
     def _run_threads(self) -> None:
-        """A thread for each session, and one that polls, cancels and rebinds."""
+        """One or two threads for each session, and one that polls, cancels and rebinds."""
         errors: list[BaseException] = []
         over = threading.Event()
 
@@ -700,7 +706,11 @@ class Scenario:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(session,)) for session in self.sessions]
+        threads = [
+            threading.Thread(target=work, args=(session,))
+            for session in self.sessions
+            for _ in range(self.rng.choice([1, 1, 2]))
+        ]
         disturber = threading.Thread(target=disturb)
         for thread in [*threads, disturber]:
             thread.start()
@@ -740,7 +750,7 @@ def fuzz(make: Callable[[int], Any], scenarios: int) -> Counter[str]:
         scenarios (int): how many, unless KVSWAP_FUZZ_SECONDS says for how long.
 
     Raises:
-        Mismatch: a byte is wrong.
+        MismatchError: a byte is wrong.
         AssertionError: anything else went wrong. Both name the seed.
     """
     seed, seconds = int(os.environ.get("KVSWAP_FUZZ_SEED", "1")), fuzz_seconds()
@@ -751,7 +761,7 @@ def fuzz(make: Callable[[int], Any], scenarios: int) -> Counter[str]:
             scenario = make(seed + number)
             counts.update(scenario.run())
         except BaseException as error:
-            kind = Mismatch if isinstance(error, Mismatch) else AssertionError
+            kind = MismatchError if isinstance(error, MismatchError) else AssertionError
             again = f"again with KVSWAP_FUZZ_SEED={seed + number}: {scenario}"
             raise kind(f"{type(error).__name__}: {error}\n{again}") from error
         number += 1

@@ -29,7 +29,7 @@ DTYPES = [
 Bytes = npt.NDArray[np.uint8]
 
 
-class Mismatch(AssertionError):
+class MismatchError(AssertionError):
     """A byte is not what the model says."""
 
 
@@ -53,7 +53,7 @@ class Memory:
         wrong = np.flatnonzero((found != self.expected) & self.defined)
         if wrong.size:
             at = int(wrong[0])
-            raise Mismatch(
+            raise MismatchError(
                 f"{self.name}: {wrong.size} of {len(found)} bytes are wrong, the first is byte "
                 f"{at}: {found[at]}, expected {self.expected[at]}"
             )

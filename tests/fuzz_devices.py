@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,10 +134,8 @@ class Device:
         """Until the jobs have ended, well or not."""
         from torch_kvswap import TransferError
 
-        try:
+        with suppress(TransferError):
             handler.wait(jobs, timeout=60)
-        except TransferError:
-            pass
 
     def finish(self) -> str:
         """Lets everything go; says what was wrong."""

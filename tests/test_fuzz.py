@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fuzz import Options, Scenario, fuzz
-from fuzz_cache import Mismatch
+from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
 from spoiling import Spoiling
 from stub import Driver, stubbed
@@ -83,7 +83,7 @@ MISTAKES = {
 
 
 def test_as_a_control_swapped_ids_are_found() -> None:
-    with pytest.raises(Mismatch, match=r"KVSWAP_FUZZ_SEED=\d"):
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: Scenario(Device(), seed, MISTAKES["swapped ids"]), 5)
 
 
@@ -93,5 +93,5 @@ def test_as_a_control_swapped_ids_are_found() -> None:
 def test_as_a_control_mistakes_are_found_on_the_simulated_driver(
     driver: Driver, mode: str, mistake: str
 ) -> None:
-    with pytest.raises(Mismatch, match=r"KVSWAP_FUZZ_SEED=\d"):
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed, MISTAKES[mistake]), 20)

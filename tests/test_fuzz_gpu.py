@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz import Options, Scenario, fuzz, fuzz_seconds
-from fuzz_cache import Mismatch
+from fuzz_cache import MismatchError
 from fuzz_devices import Device, Pairs
 from rigs import watchdog
 from torch import Tensor
@@ -188,5 +188,5 @@ def test_as_a_control_what_does_not_wait_on_a_gpu_is_found(mistake: str) -> None
         after_nothing=mistake == "stores and loads do not wait",
         no_waits=mistake == "reads do not",
     )
-    with pytest.raises(Mismatch, match=r"KVSWAP_FUZZ_SEED=\d"):
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
         fuzz(lambda seed: Scenario(Gpu(), seed, options), 20)
