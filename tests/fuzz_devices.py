@@ -130,8 +130,8 @@ class Device:
         """The device goes on by itself, for a call that waits until jobs have ended."""
         yield
 
-    def wait_for(self, handler: OffloadHandler, jobs: list[Job]) -> None:
-        """Until the jobs have ended, well or not."""
+    def wait_for(self, handler: OffloadHandler, jobs: list[Job] | None) -> None:
+        """Until the jobs, or all of them, have ended, well or not."""
         from torch_kvswap import TransferError
 
         with suppress(TransferError):
@@ -292,7 +292,7 @@ class Simulated(Device):
         happened = sum(calls[name] >= at for name in calls for at in self.planned[name])
         return happened, any(calls[name] < max(self.planned[name]) for name in calls)
 
-    def wait_for(self, handler: OffloadHandler, jobs: list[Job]) -> None:
+    def wait_for(self, handler: OffloadHandler, jobs: list[Job] | None) -> None:
         from torch_kvswap import TransferError
 
         def ended() -> bool:
