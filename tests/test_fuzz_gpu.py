@@ -23,6 +23,7 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 
 STEPS = 1500
+CAPTURING = threading.Lock()  # torch captures one graph at a time
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ class Gpu(Device):
 
     def capture(self, work: Callable[[Any], None]) -> Any:
         # A stream of its own: the one that torch makes for all captures is of one device for ever.
-        with torch.cuda.device(self.device):
+        with CAPTURING, torch.cuda.device(self.device):
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             work(stream)  # loads the kernels, which a capture must not
             torch.cuda.synchronize()
