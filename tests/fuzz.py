@@ -31,7 +31,6 @@ from transfer_model import Flight, Model
 from torch_kvswap import Job, OffloadHandler, Result, TransferError
 
 LOG = 300  # jobs between two audits
-MEMORY = 1 << 26  # bytes for contents, and for what was read
 Move = tuple[Group, int, int]  # block and slot
 
 
@@ -159,6 +158,7 @@ class Session:
             self._write_and_store: 2,
             self._store: 3,
             self._load: 4,
+            self._load_and_read: 1,
             self._gated: 1.5 if self.graph is not None else 0,
             self._flood: 0.1,
             self._cancel: 0.6,
@@ -245,6 +245,11 @@ class Session:
     def _load(self, stream: int) -> None:
         self._submit(stream, "load")
 
+    def _load_and_read(self, stream: int) -> None:
+        """A load, and kernels that read its blocks at once, layer after layer."""
+        for group, block, _ in self._submit(stream, "load")[: self.most_reads - self.reads]:
+            self._read(self.rng.randrange(len(self.streams)), (group, block))
+
     def _gated(self, stream: int) -> None:
         """A load, and a graph that waits for it on the stream behind which the gate was closed."""
         graph = self.graph
@@ -270,7 +275,7 @@ class Session:
         self, stream: int, kind: str, where: tuple[Group, int] | None = None, gate: Any = None
     ) -> list[Move]:
         """What the job moves; nothing when there is no job."""
-        moves, ids = self._ids(where)
+        moves, ids = self._ids(where, avoids_bad=kind == "load" and self.rng.random() < 0.95)
         blocks = {(group.space, block) for group, block, _ in moves}
         cells = [self.cells[key] for key in blocks]
         before = set().union(*[cell.written for cell in cells])
@@ -329,12 +334,17 @@ class Session:
         self.counts["jobs"] += 1
         self.counts["bytes"] += nbytes
 
-    def _ids(self, where: tuple[Group, int] | None) -> tuple[list[Move], tuple[Any, Any, Any]]:
-        """Of all groups: block ids, page ids and first blocks."""
+    def _ids(
+        self, where: tuple[Group, int] | None, avoids_bad: bool
+    ) -> tuple[list[Move], tuple[Any, Any, Any]]:
+        """Of all groups: block ids, page ids and first blocks. avoids_bad: leaves pages out that
+        are invalid, as far as is known; else failures would spread over the whole pool."""
         moves: list[Move] = []
         gpu, pages, firsts = [], [], []
         free_blocks = {space: list(blocks) for space, blocks in self.blocks.items()}
         free_pages = {pool: list(of_pool) for pool, of_pool in self.pages.items()}
+        if avoids_bad:
+            free_pages = {group.pool: self._valid_pages(group) for group in self.scenario.groups}
         if where is not None:
             free_blocks[where[0].space].remove(where[1])
         must = self.rng.randrange(len(self.scenario.groups))
@@ -361,6 +371,15 @@ class Session:
             pages.append(taken)
             firsts.append(first)
         return moves, (gpu, pages, firsts)
+
+    def _valid_pages(self, group: Group) -> list[int]:
+        per_page = group.host.blocks_per_page
+        return [
+            page
+            for page in self.pages[group.pool]
+            for first in [self.scenario.slot_number(group, page * per_page)]
+            if not any(cell.is_bad for cell in self.model.slots[first : first + per_page])
+        ]
 
     def _some_of(self, numbers: list[int], count: int) -> list[int]:
         if count < len(numbers) and self.rng.random() < 0.3:  # neighbours, which are merged
@@ -566,7 +585,7 @@ class Scenario:
         self.pools, self.pool_memories = pools
         width = max(group.block_bytes for group in self.groups)
         generator = torch.Generator().manual_seed(seed)
-        rows = max(min(257, MEMORY // width), 32)
+        rows = max(min(257, device.memory_bytes // width), 32)
         table = torch.randint(256, (rows, width), dtype=torch.uint8, generator=generator)
         self.contents = table.numpy().copy()
         self.table = device.rows(table)

@@ -162,14 +162,17 @@ def random_shapes(rng: random.Random, device: Device, num_groups: int) -> list[G
 
 def _random_tensors(rng: random.Random, device: Device, block_dim: int) -> tuple[TensorShape, ...]:
     layers = rng.choice([1, 1, 2, 2, 3, 5])
+    inners = device.large_shapes if rng.random() < 0.3 else device.block_shapes
     if rng.random() < 0.6:
-        return (_random_tensor(rng, device, block_dim),) * layers
-    return tuple(_random_tensor(rng, device, block_dim) for _ in range(layers))
+        return (_random_tensor(rng, inners, block_dim),) * layers
+    return tuple(_random_tensor(rng, inners, block_dim) for _ in range(layers))
 
 
-def _random_tensor(rng: random.Random, device: Device, block_dim: int) -> TensorShape:
+def _random_tensor(
+    rng: random.Random, inners: Sequence[tuple[int, ...]], block_dim: int
+) -> TensorShape:
     lead = ((), (2,), (2, 2))[block_dim]
-    inner = rng.choice(device.block_shapes)
+    inner = rng.choice(inners)
     order = list(range(len(inner)))
     if rng.random() < 0.3:
         rng.shuffle(order)

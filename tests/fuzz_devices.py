@@ -42,7 +42,9 @@ class Device:
         (16, 8, 8),
         (2, 3, 64),
     ]
+    large_shapes: Sequence[tuple[int, ...]] = [(16, 8, 8), (64, 48)]
     block_bytes = 1 << 15  # at most, in all tensors of a group
+    memory_bytes = 1 << 23  # for what kernels write, and as much for what they read
     paths: Sequence[str] = ("auto",)
     has_gates = False
     alone = True  # one thread submits, which has a current stream of its own
@@ -146,6 +148,8 @@ class Simulated(Device):
     """The simulated driver. mode: of `Driver.set_mode`. alone: whether one thread submits."""
 
     name = "simulated"
+    large_shapes = ((64, 576), (64, 8, 128), (48, 8, 128))
+    block_bytes = 1 << 18
     has_gates = True
 
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:

@@ -35,15 +35,10 @@ def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 class Gpu(Device):
     """One GPU. Kernels add 0 to what they read, so that they are kernels and no copies."""
 
-    block_shapes = (
-        *Device.block_shapes,
-        (16, 8, 128),
-        (16, 8, 128),
-        (64, 576),
-        (64, 8, 128),
-    )
+    large_shapes = ((16, 8, 128), (64, 576), (64, 8, 128), (128, 1000))
     paths = ("auto", "auto", "batch", "strided", "staged", "kernel")
     block_bytes = 1 << 20
+    memory_bytes = 1 << 26
     has_gates = True
 
     def __init__(self, index: int = 0) -> None:

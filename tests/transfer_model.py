@@ -19,6 +19,13 @@ class Cell:
     writer: Flight | None = None
     source: Cell | None = None
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether the job that was to write it is known not to have done so."""
+        return (
+            self.writer is not None and self.writer.result is not None and not self.writer.is_done
+        )
+
     def known(self) -> int | None:
         """The value that must be there, None where nothing is promised."""
         cell = self
