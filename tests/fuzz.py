@@ -36,8 +36,16 @@ Move = tuple[Group, int, int]  # block and slot
 
 @dataclass
 class Options:
-    """wrap: a handler that does something else, as a control. after_nothing, no_waits: what the
-    caller of a control leaves out."""
+    """Of a scenario.
+
+    Attributes:
+        steps (int): random calls of each session.
+        sessions (int): callers. One runs in the calling thread, several in threads of their own.
+        handlers (int): on the same cache and pools, for some of the sessions each.
+        wrap: makes a handler that does something else, as a control.
+        after_nothing (bool): stores and loads wait for no kernel, as a control.
+        no_waits (bool): kernels that read do not wait for loads, as a control.
+    """
 
     steps: int = 150
     sessions: int = 1
@@ -101,9 +109,7 @@ class Session:
             group.space: list(range(self.number, group.num_blocks, count)) for group in groups
         }
         self.pages = {
-            group.pool: list(range(self.number, group.host.num_pages, count))
-            for group in groups
-            if group.host is not None
+            group.pool: list(range(self.number, group.host.num_pages, count)) for group in groups
         }
         self.graph: Graph | None = None
         if self.device.has_gates and self.device.alone and self.rng.random() < 0.6:

@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,8 @@ class Slab:
     def view(self, index: int) -> Tensor:
         return self.memory.raw[self.span(index)]
 
-    def row(self, rows: Tensor | Bytes, row: int) -> Tensor | Bytes:
+    def row(self, rows: Any, row: int) -> Any:
+        """Its part of a row of bytes of whole blocks."""
         return rows[row, self.start : self.start + self.size]
 
 
@@ -120,7 +122,7 @@ class GroupShape:
     as_bytes: bool = False  # of a shared group: the same memory as tensors of uint8
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """A layout, with its pool. Block b is `slabs`, slot s of the pool is `slots`."""
 
@@ -130,9 +132,9 @@ class Group:
     space: int
     block_bytes: int
     num_layers: int
-    pool: int = 0
-    host: HostPool | None = None
-    slots: Slab | None = None
+    pool: int = field(init=False)
+    host: HostPool = field(init=False)
+    slots: Slab = field(init=False)
 
     def slabs_of(self, layer: int | None) -> list[Slab]:
         return [slab for slab in self.slabs if layer is None or slab.layer == layer]
