@@ -35,6 +35,16 @@ STREAMS = {  # in the order in which a handler creates them
     str(SIDE): "side",
 }
 CHANNELS = ("store", "load", "expedited")
+HURTS_A_JOB = (  # calls of the driver that one job needs
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuLaunchKernel",
+    "cuMemcpyAsync",
+    "cuMemcpyBatchAsync",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+    "cuStreamWriteValue64",
+)
 SHARE = {  # kind, block and page of two jobs that must not overlap
     "store, load of its page": (("store", 1, 2), ("load", 3, 2)),
     "store, load into its block": (("store", 1, 2), ("load", 1, 3)),
