@@ -139,6 +139,7 @@ void copy_on_device(const FragmentList& fragments, int src_device, int dst_devic
   options.has_pageable = has_pageable;
   options.wait = src_device < 0 || dst_device < 0;
   const cuda::StreamRef stream = cuda::current_stream(dst_device >= 0 ? dst_device : src_device);
+  const cuda::ContextGuard context(stream.device);  // so that each call below need not change it
   KVSWAP_CHECK(!options.wait || !cuda::is_capturing(stream),
                "the current stream is being captured into a CUDA graph, and this op returns only "
                "when host memory was read or written; capture swap_blocks_batch with pinned memory "

@@ -463,13 +463,20 @@ def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> N
         before = driver.live("streams"), driver.live("events")
         for _ in range(20):
             gate = rig.handler.gate(2)
+            del gate
         assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
         assert driver.calls("cuMemHostAlloc") == 1  # their words share memory, which stays
-        other = OffloadHandler(rig.layout, rig.host)
-        orphan = other.gate(2)
-        other.close()
-        del other, gate, orphan
-        assert (driver.live("streams"), driver.live("events")) == before
+        for gate_first in (True, False):
+            other = OffloadHandler(rig.layout, rig.host)
+            orphan = other.gate(2)
+            if gate_first:
+                del orphan
+            other.close()
+            del other
+            if not gate_first:
+                orphan.wait(1)
+                del orphan
+            assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
 
 
 @stubbed

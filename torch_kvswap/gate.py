@@ -20,7 +20,8 @@ class Gate:
     cancelled. Without a load the graph does not wait. Any thread may call. parts: their number.
 
     Graphs may outlive the gate and its handler: eight bytes of pinned memory for each part are
-    never freed. A gate has a stream and two events, which are let go with it.
+    never freed. The gate has a stream and two events. When it has been dropped they are let go as
+    soon as the handler makes another gate, or is dropped, too.
     """
 
     native: int | None = None

@@ -131,7 +131,7 @@ class NativeHandler:
         return gate
 
     def release_gate(self, gate: int) -> None:
-        """Lets a gate's stream and events go. Does nothing in a fork, which has none of them."""
+        """Nobody has the gate any more. Does nothing in a fork, which has none."""
         if self._process.is_current:
             _release_gate(gate)
 

@@ -48,7 +48,7 @@ Gate::Gate(int device, int parts, GateWords& words) : device(device), parts(part
 Gate::~Gate() { destroy(); }
 
 void Gate::release(Gate* gate) {
-  if (gate->busy) return;
+  if (gate->references_.fetch_sub(1) > 1) return;
   std::optional<cuda::ContextGuard> context;
   try {
     context.emplace(gate->device);

@@ -39,13 +39,13 @@ class Gate {
   Gate& operator=(const Gate&) = delete;
 
   const int device, parts;
-  // A load has closed it and was not enqueued yet. From when this gets false, the handler does not
-  // look at the gate before another load closes it.
-  std::atomic<bool> busy{false};
+  bool busy = false;  // a load has closed it and was not enqueued yet
 
-  // No load will close it any more: lets its stream and events go. A gate that the driver refused
-  // to open, so that it is still busy, keeps them.
+  // It has two references: of its handler, which looks at it while it is busy, and of the caller,
+  // whose loads close it. With the last one its stream and its events go. Any thread may call.
   static void release(Gate* gate);
+  // Only the handler has it.
+  bool is_dropped() const { return references_ == 1; }
 
   void close(const cuda::StreamRef& current);
   // Opens each part when a group of layers has landed. Returns why it could not, or "".
@@ -67,6 +67,7 @@ class Gate {
   volatile uint64_t* words_ = nullptr;
   cuda::Stream opener_ = nullptr;
   cuda::Event closed_ = nullptr, opened_ = nullptr;
+  std::atomic<int> references_{2};
   bool used_ = false;  // whether `opened_` was ever recorded
 };
 

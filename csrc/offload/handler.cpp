@@ -1,5 +1,8 @@
 #include "handler.h"
 
+#include <algorithm>
+#include <functional>
+
 #include "../cuda_context.h"
 #include "../cuda_stream.h"
 #include "clock.h"
@@ -20,6 +23,8 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool thr
                  const kvswap_path_options& options)
     : dispatcher_(std::move(groups), layers, device, threaded, options),
       reader_(dispatcher_.groups) {}
+
+Handler::~Handler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
 
 void Handler::check_open() const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
@@ -126,7 +131,13 @@ void Handler::rebind(std::vector<Group> groups) {
 Gate* Handler::make_gate(int parts) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  return new Gate(device(), parts, gate_words_);
+  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->busy; };
+  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
+  std::for_each(over, gates_.end(), Gate::release);
+  gates_.erase(over, gates_.end());
+  gates_.reserve(gates_.size() + 1);
+  gates_.push_back(new Gate(device(), parts, gate_words_));
+  return gates_.back();
 }
 
 kvswap_metrics Handler::metrics(int number) {

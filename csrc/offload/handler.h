@@ -17,6 +17,7 @@ class Handler {
   // The context of the device is current.
   Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
           const kvswap_path_options& options);
+  ~Handler();
 
   JobRef submit(const kvswap_request& request);
   // Reads the jobs that have ended and were not reported, which they are now: so many at most.
@@ -79,6 +80,7 @@ class Handler {
   Dispatcher dispatcher_;
   RequestReader reader_;
   GateWords gate_words_;
+  std::vector<Gate*> gates_;  // that a caller has, or that are busy
   int64_t last_id_ = -1;
   int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs
