@@ -685,10 +685,12 @@ def test_a_manager_is_refused_in_a_forked_child():
     assert manager.lookup(["a"]).found == 0
 
 
-def test_threads_may_share_a_manager():
-    manager, over = BlockManager(400, events=True), threading.Event()
-    prompts = [os.urandom(32 * 50) for _ in range(16)]
-    writers = np.zeros(400, np.int64)
+@pytest.mark.parametrize(("blocks", "resets"), [(50, False), (50, True), (1100, True)])
+def test_threads_may_share_a_manager(blocks, resets):
+    pages = 8 * blocks
+    manager, over = BlockManager(pages, events=True), threading.Event()
+    prompts = [os.urandom(32 * blocks) for _ in range(16)]
+    writers = np.zeros(pages, np.int64)
     wrong = []
 
     def serve(seed):
@@ -710,6 +712,8 @@ def test_threads_may_share_a_manager():
         while not over.is_set():
             manager.events()
             manager.stats()
+            if resets:
+                manager.reset()
 
     watcher = threading.Thread(target=watch)
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
@@ -721,4 +725,4 @@ def test_threads_may_share_a_manager():
     watcher.join()
     assert not wrong
     stats = manager.stats()
-    assert stats.free_pages + stats.idle_pages == 400
+    assert stats.free_pages + stats.idle_pages == pages

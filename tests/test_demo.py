@@ -26,8 +26,8 @@ def small(tmp_path):
 class ReversedLoads(demo.OffloadHandler):
     """Brings every request its own blocks in the wrong order."""
 
-    def load(self, page_ids, gpu_block_ids):
-        return super().load(page_ids[::-1], gpu_block_ids)
+    def load(self, page_ids, gpu_block_ids, **options):
+        return super().load(page_ids[::-1], gpu_block_ids, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,7 +64,7 @@ class OffloadEngine(NotCopyable):
         events: bool | Collection[EventKind] = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not isinstance(handler, OffloadHandler):
+        if not hasattr(handler, "pools"):
             raise TypeError(f"handler is a {type(handler).__name__}; pass an OffloadHandler")
         if storing not in ("eager", "lazy"):
             raise ValueError(f"storing is {storing!r}; it can be eager or lazy")
