@@ -163,11 +163,13 @@ ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pa
     )
     assert_expected_inline(
         refusal(HostPool.attach, layout(), handle, 2, 2),
-        """ValueError: rank=2, world=2: expected a rank from 0 to world - 1""",
+        """ValueError: rank is 2; it must be 0 to 1""",
     )
     assert_expected_inline(
         refusal(HostPool.attach, layout(), pool, 0, 2),
-        """TypeError: attach() takes a PoolHandle, not HostPool""",
+        """\
+TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
+returned""",
     )
     assert_expected_inline(
         refusal(HostPool(layout(), 1).share),

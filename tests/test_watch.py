@@ -28,7 +28,6 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
     "set_": lambda tensor: tensor.set_(torch.zeros(4, 6)),
     "set_ to a later part": lambda tensor: tensor.set_(torch.zeros(9, 6)[5:]),
     "resize_": lambda tensor: tensor.resize_(1 << 20),
-    "storage freed": lambda tensor: tensor.untyped_storage().resize_(0),
     "storage grown": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
     "shared": lambda tensor: tensor.share_memory_(),
 }

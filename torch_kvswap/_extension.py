@@ -25,6 +25,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
+    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
@@ -64,6 +65,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 # thread that computes in Python gives it back only after milliseconds.
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
+    "kvswap_usable_pages_publish",
     *("kvswap_blocks_lookup", "kvswap_blocks_prepare_load", "kvswap_blocks_prepare_store"),
     *("kvswap_blocks_end", "kvswap_blocks_touch", "kvswap_blocks_lease", "kvswap_blocks_release"),
 )
