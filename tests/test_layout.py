@@ -232,8 +232,12 @@ blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of
 def test_a_tensor_whose_storage_was_freed_or_shrank_is_refused(left: int) -> None:
     tensor = torch.zeros(3, 4)
     tensor.untyped_storage().resize_(left)
+
+    def make() -> PagedLayout:  # pytest cannot print such a tensor when this fails
+        return PagedLayout([torch.zeros(3, 4), tensor])
+
     assert_expected_inline(
-        refusal(PagedLayout, [torch.zeros(3, 4), tensor]).replace(f"to {left}:", "to N:"),
+        refusal(make).replace(f"to {left}:", "to N:"),
         """\
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, cpu) reaches to
 byte 48 of its storage, which was freed or resized to N: bring its memory back first""",

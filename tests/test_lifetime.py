@@ -36,6 +36,14 @@ def pin_in_background(
     return HostPool(layout, num_pages, on_progress=on_progress, **options)  # type: ignore[arg-type]
 
 
+def join(pool: HostPool) -> None:
+    """Waits for the thread that pins."""
+    thread = pool._memory.pinning._thread  # type: ignore[union-attr]
+    assert thread is not None
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 # A pool and its views
 
 
@@ -83,9 +91,7 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
     (view if which == "view that is closed" else pool).close()
     streams = driver.live("streams")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "torch_kvswap.handler.NativeHandler", lambda *_: pytest.fail("it was taken")
-        )
+        patch.setattr("torch_kvswap.handler.NativeHandler", lambda *_: pytest.fail("it was taken"))
         said = refusal(OffloadHandler, layout, pool if which == "pool" else view)
     assert said == "RuntimeError: the host pool is closed; make a new one"
     assert driver.live("streams") == streams
@@ -196,9 +202,7 @@ def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> 
     server = Server(driver)
     server.steps.go_on()
     assert server.pool.wait_ready(20)
-    thread = server.pool._memory.pinning._thread  # type: ignore[union-attr]
-    assert thread is not None
-    thread.join(20)
+    join(server.pool)
     gone = weakref.ref(server)
     del server
     gc.collect()
@@ -216,13 +220,9 @@ class FailingServer(Server):
 def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) -> None:
     with pytest.warns(RuntimeWarning, match="from the callback"):  # noqa: PT031
         server = FailingServer(driver)
-        pinning = server.pool._memory.pinning
-        assert pinning is not None
-        assert in_time(lambda: pinning._error is not None)
-        assert pinning._thread is not None
-        pinning._thread.join(20)
+        join(server.pool)
     gone = weakref.ref(server)
-    del server, pinning
+    del server
     gc.collect()
     assert gone() is None
 
@@ -276,7 +276,5 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
     assert " ".join(refusal(pools[0].wait_ready, 20).split()) == (
         "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
     )
-    thread = pools[0]._memory.pinning._thread  # type: ignore[union-attr]
-    assert thread is not None
-    thread.join(20)
+    join(pools[0])
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")

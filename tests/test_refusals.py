@@ -49,7 +49,9 @@ def hybrid() -> OffloadHandler:
     return OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
 
 
-def is_refused(name: str, error: type[Exception], call: Callable[..., object], **given: Any) -> None:
+def is_refused(
+    name: str, error: type[Exception], call: Callable[..., object], **given: Any
+) -> None:
     with pytest.raises(error, match=rf"\b{name}\b") as raised:
         call(**given)
     assert type(raised.value) is error, raised.value
@@ -93,9 +95,7 @@ def test_the_staging_memory_of_a_handler(value: Any, error: type[Exception]) -> 
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_parts_of_a_gate(
-    handler: OffloadHandler, value: Any, error: type[Exception]
-) -> None:
+def test_the_parts_of_a_gate(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
     is_refused("parts", error, lambda: handler.gate(value))
 
 
@@ -127,9 +127,7 @@ def test_the_first_block_of_a_group(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_layer_of_a_job(
-    handler: OffloadHandler, value: Any, error: type[Exception]
-) -> None:
+def test_the_layer_of_a_job(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
     is_refused("layer", error, lambda: handler.store([0], [0]).wait_layer(value))
 
 
@@ -188,9 +186,7 @@ def test_ids_are_refused_with_their_position(
     [(float("nan"), ValueError), (-1, ValueError), (-0.5, ValueError), ("1", TypeError)],
 )
 @pytest.mark.parametrize("what", ["handler", "pool"])
-def test_a_timeout(
-    handler: OffloadHandler, what: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_timeout(handler: OffloadHandler, what: str, value: Any, error: type[Exception]) -> None:
     if what == "handler":
         handler.store([0], [0])
         is_refused("timeout", error, lambda: handler.wait(timeout=value))
@@ -215,7 +211,7 @@ def test_a_gate_that_is_none(handler: OffloadHandler) -> None:
 
 def test_a_point_in_time_that_is_none(handler: OffloadHandler) -> None:
     for after in ("x", 0, [], (1,)):
-        with pytest.raises(TypeError, match="^after= "):
+        with pytest.raises(TypeError, match=r"^after= "):
             handler.store([0], [0], after=after)  # type: ignore[arg-type]
 
 
@@ -237,7 +233,7 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
         lambda: handler.wait([job, None]),  # type: ignore[list-item]
         lambda: handler.wait("job"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(TypeError, match="is no Job; pass what store"):
+        with pytest.raises(TypeError, match=r"is no Job; pass what store"):
             call()
     handler.wait(iter([job, other]))
 
@@ -245,24 +241,24 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
 def test_a_path_that_is_none() -> None:
     layout = make_layout()
     for path in ("fast", 5, ["auto"]):
-        with pytest.raises(ValueError, match="^path="):
+        with pytest.raises(ValueError, match=r"^path="):
             OffloadHandler(layout, HostPool(layout, 4), path=path)  # type: ignore[arg-type]
 
 
 def test_a_pool_of_something_else() -> None:
     layout = make_layout()
     for wrong in (None, [torch.zeros(4, 4)], "x"):
-        with pytest.raises(TypeError, match="PagedLayout"):
+        with pytest.raises(TypeError, match=r"PagedLayout"):
             HostPool(wrong, 4)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="PagedLayout"):
+        with pytest.raises(TypeError, match=r"PagedLayout"):
             HostPool(layout, 4).seen_by(wrong)  # type: ignore[arg-type]
     for make in (
         lambda: HostPool(layout, 4, handle="x"),  # type: ignore[arg-type]
         lambda: HostPool.attach(layout, "x", 0, 2),  # type: ignore[arg-type]
     ):
-        with pytest.raises(TypeError, match="^handle is a str; it must be the PoolHandle"):
+        with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
             make()
-    with pytest.raises(TypeError, match="^on_progress is a str; it must be callable"):
+    with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
         HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
 
 
@@ -293,7 +289,7 @@ def test_a_number_of_a_handle(name: str, value: Any, error: type[Exception]) -> 
 
 def test_a_layout_of_what_has_no_blocks() -> None:
     for tensors in (5, None, torch.zeros(4, 4), [1], "x"):
-        with pytest.raises(TypeError, match="^tensors must be a list of tensors"):
+        with pytest.raises(TypeError, match=r"^tensors must be a list of tensors"):
             PagedLayout(tensors)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):
         PagedLayout([torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()])
@@ -323,7 +319,9 @@ IDS = torch.tensor([0])
         (expand_block_ids, {"block_ids": IDS, "block_size_factor": 2, "skip_count": 0}),
     ],
 )
-def test_an_operand_of_another_type(op: Callable[..., Any], given: dict[str, Any], value: Any) -> None:
+def test_an_operand_of_another_type(
+    op: Callable[..., Any], given: dict[str, Any], value: Any
+) -> None:
     for name in given:
         with pytest.raises((TypeError, RuntimeError), match=rf"\b{name}\b"):
             op(**{**given, name: value})

@@ -150,7 +150,7 @@ def _storage_end(tensor: Tensor) -> int:
     """The bytes of its storage up to the last one of the tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return (last + 1) * tensor.element_size()
+    return int(last + 1) * tensor.element_size()
 
 
 def _storage_problem(tensor: Tensor, end: int) -> str | None:
