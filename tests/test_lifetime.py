@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import signal
 import threading
 import warnings
 import weakref
@@ -67,6 +68,26 @@ def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) 
     del handler, job
     gc.collect()
     assert driver.calls("cuMemHostUnregister") == 1
+
+
+@pytest.mark.gpu
+def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
+    """Pages that are unpinned under a copy are an illegal access, which the device does not survive."""
+    rows = torch.arange(4, dtype=torch.uint8, device="cuda:0").repeat_interleave(MIB).view(4, MIB)
+    layout = PagedLayout([rows])
+
+    def make() -> OffloadHandler:
+        pool = HostPool(layout, 4)
+        return OffloadHandler(layout, pool.seen_by(layout))
+
+    with make() as handler:
+        handler.wait(handler.store([0], [0]))
+        torch.cuda._sleep(400_000_000)
+        jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
+        gc.collect()
+        assert not jobs[0].done()
+        handler.wait(jobs, timeout=60)
+        assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
 
 
 @pytest.mark.parametrize("first", ["the view", "the pool"])
@@ -278,3 +299,41 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
     )
     join(pools[0])
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
+
+
+# Signals
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@stubbed
+@pytest.mark.parametrize("what", ["handler", "pool"])
+def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        if what == "handler":
+            handler.wait(job, timeout=30)
+        else:
+            pool.wait_ready(30)
+
+    driver.set_mode("manual")
+    layout = place(driver, make_layout())
+    steps = Steps()
+    pool = pin_in_background(driver, steps, 128)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:
+        job = handler.store([0], [0], after=())
+        try:
+            with pytest.raises(Interrupted):
+                wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        driver.run()
+    steps.go_on(3)
+    pool.close()

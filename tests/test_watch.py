@@ -103,3 +103,13 @@ def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
     del watch
     gc.collect()
     assert (tensor(), dropped()) == (None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [0, 8, 95])
+def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
+    tensors = [torch.zeros(4, 6, device="cuda:0") for _ in range(2)]
+    watch = Watch([PagedLayout(tensors)])
+    watch.check()
+    shrink(tensors[1], left)
+    assert f"which was freed or resized to {left}" in " ".join(refusal(watch.check).split())

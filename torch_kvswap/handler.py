@@ -196,8 +196,7 @@ class OffloadHandler(NotCopyable):
 
     def _own(self, job: object) -> Job:
         if not isinstance(job, Job):
-            kind = type(job).__name__
-            raise TypeError(f"a {kind} is no Job; pass what store() and load() return")
+            raise TypeError(f"store() and load() return Jobs, not {job!r}")
         if job.handler is not self:
             raise ValueError(f"{job.direction} {job.id} is of another handler")
         return job
