@@ -54,14 +54,19 @@ KVSWAP_API void kvswap_cache_release(void* watched);
 // thread may call, and no call holds up another one for longer than a few driver calls. Functions
 // that return a pointer return null on failure, and those that return a truth false.
 
-// What of a pool can be used now. Python changes it while the pool is pinned: `last_page` grows,
-// after `chunk_blocks` has got smaller if it does.
+// What of a pool can be used now. kvswap_usable_pages_publish changes it while the pool is pinned:
+// `last_page` grows, after `chunk_blocks` has got smaller if it does.
 struct kvswap_usable_pages {
   int64_t first_page, last_page;  // the last is not one of them
   // Blocks that are registered in one piece, counted from the first page of the pool on: no copy of
   // the driver may run from one piece into the next.
   int64_t chunk_blocks;
 };
+// Lets jobs use the pages before `last_page`. Whoever reads last_page with acquire order, as each
+// submission does, then also sees the pages registered and chunk_blocks as it was given here; on
+// machines that reorder stores (arm64) a store of Python's ctypes would promise neither.
+KVSWAP_API void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
+                                            int64_t chunk_blocks);
 
 // A layout and its host pool; lists have `planes` entries.
 struct kvswap_group {

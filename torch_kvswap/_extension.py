@@ -25,6 +25,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
+    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
@@ -64,7 +65,10 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 # They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
 # more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
 # manager are made in both ways, see holding().
-HOLD_THE_GIL = ("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release")
+HOLD_THE_GIL = (
+    *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
+    "kvswap_usable_pages_publish",
+)
 PATH = Path(__file__).with_name("_C.abi3.so")
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
 ops: Any = torch.ops  # torch has no type for load_library

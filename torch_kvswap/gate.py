@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from torch_kvswap import capi
 from torch_kvswap.after import resolve_waiting
+from torch_kvswap.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap.native import NativeHandler
 
 
-class Gate:
+class Gate(NotCopyable):
     """What a captured graph waits for on each replay: open, or closed until a load has landed.
 
     Capture `wait(part)` in front of the kernels that read loaded layers. `load(..., gate=gate)`
@@ -28,9 +27,7 @@ class Gate:
 
     def __init__(self, handler: NativeHandler, parts: int) -> None:
         self.handler = handler
-        self.parts = operator.index(parts)
-        if self.parts < 1:
-            raise ValueError(f"a gate has at least one part, not {parts}")
+        self.parts = read_int("parts", parts, 1, handler.groups.num_layers)
         if handler.device.type != "cuda":
             raise ValueError(
                 f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
@@ -56,7 +53,7 @@ class Gate:
         Raises:
             IndexError: the gate has no such part.
         """
-        part = operator.index(part)
+        part = read_int("part", part, INT64_MIN)
         if not 0 <= part < self.parts:
             raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
         self.handler.check_process()

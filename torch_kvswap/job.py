@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import torch
 
 from torch_kvswap import _extension, capi
 from torch_kvswap.after import resolve_waiting
+from torch_kvswap.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap.result import Direction, Result, TransferError, direction_of, result_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _release = _extension.library().kvswap_job_release  # __del__ may run when modules are gone
 
 
-class Job:
+class Job(NotCopyable):
     """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
 
     id: its number within the handler.
@@ -32,7 +32,8 @@ class Job:
         self.native = native
 
     def __del__(self) -> None:
-        _release(self.native)
+        if hasattr(self, "native"):  # else __init__ was not reached
+            _release(self.native)
 
     @property
     def direction(self) -> Direction:
@@ -78,7 +79,7 @@ class Job:
         Raises IndexError for a layer that there is not.
         """
         layers = self.handler.native.groups.num_layers
-        layer = operator.index(layer)
+        layer = read_int("layer", layer, INT64_MIN)
         if not 0 <= layer < layers:
             raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
         self._wait_on(layer * self._ask().layer_groups // layers, stream)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_kvswap import _extension, capi
+from torch_kvswap.arguments import NotCopyable
 from torch_kvswap.groups import Groups
 from torch_kvswap.metrics import Metrics, read_metrics
 from torch_kvswap.process import Process
@@ -27,7 +28,7 @@ _AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many co
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
 
-class NativeHandler:
+class NativeHandler(NotCopyable):
     """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
 
     def __init__(self, groups: Groups, threaded: bool, options: capi.PathOptions) -> None:
@@ -43,13 +44,21 @@ class NativeHandler:
             threaded,
             ctypes.byref(options),
         )
+        try:
+            self._warn_of_missing_kernels()
+        except BaseException:  # the caller has turned warnings into errors
+            self.close()
+            _native.kvswap_handler_destroy(self._pointer)
+            raise
+
+    def _warn_of_missing_kernels(self) -> None:
         problem = _native.kvswap_handler_path_problem(self._pointer).decode()
         if problem:
             warnings.warn(
                 f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
                 "engines do all of them (docs/paths.md)",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     @property

@@ -23,10 +23,9 @@ def path_options(path: str | None, staging_bytes: int, device: torch.device) -> 
     path = path if path is not None else os.environ.get("KVSWAP_PATH") or AUTO
     if path not in CHOICES:
         raise ValueError(f"{name}={path!r}; expected one of {', '.join(CHOICES)}")
-    staging_bytes = read_int("staging_bytes", staging_bytes)
     options = capi.PathOptions()
     options.path = -1 if path == AUTO else PATHS.index(path)
-    options.staging_bytes = staging_bytes
+    options.staging_bytes = read_int("staging_bytes", staging_bytes)
     figures = None if device.type == "cpu" else figures_of(device)
     for direction, costs in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_path in enumerate(PATHS):
