@@ -2,6 +2,7 @@
 indexes on disk."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -122,7 +123,8 @@ class Checkout:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / ".venv"])
         self.python = self.folder / ".venv" / "bin" / "python"
         (packages,) = (self.folder / ".venv").glob("lib/python*/site-packages")
-        (packages / "pip").symlink_to(Path(pip.__file__).parent)
+        # Importing pip, or looking for its spec, would take setuptools' distutils from other tests.
+        (packages / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
 
     def packages(self) -> dict[str, str]:
         places = (self.folder / ".venv").glob("lib/python*/site-packages/*.dist-info")
