@@ -2,6 +2,7 @@
 indexes on disk."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pip
 import pytest
 from expecttest import assert_expected_inline
 
@@ -122,7 +122,8 @@ class Checkout:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / ".venv"])
         self.python = self.folder / ".venv" / "bin" / "python"
         (packages,) = (self.folder / ".venv").glob("lib/python*/site-packages")
-        (packages / "pip").symlink_to(Path(pip.__file__).parent)
+        # Importing pip, or looking for its spec, would take setuptools' distutils from other tests.
+        (packages / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
 
     def packages(self) -> dict[str, str]:
         places = (self.folder / ".venv").glob("lib/python*/site-packages/*.dist-info")
