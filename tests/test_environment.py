@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pip
 import pytest
 from expecttest import assert_expected_inline
 
