@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from tempfile import mkdtemp
 HERE = Path(__file__).parent
 SOURCES = {"libcuda.so.1": "libcuda", "libtorch_cuda.so": "libtorch_cuda"}
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
+COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is compiled
 
 
 @cache
