@@ -9,6 +9,7 @@ compiled for it. The sanitizer is preloaded: it sees what they allocate and whic
 All is in a copy of the checkout, build/tsan or build/asan, with a library of its own: what a test
 starts cannot take the other one by mistake. The first report ends its process, and stays in the
 folder `reports` of the copy. A test during which one appears fails, whoever started the process.
+UBSan writes to stderr instead.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def main(name: str, arguments: list[str]) -> int:
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
     environment |= sanitizer.environment
-    for variable in sanitizer.environment:
-        if variable.endswith("_OPTIONS"):
+    for variable in ("TSAN_OPTIONS", "ASAN_OPTIONS"):  # UBSan beside ASan knows no files
+        if variable in sanitizer.environment:
             environment[variable] += f":log_path={reports / 'report'}"
     environment |= {
         "LD_PRELOAD": preload,
@@ -155,7 +156,9 @@ def main(name: str, arguments: list[str]) -> int:
     }
     environment.setdefault("KVSWAP_STATES_EXAMPLES", "100")
     starter = find_starter(environment)
-    options = ["-n2", "-p", "reports", *(f"--deselect=tests/{test}" for test in LEFT_OUT[name])]
+    # What ends pytest's own process is to be seen on stderr.
+    options = ["-n2", "--capture=sys", "-p", "reports"]
+    options += [f"--deselect=tests/{test}" for test in LEFT_OUT[name]]
     command = [*starter, sys.executable, "-m", "pytest", *options, *find_tests(arguments)]
     return subprocess.run(command, env=environment, cwd=copy).returncode
 

@@ -26,7 +26,7 @@ only_asan = pytest.mark.skipif(TSAN, reason="ThreadSanitizer does not look for i
 def report_of(fault: str, folder: Path) -> str:
     """What the sanitizer reports of a program, which it has to end."""
     variables = dict(os.environ)
-    for name in ("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"):
+    for name in ("TSAN_OPTIONS", "ASAN_OPTIONS"):
         if name in variables:
             variables[name] += f":log_path={folder / 'report'}"
     before = "import ctypes, threading, time\nimport numpy, torch\nimport torch_kvswap\n"
@@ -38,7 +38,7 @@ def report_of(fault: str, folder: Path) -> str:
         timeout=300,
     )
     assert done.returncode != 0, "nobody ended the process"
-    return "".join(file.read_text() for file in folder.iterdir()) or done.stderr
+    return done.stderr + "".join(file.read_text() for file in folder.iterdir())
 
 
 def is_instrumented(library: Path) -> bool:
