@@ -1,6 +1,8 @@
 """tools/sanitize.py, without a sanitizer."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -77,3 +79,19 @@ def test_the_copy_has_no_library_and_no_test_that_is_gone(sanitize, monkeypatch,
     (tmp_path / "package" / "b.py").unlink()
     sanitize.make_copy(copy)
     assert sorted(path.name for path in copy.rglob("*")) == ["a.py", "package", "settings"]
+
+
+def test_a_report_fails_the_test_during_which_it_appears(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib\n"
+        "def test_with_a_report(): pathlib.Path('reports/of_a_child').write_text('data race')\n"
+        "def test_without_one(): pass\n"
+    )
+    (tmp_path / "reports").mkdir()
+    plugin = {"PYTHONPATH": str(ROOT / "tests" / "sanitizers"), "KVSWAP_REPORTS": "reports"}
+    command = [sys.executable, "-m", "pytest", "-p", "no_reports", "-p", "no:cacheprovider"]
+    environment = {**os.environ, **plugin}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ERROR test_it.py::test_with_a_report - Failed: data race" in done.stdout
+    assert "2 passed, 1 error" in done.stdout

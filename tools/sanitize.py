@@ -157,7 +157,7 @@ def main(name: str, arguments: list[str]) -> int:
     environment.setdefault("KVSWAP_STATES_EXAMPLES", "100")
     starter = find_starter(environment)
     # What ends pytest's own process is to be seen on stderr.
-    options = ["-n2", "--capture=sys", "-p", "reports"]
+    options = ["-n2", "--capture=sys", "-p", "no_reports"]
     options += [f"--deselect=tests/{test}" for test in LEFT_OUT[name]]
     command = [*starter, sys.executable, "-m", "pytest", *options, *find_tests(arguments)]
     return subprocess.run(command, env=environment, cwd=copy).returncode
