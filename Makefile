@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-all test-gpu test-transformers test-vllm lint build clean
+.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
@@ -33,6 +33,13 @@ test-transformers:
 test-vllm:
 	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
 	"$$python" -m pytest tests/test_integration_vllm*.py $(ARGS)
+
+# Handlers, queues, block managers and the simulated driver, compiled for sanitizers of g++.
+test-tsan:
+	@python=$$($(environment) test) && "$$python" tools/sanitize.py tsan $(ARGS)
+
+test-asan:
+	@python=$$($(environment) test) && "$$python" tools/sanitize.py asan $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

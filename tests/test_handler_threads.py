@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 THREADS, OWN, SHARED = 5, 6, 3  # blocks, and as many pages
 LAYERS, ROW, VERSIONS = 2, 32, 1 << 14
-SECONDS = 0.8
+SECONDS, JOBS = 0.8, 300  # at least, of all threads
 
 
 class World:
@@ -194,12 +194,21 @@ class Caller:
             assert found == value, (self.first + number, is_slot, found, value)
 
 
+def number_of_jobs(callers: list[Caller]) -> int:
+    return sum(len(caller.model.flights) + len(caller.shared) for caller in callers)
+
+
 def run(world: World, seed: int, meanwhile: Callable[[], object]) -> list[Caller]:
     callers = [Caller(world, number, seed) for number in range(THREADS)]
     threads = [threading.Thread(target=caller.run) for caller in callers]
     for thread in threads:
         thread.start()
-    time.sleep(SECONDS)
+    began = time.monotonic()
+    while time.monotonic() < began + SECONDS or number_of_jobs(callers) < JOBS:
+        assert time.monotonic() < began + 60, "the threads do not go on"
+        if world.errors:
+            break
+        time.sleep(0.01)
     meanwhile()
     for caller in callers:
         caller.stop = True
@@ -217,7 +226,6 @@ def assert_all_are_reported_once(world: World, callers: list[Caller]) -> None:
     submitted += [job.id for caller in callers for job in caller.shared]
     reported = [result.job_id for result in world.results]
     assert sorted(reported) == sorted(submitted)
-    assert len(submitted) > 200
     assert (world.driver.live("streams"), world.driver.live("events")) == (0, 0)
 
 
@@ -272,7 +280,7 @@ def test_a_device_that_is_lost_while_threads_submit_ends_every_job_once(driver, 
     callers = run(world, seed, meanwhile=lambda: (driver.lose(), time.sleep(0.2)))
     began = time.monotonic()
     world.handler.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     world.poll()
     submitted = [number for caller in callers for number in caller.model.flights]
     submitted += [job.id for caller in callers for job in caller.shared]

@@ -87,7 +87,7 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   size_t at = 0, written = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     Group& group = groups_[g];
-    uint32_t* found = &found_[at];
+    uint32_t* found = found_.data() + at;
     for (int64_t i = 0; i < keys.counts[g]; ++i) {
       if (found[i] != kNone) group.pages->hold(found[i]);
     }

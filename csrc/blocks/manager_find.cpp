@@ -25,10 +25,10 @@ void Manager::find(const Keys& keys, bool all) {
     size_t step = all || group.options.window > 0 ? count : 1;  // most misses are at the front
     for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
-      uint32_t* found = &found_[at + start];
+      uint32_t* found = found_.data() + at + start;
       group.pages->find_all(keys.digests + (at + start) * kDigestBytes, size, found);
       if (size < count && std::find(found, found + size, kNone) != found + size) {
-        std::fill(found + size, &found_[at] + count, kNone);
+        std::fill(found + size, found_.data() + at + count, kNone);
         break;
       }
       start += size;

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
 import subprocess
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
-from shutil import rmtree
 from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
 SOURCES = {"libcuda.so.1": "libcuda", "libtorch_cuda.so": "libtorch_cuda"}
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
+COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is compiled
 
 
 @cache
@@ -24,9 +27,11 @@ def build() -> Path:
         digest.update(path.name.encode() + path.read_bytes())
     builds = HERE.parents[1] / "build"
     folder = builds / f"stub-{digest.hexdigest()[:16]}"
-    if not folder.exists():
-        builds.mkdir(exist_ok=True)
-        _compile(folder)
+    builds.mkdir(exist_ok=True)
+    with (builds / "stub.lock").open("w") as lock:
+        flock(lock, LOCK_EX)  # one process compiles, the others wait for it
+        if not folder.exists():
+            _compile(folder)
     return folder
 
 
@@ -38,7 +43,4 @@ def _compile(folder: Path) -> None:
         command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(made / name), *paths]
         running.append(subprocess.Popen(command))
     assert [process.wait() for process in running] == [0] * len(SOURCES)
-    try:
-        made.rename(folder)
-    except OSError:  # another process was faster
-        rmtree(made)
+    made.rename(folder)

@@ -25,14 +25,15 @@ without_cuda = pytest.mark.skipif(
 
 
 class Worker:
-    """A process with the stub in it. Tests run in it one after another, `seconds` each at most."""
+    """A process with the stub in it. Tests run in it one after another, `seconds` each at most, or
+    KVSWAP_TEST_TIMEOUT_SCALE times as many: a sanitizer takes its time."""
 
     def __init__(self, seconds: float = 60) -> None:
-        self.seconds = seconds
+        self.seconds = seconds * float(os.environ.get("KVSWAP_TEST_TIMEOUT_SCALE", "1"))
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._tests, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stub.worker", str(theirs.fileno()), str(seconds)],
+            [sys.executable, "-m", "stub.worker", str(theirs.fileno()), str(self.seconds)],
             env=environment(PYTHONDONTWRITEBYTECODE="1"),
             pass_fds=[theirs.fileno()],
             stdout=self._output,
