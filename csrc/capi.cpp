@@ -95,5 +95,5 @@ bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse
       [&] { kvswap::touch_host(address, bytes, {threads, collapse, cpus, cpu_count}); });
 }
 
-const char* kvswap_last_error() { return kvswap::last_error().c_str(); }
+const char* kvswap_last_error() { return kvswap::last_error(); }
 const char* kvswap_last_error_type() { return kvswap::last_error_type(); }

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "../cuda_driver.h"
+#include "reason.h"
 #include "transfer.h"
 
 namespace kvswap {
@@ -24,19 +24,27 @@ class Gate {
   Gate(int device, int parts);
 
   const int device, parts;
-  bool busy = false;  // a load has closed it and was not enqueued yet
 
+  // A load has closed it, and its opening is not with the driver yet. No other load may close it.
+  bool is_busy() const { return busy_; }
+  // Why the driver has not taken the opening without a load, or none. Then to be tried again.
+  const Reason& problem() const { return problem_; }
+
+  // For a load. If it throws, the gate is as it was, or there is a problem().
   void close(cuda::Stream current);
-  // Opens each part when a group of layers has landed. Returns why it could not, or "".
-  std::string open_behind(const Transfer& transfer);
+  // Opens each part when a group of layers has landed. Returns why it could not, or none; nobody
+  // else may close the gate before opened().
+  Reason open_behind(const Transfer& transfer) noexcept;
+  void opened() noexcept;
   // Opens all parts behind the closing, without a load. False when the driver did not take it.
-  bool open();
+  bool open() noexcept;
   // Lets go whoever still looks at the words of a device that runs nothing any more.
-  void let_through();
+  void let_through() noexcept;
   void wait(int part, cuda::Stream stream) const;
 
  private:
   void set(int part, uint64_t value, cuda::Stream stream) const;
+  void open_again(cuda::Stream current) noexcept;
   // Behind the closing, and behind each group of layers of a transfer, if there is one.
   void enqueue_opening(const Transfer* transfer);
 
@@ -44,6 +52,8 @@ class Gate {
   cuda::Stream opener_ = nullptr;
   cuda::Event closed_ = nullptr, opened_ = nullptr;
   bool used_ = false;  // whether `opened_` was ever recorded
+  bool busy_ = false;
+  Reason problem_;
 };
 
 }  // namespace kvswap
