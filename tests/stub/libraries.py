@@ -10,7 +10,11 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
-SOURCES = {"libcuda.so.1": "libcuda", "libtorch_cuda.so": "libtorch_cuda"}
+SOURCES = {
+    "libcuda.so.1": "libcuda",
+    "libtorch_cuda.so": "libtorch_cuda",
+    "liballocations.so": "liballocations",
+}
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 
 
