@@ -96,6 +96,11 @@ class Attempt:
     def run(self) -> None:
         self.driver.run()
 
+    def run_until_ended(self, job: Job) -> None:
+        """Also where a worker thread has yet to give it to the device."""
+        assert in_time(lambda: self.driver.run() >= 0 and job.done(), 20), "a job does not end"
+        self.call(self.rig.handler.wait, job, 20)
+
     def check(self) -> None:
         """All is as it should be, whatever has failed."""
         rig = self.rig
@@ -191,8 +196,12 @@ def wait_and_cancel(attempt: Attempt) -> None:
             attempt.call(job.wait_on, Stream(CURRENT))
     attempt.call(handler.metrics)
     attempt.release()
-    attempt.run()
+    for job in jobs:
+        if job is not None:
+            attempt.run_until_ended(job)
     attempt.call(handler.wait, [job for job in jobs if job], 20)
+    for job, _, _ in attempt.jobs:
+        attempt.run_until_ended(job)
     attempt.call(handler.wait, None, 20)
 
 
@@ -226,7 +235,7 @@ def fail_copies(attempt: Attempt) -> None:
     attempt.driver.fail("cuEventElapsedTime")
     attempt.run()
     if store is not None:
-        attempt.call(attempt.rig.handler.wait, store, 20)
+        attempt.run_until_ended(store)
     attempt.driver.fail("cuStreamQuery")
     attempt.submit("store", 30, 30, after=None)
     attempt.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -133,26 +135,28 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
     before, layout, moved = old.clone(), on_device(driver, old), on_device(driver, new)
     with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
         allocations = driver.live("allocations")
-        nth = 0
-        while True:
+        refused = 0
+        for nth in itertools.count(1):
             calls = driver.calls(call)
-            driver.fail(call, nth + 1, code=2)
+            driver.fail(call, nth, code=2)
             try:
                 handler.rebind(moved)
             except RuntimeError as error:
                 assert "CUDA_ERROR_STUB (2)" in str(error)
-            if driver.calls(call) - calls <= nth:
-                break  # the fault is still to come: this one has not failed
-            nth += 1
+                refused += 1
+            else:
+                if driver.calls(call) - calls < nth:
+                    break  # the fault is still to come
+                handler.rebind(layout)  # that call only asked whether CUDA is in use
             assert handler.layouts == (layout,)
             assert driver.live("allocations") == allocations
-            with pytest.raises(IndexError, match="gpu_block_ids\\[0\\] is 2000; there are 16"):
+            with pytest.raises(IndexError, match=r"gpu_block_ids\[0\] is 2000; there are 16"):
                 handler.load([0], [2000])
             handler.wait(handler.store([15], [3]))
             assert torch.equal(handler.pools[0].pages[3, 0], before[:, 15].flatten())
             handler.wait(handler.load([3], [0]))
             assert torch.equal(old[:, 0], before[:, 15])
-        assert nth > 0
+        assert refused > 0
         assert handler.layouts == (moved,)
         assert driver.live("allocations") == allocations
 
