@@ -142,7 +142,8 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
             try:
                 handler.rebind(moved)
             except RuntimeError as error:
-                assert "CUDA_ERROR_STUB (2)" in str(error)
+                if "CUDA_ERROR_STUB (2)" not in str(error):
+                    raise
                 refused += 1
             else:
                 if driver.calls(call) - calls < nth:

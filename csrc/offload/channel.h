@@ -34,8 +34,8 @@ class Channel {
   Transfers running;        // in the order of submission
   size_t waiting = 0;       // jobs in the queue that were not cancelled
   int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
-  Transfers begun;          // at most one, whose later parts the worker, or who waits, is to enqueue
-  std::thread worker;       // does, and empties the queue; started when it is first needed
+  Transfers begun;     // at most one, whose later parts the worker, or who waits, is to enqueue
+  std::thread worker;  // does, and empties the queue; started when it is first needed
   std::condition_variable work;
 
   // Whether all jobs up to this number have been enqueued, or ended.

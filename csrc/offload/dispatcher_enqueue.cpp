@@ -73,8 +73,8 @@ void Dispatcher::go_on(Lock& lock, Channel& channel) noexcept {
   progress.notify_all();
 }
 
-// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed, and the
-// jobs are worth trying one at a time.
+// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed, and
+// the jobs are worth trying one at a time.
 bool Dispatcher::attempt(Lock& lock, Channel& channel, JobRow& jobs, double seconds) noexcept {
   if (!lost_.empty()) return give_up(jobs, lost_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver knows whose ends are waited for

@@ -31,7 +31,8 @@ void Dispatcher::work(Channel& channel) noexcept {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    channel.work.wait(lock, [&] { return stopping_ || !channel.begun.empty() || !channel.queue.empty(); });
+    channel.work.wait(
+        lock, [&] { return stopping_ || !channel.begun.empty() || !channel.queue.empty(); });
     if (!channel.begun.empty()) {
       go_on(lock, channel);
       continue;

@@ -22,7 +22,7 @@ class Hazards {
 
   // The GPU blocks of a cache that has moved, made before rebind(), which cannot fail.
   struct Blocks {
-    std::vector<int> spaces;                                // by group
+    std::vector<int> spaces;                                   // by group
     std::vector<std::vector<int64_t>> latest[kChannels] = {};  // by space, then by id
   };
   // As many as the groups have.

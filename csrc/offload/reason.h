@@ -7,8 +7,8 @@
 
 namespace kvswap {
 
-// Why something has failed, as text. Making, copying and keeping one cannot fail: a job must be able
-// to end while there is no memory, and then this says so.
+// Why something has failed, as text. Making, copying and keeping one cannot fail: a job must be
+// able to end while there is no memory, and then this says so.
 class Reason {
  public:
   static constexpr const char* kOutOfMemory = "out of host memory";
