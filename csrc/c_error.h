@@ -1,17 +1,16 @@
 #pragma once
 
 #include <exception>
-#include <string>
 
 namespace kvswap {
 
 // The error of the calling thread's last call of the C interface that failed, and the name of the
 // Python exception that stands for it.
-const std::string& last_error();
+const char* last_error();
 const char* last_error_type();
 
-// Remembers the exception that is being handled.
-void remember_error();
+// Remembers the exception that is being handled. Cannot fail itself.
+void remember_error() noexcept;
 
 // Runs the body of a C function, which no exception may leave.
 template <typename Body>

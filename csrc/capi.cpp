@@ -101,5 +101,5 @@ void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
   __atomic_store_n(&usable->last_page, last_page, __ATOMIC_RELEASE);
 }
 
-const char* kvswap_last_error() { return kvswap::last_error().c_str(); }
+const char* kvswap_last_error() { return kvswap::last_error(); }
 const char* kvswap_last_error_type() { return kvswap::last_error_type(); }

@@ -155,8 +155,9 @@ KVSWAP_API int kvswap_handler_wait(void* handler, void* const* jobs, int count, 
 KVSWAP_API int kvswap_handler_unreported_failures(void* handler, kvswap_result* results,
                                                   int capacity);
 
-// Refuses further jobs, and waits until all have ended and the threads are gone.
-KVSWAP_API bool kvswap_handler_close(void* handler);
+// Refuses further jobs, and waits until all have ended and the threads are gone: 1, or 0 when that
+// was not so after `seconds`, to be called again; -1 on failure.
+KVSWAP_API int kvswap_handler_close(void* handler, double seconds);
 
 KVSWAP_API void kvswap_job_release(void* job);
 // What was found out before; does not ask the device.

@@ -27,7 +27,7 @@ bool succeeds_in(void* handler, const Body& body) {
     try {
       if (of.device() >= 0) context.emplace(of.device());
     } catch (const std::exception& error) {
-      of.lose(error.what());
+      of.lose(kvswap::Reason(error));
     }
     body(of);
   });
@@ -51,7 +51,7 @@ kvswap_result describe(const Job& job) {
   result.layer_groups = job.layer_groups;
   result.path = job.path;
   result.state = static_cast<int32_t>(job.state);
-  result.error = job.error ? job.error->c_str() : nullptr;
+  result.error = job.error.c_str();
   result.job = const_cast<Job*>(&job);
   return result;
 }
@@ -141,8 +141,10 @@ int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, in
   return well ? found.count : -1;
 }
 
-bool kvswap_handler_close(void* handler) {
-  return succeeds_in(handler, [&](Handler& of) { of.close(); });
+int kvswap_handler_close(void* handler, double seconds) {
+  int closed = -1;
+  succeeds_in(handler, [&](Handler& of) { closed = of.close(seconds); });
+  return closed;
 }
 
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }

@@ -17,6 +17,7 @@ struct IndexError : std::runtime_error {
 template <typename Error = std::runtime_error, typename... Args>
 [[noreturn]] void fail(const Args&... args) {
   std::ostringstream message;
+  message.exceptions(std::ios::badbit);  // else what there is no memory for would be left out
   ((message << args), ...);
   throw Error(message.str());
 }

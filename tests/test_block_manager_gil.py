@@ -91,6 +91,10 @@ def test_a_lookup_of_many_keys_lets_other_threads_run_and_one_of_few_does_not() 
     counts, found = array("q", [200_000]), array("q", [0, 0, 0])
     places = counts.buffer_info()[0], found.buffer_info()[0]
     with counting() as count, no_forced_switch():
+        # The thread may have asked for the GIL before, by the old interval.
+        asked_anew = count[0] + 2
+        while count[0] < asked_anew:
+            time.sleep(0.001)
         before = count[0]
         for _ in range(20):
             assert manager.lookup(few).ready == FEW

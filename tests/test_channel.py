@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, states
-from stub import Driver, stubbed
+from rigs import in_time
+from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
+from stub import DEVICE, Driver, pool, stubbed
+
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.layout import PagedLayout
 
 # Behind what a transfer starts
 
@@ -427,3 +433,79 @@ def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
         assert driver.live("events") > before[1]
         rig.release(hold)
     assert (driver.live("streams"), driver.live("events")) == before
+
+
+@stubbed
+def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
+    driver: Driver,
+) -> None:
+    with Rig(driver) as rig:
+        hold, other = rig.held(SIDE), rig.held(CURRENT)
+        rig.start_log()
+        rig.store(1, 1, after=Stream(SIDE))
+        used = events_recorded(rig, "stores")
+        driver.fail_copy(0)  # so that the thread waits in the driver, behind both
+        loading = threading.Thread(
+            target=lambda: rig.submit("load", [2], [1], after=Stream(CURRENT))
+        )
+        synchronized = driver.calls("cuStreamSynchronize")
+        loading.start()
+        assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+        rig.release(hold)
+        assert run_until(driver, lambda: len(rig.handler.finished()) == 1)
+        rig.log()
+        rig.store(3, 3)
+        assert not used & events_recorded(rig, "stores")
+        run_until(driver, lambda: len(rig.handler.finished()) == 1)
+        rig.release(other)
+        driver.run()
+        loading.join(20)
+        rig.store(4, 4)
+        run_until(driver, lambda: len(rig.handler.finished()) == 2)  # with the load, which failed
+        rig.log()
+        rig.store(5, 5)
+        rig.store(6, 6)
+        rig.store(7, 7)
+        assert used & events_recorded(rig, "stores")  # nobody is about to wait any more
+
+
+def events_recorded(rig: Rig, stream: str) -> set[str]:
+    records = [line for line in rig.log().splitlines() if line.startswith("record event")]
+    return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}
+
+
+@stubbed
+def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        store, load = rig.store(1, 2), rig.load(2, 3)
+        driver.run()
+        driver.fail("cuEventQuery", code=600)  # the store's end, which comes in between the two
+        assert rig.handler.finished() == []
+        driver.fail("cuEventElapsedTime")
+        results = rig.handler.finished()
+        assert [(result.job_id, result.state) for result in results] == [
+            (store.id, "failed"),
+            (load.id, "failed"),
+        ]
+
+
+@pytest.mark.parametrize("allocations", [1, 2])
+@stubbed
+def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
+    driver: Driver, allocations: int
+) -> None:
+    raw = torch.randint(256, (128,), dtype=torch.uint8)
+    for part in raw.chunk(allocations):
+        driver.adopt(part, DEVICE)
+    layout = PagedLayout([raw[:64].view(1, 64), raw[64:].view(1, 64)])
+    layout.device = torch.device("cuda", 0)
+    host = pool(driver, layout, 1)
+    with OffloadHandler(layout, host, path="batch") as handler:
+        driver.log()
+        handler.wait(handler.store([0], [0], after=()))
+        log = driver.log()
+        assert ("copy 128 bytes" in log, "batch of 2" in log) == (
+            allocations == 1,
+            allocations == 2,
+        )
+        assert torch.equal(host.pages[0, 0], raw)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,3 +185,29 @@ def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(drive
         driver.set_global_capture(False)
         assert enqueued() == 1
         assert driver.capture_spoilt == 0
+
+
+@stubbed
+def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Rig(driver) as rig:
+        hold, held = rig.hold_up("store", 1, 1)
+
+        def interrupt() -> None:
+            while "is closed" not in refusal(rig.handler.store, [1], [99]):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            rig.handler.close()
+        interrupting.join()
+        assert not held.done()
+        assert "is closed" in refusal(rig.handler.store, [1], [1])
+        rig.release(hold)
+        driver.set_mode("immediate")
+        rig.handler.close()
+        assert states(rig.handler.finished()) == ["done"]
+        assert (driver.live("streams"), driver.live("events")) == (0, 0)
+    signal.signal(signal.SIGINT, before)

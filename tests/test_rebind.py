@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
+from sim import CURRENT, needs_kernels
+from stub import Driver, on_device, stubbed
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -98,3 +102,73 @@ def test_a_closed_handler_cannot_be_rebound() -> None:
     assert refusal(handler.rebind, layout) == (
         "RuntimeError: the handler is closed; make a new one"
     )
+
+
+@stubbed
+def test_a_job_of_another_thread_that_came_after_the_drain_keeps_the_cache(driver: Driver) -> None:
+    driver.set_mode("manual")
+    driver.set_stream(0, CURRENT)
+    old, new = torch.full((6, 40), 1, dtype=torch.uint8), torch.full((6, 40), 2, dtype=torch.uint8)
+    layout = on_device(driver, old.view(1, 6, 40))
+    with OffloadHandler(layout, HostPool(layout, num_pages=4)) as handler:
+        moved = handler.native.groups.moved_to(on_device(driver, new.view(1, 6, 40)))
+        hold = driver.hold(CURRENT)
+        handler.store([0], [0])  # after rebind() has drained
+        with pytest.raises(RuntimeError, match="another thread has submitted a job"):
+            handler.native.rebind(moved)
+        driver.release(hold)
+        driver.set_mode("immediate")
+        handler.drain()
+        assert handler.pools[0].pages[0].unique().tolist() == [1]
+        handler.native.rebind(moved)
+
+
+FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSynchronize")
+
+
+@pytest.mark.parametrize("call", FALLIBLE)
+@needs_kernels
+@stubbed
+def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, call: str) -> None:
+    old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
+    new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
+    before, layout, moved = old.clone(), on_device(driver, old), on_device(driver, new)
+    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+        allocations = driver.live("allocations")
+        refused = 0
+        for nth in itertools.count(1):
+            calls = driver.calls(call)
+            driver.fail(call, nth, code=2)
+            try:
+                handler.rebind(moved)
+            except RuntimeError as error:
+                if "CUDA_ERROR_STUB (2)" not in str(error):
+                    raise
+                refused += 1
+            else:
+                if driver.calls(call) - calls < nth:
+                    break  # the fault is still to come
+                handler.rebind(layout)  # that call only asked whether CUDA is in use
+            assert handler.layouts == (layout,)
+            assert driver.live("allocations") == allocations
+            with pytest.raises(IndexError, match=r"gpu_block_ids\[0\] is 2000; there are 16"):
+                handler.load([0], [2000])
+            handler.wait(handler.store([15], [3]))
+            assert torch.equal(handler.pools[0].pages[3, 0], before[:, 15].flatten())
+            handler.wait(handler.load([3], [0]))
+            assert torch.equal(old[:, 0], before[:, 15])
+        assert refused > 0
+        assert handler.layouts == (moved,)
+        assert driver.live("allocations") == allocations
+
+
+@needs_kernels
+@stubbed
+def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> None:
+    old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
+    new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
+    layout, moved = on_device(driver, old), on_device(driver, new)
+    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+        handler.rebind(moved)
+        handler.wait(handler.store([2000], [3]))
+        assert torch.equal(handler.pools[0].pages[3, 0], new[:, 2000].flatten())

@@ -320,6 +320,43 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
 
 @needs_kernels
 @stubbed
+def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
+    driver: Driver,
+) -> None:
+    block = 32 << 10
+    tensors = 5
+    whole = numbers(13, 64, block // 4 // tensors * 4)
+    size = whole.shape[2] * tensors
+    # No edge is copied where the blocks lie in so many runs.
+    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
+    pool = HostPool(layout, num_pages=64)
+    pool.pages.random_(256)
+    # A buffer of 20 blocks and some bytes for loads.
+    staging = 2 * (20 * size + size // 2)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=staging) as handler:
+        driver.set_mode("manual")
+        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
+        driver.log()
+        # In the buffer: 0 to 8, 8 to 16, 16 to 20, 0 to 8, 8 to 14, and 0 to 7 again, while the
+        # oldest that is not known to be over is that from 16 to 20.
+        first = 0
+        for count in (8, 8, 4, 8, 6, 7):
+            ids = list(range(first, first + count))
+            handler.load(ids, ids, after=())
+            first += count
+        assert steps(driver).count("unpack") == 6  # each is one piece
+        while driver.run(base + 103):  # the copies are as early as they may be
+            pass
+        driver.run()
+        handler.drain()
+        slots = pool.pages[:, 0].view(64, tensors, -1)
+        for number, tensor in enumerate(layout.tensors):
+            assert torch.equal(tensor[:first], slots[:first, number])
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
 def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
     whole = numbers(8, 16, 1024)
     layout = on_device(driver, whole)

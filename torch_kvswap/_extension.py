@@ -38,7 +38,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_handler_finished": (_Int, _Pointer, _Pointer, _Int),
     "kvswap_handler_wait": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
     "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
-    "kvswap_handler_close": (_Bool, _Pointer),
+    "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),
     "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
     "kvswap_job_release": (None, _Pointer),
     "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),

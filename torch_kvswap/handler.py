@@ -93,9 +93,10 @@ class OffloadHandler(NotCopyable):
         but their launches may wait, since the driver is busier; the copy may take longer.
 
         Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler, a lost
-        device and a stream that is being captured into a CUDA graph (RuntimeError): then there is
-        no job. Any other failure ends the job that is returned as failed. A store fails when a load
-        was to fill one of its blocks and failed or was cancelled, unless finished() has said so.
+        device and a stream that is being captured into a CUDA graph (RuntimeError), and too little
+        host memory (MemoryError): then there is no job. Any other failure ends the job that is
+        returned as failed. A store fails when a load was to fill one of its blocks and failed or
+        was cancelled, unless finished() has said so.
         """
         ids = gpu_block_ids, page_ids, first_block
         request = Request(self.native, capi.STORES, *ids, after, background=background)
@@ -132,7 +133,7 @@ class OffloadHandler(NotCopyable):
     def finished(self) -> list[Result]:
         """The jobs that have ended since the last call, each job in one call only, in the order in
         which they ended. Waits for nothing. Call it now and then: until then the handler remembers
-        every job."""
+        every job's result, in 120 bytes each."""
         for result in (results := self.native.finished()):
             self._ranges.end(result.job_id)
         return results
@@ -167,7 +168,7 @@ class OffloadHandler(NotCopyable):
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Drains, and goes on with a cache that has moved: new layouts, with blocks of the same
         sizes. Raises ValueError when they differ, RuntimeError when another thread submits
-        meanwhile; then the old cache stays."""
+        meanwhile or the driver refuses what the new cache needs; then the old cache stays."""
         self.drain()
         self.native.rebind(self.native.groups.moved_to(gpu))
 
@@ -177,7 +178,8 @@ class OffloadHandler(NotCopyable):
 
     def close(self) -> None:
         """Takes no more jobs, drains, lets threads, streams and events go. finished() still reports
-        what it has not reported yet. Idempotent; returns at once when the device is lost."""
+        what it has not reported yet. Idempotent; returns at once when the device is lost. Ctrl-C
+        interrupts the wait: no more jobs are taken then, and another close() goes on."""
         self.native.close()
 
     def __enter__(self) -> OffloadHandler:

@@ -156,7 +156,8 @@ class NativeHandler(NotCopyable):
         self.groups = groups
 
     def close(self) -> None:
-        capi.call("kvswap_handler_close", self.pointer)
+        while not capi.call("kvswap_handler_close", self.pointer, _PATIENCE):
+            pass
 
     def destroy(self, owner: weakref.ref[object]) -> None:
         """The handler was dropped, or the process exits. A fork has nothing of it."""

@@ -81,7 +81,9 @@ PlaneTable::PlaneTable(const Planes& gpu, const Planes& host, cuda::Stream strea
   KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync of the table of planes");
 }
 
-PlaneTable::~PlaneTable() { cuda::driver().free(address_); }
+PlaneTable::~PlaneTable() {
+  if (address_ != 0) cuda::driver().free(address_);
+}
 
 bool is_packed(const Planes& host, int64_t num_blocks, int64_t num_slots) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();

@@ -19,6 +19,8 @@ class PlaneTable {
   ~PlaneTable();
   PlaneTable(const PlaneTable&) = delete;
   PlaneTable& operator=(const PlaneTable&) = delete;
+  // Leaves the memory where it is: the device is lost, and nobody knows what still reads it.
+  void leave() noexcept { address_ = 0; }
 
   uint64_t entry(size_t plane) const { return address_ + plane * sizeof(PlaneEntry); }
   // Of all addresses and sizes, on both sides; 16 at most.

@@ -88,31 +88,17 @@ StagingBuffer::Piece& StagingBuffer::take(uint64_t bytes, cuda::Stream stream) {
   if (behind != nullptr) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, behind, 0), "cuStreamWaitEvent");
   }
-  const cuda::Event moved = take_event();
-  pieces_.push_back({begin, end, moved, nullptr});
-  pieces_.back().free = take_event();
+  pieces_.push_back({begin, end, nullptr, nullptr});  // if the rest fails, forget() knows of it
+  Piece& piece = pieces_.back();
+  piece.moved = events_.take();
+  piece.free = events_.take();
   next_ = end;
-  return pieces_.back();
+  return piece;
 }
 
-cuda::Event StagingBuffer::take_event() {
-  cuda::Event event = nullptr;
-  if (idle_.empty()) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, cuda::kEventDisableTiming),
-                        "cuEventCreate");
-    ++events_;
-    return event;
-  }
-  event = idle_.back();
-  idle_.pop_back();
-  return event;
-}
-
-void StagingBuffer::drop_first() {
+void StagingBuffer::drop_first() noexcept {
   // Waits for them are with the driver already, and keep to this record of theirs.
-  for (const cuda::Event event : {pieces_.front().moved, pieces_.front().free}) {
-    if (event != nullptr) idle_.push_back(event);
-  }
+  for (const cuda::Event event : {pieces_.front().moved, pieces_.front().free}) events_.give(event);
   pieces_.pop_front();
 }
 
@@ -122,16 +108,14 @@ void StagingBuffer::order_before(cuda::Stream stream) const {
                       "cuStreamWaitEvent");
 }
 
-void StagingBuffer::forget() {
+void StagingBuffer::forget() noexcept {
   while (!pieces_.empty()) drop_first();
   next_ = 0;
 }
 
 void StagingBuffer::destroy() {
   forget();
-  for (const cuda::Event event : idle_) cuda::driver().destroy_event(event);
-  idle_.clear();
-  events_ = 0;
+  events_.destroy_idle();
 }
 
 }  // namespace kvswap

@@ -1,9 +1,8 @@
 #pragma once
 
-#include <atomic>
 #include <deque>
-#include <vector>
 
+#include "../event_pool.h"
 #include "batch.h"
 #include "packed.h"
 
@@ -35,9 +34,9 @@ class StagingBuffer {
   void order_before(cuda::Stream stream) const;
 
   // All pieces are over, also those of a copy that failed on the way.
-  void forget();
+  void forget() noexcept;
   // Those that exist. Any thread may ask.
-  size_t events() const { return events_; }
+  size_t events() const { return events_.created(); }
   void destroy();
 
  private:
@@ -47,15 +46,13 @@ class StagingBuffer {
   };
   // The next piece of this many bytes, for which `stream` waits.
   Piece& take(uint64_t bytes, cuda::Stream stream);
-  cuda::Event take_event();
-  void drop_first();
+  void drop_first() noexcept;
 
   const cuda::Address address_;
   const uint64_t bytes_;
   uint64_t next_ = 0;         // where the next piece begins
   std::deque<Piece> pieces_;  // in the order of submission; none overlaps another
-  std::vector<cuda::Event> idle_;
-  std::atomic<size_t> events_{0};
+  EventPool events_{cuda::kEventDisableTiming};
 };
 
 constexpr uint64_t kSmallestPiece = 512 << 10;

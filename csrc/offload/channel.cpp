@@ -1,7 +1,5 @@
 #include "channel.h"
 
-#include <algorithm>
-
 #include "../cuda_context.h"
 
 namespace kvswap {
@@ -20,7 +18,7 @@ Channel::Channel(int number, int device) : number(number), device_(device) {
 
 bool Channel::is_past(int64_t id) const {
   if (submitting >= 0) return id < submitting;
-  return queue.empty() || id < queue.front()->id;
+  return queue.empty() || id < queue.front().id;
 }
 
 std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
@@ -45,49 +43,52 @@ Moment* Channel::moment_of_event(cuda::Event event) {
   return moment_of_stream(waiting_);
 }
 
-std::shared_ptr<Transfer> Channel::make_transfer(std::vector<JobRef> jobs) {
-  auto transfer = std::make_shared<Transfer>();
-  const int parts = jobs.front()->layer_groups;
-  transfer->jobs = std::move(jobs);
-  if (device_ < 0) return transfer;
+Transfers Channel::make_transfer(int layer_groups) {
+  Transfers made{std::make_shared<Transfer>()};
+  if (device_ < 0) return made;
+  Transfer& transfer = *made.front();
+  transfer.ends.reserve(layer_groups);
   try {
-    transfer->start = events_.take();
-    while (static_cast<int>(transfer->ends.size()) < parts) {
-      transfer->ends.push_back(events_.take());
+    transfer.start = events_.take();
+    while (static_cast<int>(transfer.ends.size()) < layer_groups) {
+      transfer.ends.push_back(events_.take());
     }
   } catch (...) {
-    give_events(*transfer);
+    give_events(transfer);
     throw;
   }
-  return transfer;
+  return made;
 }
 
-void Channel::run(std::shared_ptr<Transfer> transfer) {
-  entries_ += transfer->entries;
-  running.push_back(std::move(transfer));
+void Channel::run(Transfers transfer) noexcept {
+  entries_ += transfer.front()->entries;
+  running.splice(running.end(), transfer);
 }
 
-void Channel::retire(std::shared_ptr<Transfer> transfer) {
-  if (!running.empty() && running.front() == transfer) {
-    entries_ -= transfer->entries;
-    running.pop_front();
+void Channel::retire_first() noexcept {
+  Transfers first;
+  first.splice(first.end(), running, running.begin());
+  entries_ -= first.front()->entries;
+  retire(std::move(first));
+}
+
+void Channel::retire(Transfers transfer) noexcept {
+  retired_.splice(retired_.end(), transfer);
+  for (auto next = retired_.begin(); next != retired_.end();) {
+    const auto waiting = next++;
+    if (waiting->use_count() > 1) continue;
+    give_events(**waiting);
+    retired_.erase(waiting);
   }
-  retired_.push_back(std::move(transfer));
-  for (auto& waiting : retired_) {
-    if (waiting.use_count() > 1) continue;
-    give_events(*waiting);
-    waiting.reset();
-  }
-  retired_.erase(std::remove(retired_.begin(), retired_.end(), nullptr), retired_.end());
 }
 
-void Channel::give_events(Transfer& transfer) {
+void Channel::give_events(Transfer& transfer) noexcept {
   events_.give(transfer.start);
   for (const cuda::Event end : transfer.ends) events_.give(end);
 }
 
-std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
-                             const std::vector<Group>& groups, int64_t layers, bool& copying) {
+Reason Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
     const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
@@ -97,19 +98,19 @@ std::string Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>&
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
     copying = true;
     copy(transfer, {0, transfer.later}, groups, layers);
-    return "";
+    return {};
   } catch (const std::exception& error) {
-    return error.what();
+    return Reason(error);
   }
 }
 
-std::string Channel::enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
-                                   int64_t layers) {
+Reason Channel::enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
+                              int64_t layers) noexcept {
   try {
     copy(transfer, {transfer.later, transfer.parts.size()}, groups, layers);
-    return "";
+    return {};
   } catch (const std::exception& error) {
-    return error.what();
+    return Reason(error);
   }
 }
 

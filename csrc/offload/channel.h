@@ -1,14 +1,13 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <limits>
 #include <memory>
 #include <thread>
 #include <vector>
 
+#include "../event_pool.h"
 #include "copier.h"
-#include "event_pool.h"
 #include "group.h"
 #include "job.h"
 #include "moment.h"
@@ -31,12 +30,12 @@ class Channel {
   ~Channel() { close(); }
 
   const int number;
-  std::deque<JobRef> queue;  // also those cancelled meanwhile, which keep their place in the order
-  std::deque<std::shared_ptr<Transfer>> running;  // in the order of submission
-  size_t waiting = 0;                             // jobs in the queue that were not cancelled
-  int64_t submitting = -1;          // the number of the first job that somebody enqueues right now
-  std::shared_ptr<Transfer> begun;  // whose later parts the worker, or who waits, is to enqueue
-  std::thread worker;               // does, and empties the queue; started when it is first needed
+  JobRow queue;             // also those cancelled meanwhile, which keep their place in the order
+  Transfers running;        // in the order of submission
+  size_t waiting = 0;       // jobs in the queue that were not cancelled
+  int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
+  Transfers begun;     // at most one, whose later parts the worker, or who waits, is to enqueue
+  std::thread worker;  // does, and empties the queue; started when it is first needed
   std::condition_variable work;
 
   // Whether all jobs up to this number have been enqueued, or ended.
@@ -52,7 +51,7 @@ class Channel {
   // over. Events are waited for in the order of these calls.
   Moment* moment_of_stream(cuda::Stream stream) { return moments_.take(stream); }
   Moment* moment_of_event(cuda::Event event);
-  void give_moment(Moment* moment) { moments_.give(moment); }
+  void give_moment(Moment* moment) noexcept { moments_.give(moment); }
   bool is_over(const Moment& moment) const { return moments_.is_over(moment); }
 
   // Of the copies; null where both sides are host memory.
@@ -62,20 +61,23 @@ class Channel {
   void use_staging(cuda::Address begin, uint64_t bytes) { copier_->use_staging(begin, bytes); }
   bool has_staging() const { return copier_->has_staging(); }
 
-  // A transfer of these jobs with its events. Throws, and takes nothing, when one cannot be made.
-  std::shared_ptr<Transfer> make_transfer(std::vector<JobRef> jobs);
+  // A transfer without jobs, with its events. Throws, and takes nothing, when one cannot be made.
+  Transfers make_transfer(int layer_groups);
 
   // A transfer is in flight.
-  void run(std::shared_ptr<Transfer> transfer);
+  void run(Transfers transfer) noexcept;
+  // The first of those has ended.
+  void retire_first() noexcept;
   // Gives the events of a transfer back as soon as nobody else waits for them.
-  void retire(std::shared_ptr<Transfer> transfer);
+  void retire(Transfers transfer) noexcept;
 
-  // Copies behind the events. Returns why it could not, or ""; `copying` is set from the moment on
-  // at which bytes may move. Without the lock.
-  std::string enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
-                      const std::vector<Group>& groups, int64_t layers, bool& copying);
+  // Copies behind the events. Returns why it could not, or none; `copying` is set from the moment
+  // on at which bytes may move. Without the lock.
+  Reason enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
   // The parts of the transfer that were left for later, and its end.
-  std::string enqueue_later(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
+  Reason enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
+                       int64_t layers) noexcept;
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;
@@ -93,16 +95,16 @@ class Channel {
 
  private:
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
-  void give_events(Transfer& transfer);
+  void give_events(Transfer& transfer) noexcept;
 
   const int device_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   std::unique_ptr<Copier> copier_;
-  EventPool events_;
+  EventPool events_{cuda::kEventDefault};  // with a time
   Moments moments_;
-  size_t entries_ = 0;                              // in flight
-  std::vector<std::shared_ptr<Transfer>> retired_;  // somebody is about to wait for them
+  size_t entries_ = 0;  // in flight
+  Transfers retired_;   // somebody is about to wait for them
 };
 
 }  // namespace kvswap

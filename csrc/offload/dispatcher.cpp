@@ -36,59 +36,63 @@ Dispatcher::~Dispatcher() = default;
 
 bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
   if (channel.submitting >= 0) return false;
-  if (job.id > flush_until_ && !channel.has_room_for(job.entries)) return false;
+  if (job.id > flush_until_ && !channel.has_room_for(job.work->entries)) return false;
   for (const auto& other : channels) {
-    if (other.get() != &channel && !other->is_past(job.behind[other->number])) return false;
+    if (other.get() != &channel && !other->is_past(job.work->behind[other->number])) return false;
   }
   return true;
 }
 
-void Dispatcher::dispatch(Lock& lock, const JobRef& job) {
+void Dispatcher::dispatch(Lock& lock, const JobRef& job) noexcept {
   Channel& channel = channel_of(*job);
   // A few at a time: who submits does not pay for all that has ended.
   if (channel.running.size() > kMostRunning / 4) advance(2);
-  if (!lost_.empty()) return abandon(job, State::kFailed, lost_);
+  if (!lost_.empty()) return abandon(*job, State::kFailed, lost_);
   const bool starts = !threaded_ && channel.queue.empty() && can_start(channel, *job);
-  const bool is_small = job->enqueue_seconds <= kSmallSeconds;
-  if (!(starts && is_small) && !has_worker(channel, job)) return;
+  const bool is_small = job->work->enqueue_seconds <= kSmallSeconds;
+  if (!(starts && is_small) && !has_worker(channel, *job)) return;
   if (starts && (is_small || can_be_divided(*job))) {
     channel.submitting = job->id;
-    return start(lock, channel, {job}, is_small ? kNoLimit : kNowSeconds);
+    JobRow jobs;
+    jobs.push_back(job);
+    return start(lock, channel, std::move(jobs), is_small ? kNoLimit : kNowSeconds);
   }
-  job->queued = true;
+  job->work->queued = true;
   ++channel.waiting;
   channel.queue.push_back(job);
   channel.work.notify_one();
 }
 
-bool Dispatcher::has_worker(Channel& channel, const JobRef& job) {
+bool Dispatcher::has_worker(Channel& channel, Job& job) noexcept {
   if (channel.worker.joinable()) return true;
   try {
     channel.worker = std::thread([this, &channel] { work(channel); });
   } catch (const std::exception& error) {
-    abandon(job, State::kFailed, std::string("no thread can be started: ") + error.what());
+    const Reason why(error);
+    const auto text = [&] { return std::string("no thread can be started: ") + why.c_str(); };
+    abandon(job, State::kFailed, Reason(text, "no thread can be started: out of host memory"));
     return false;
   }
   return true;
 }
 
 bool Dispatcher::can_be_divided(const Job& job) const {
-  if (job.parts.size() != 1 || job.layer_groups > 1 || job.gate != nullptr) return false;
-  return !groups[job.parts.front().group].host_is_pageable;
+  const Work& work = *job.work;
+  if (work.parts.size() != 1 || job.layer_groups > 1 || work.gate != nullptr) return false;
+  return !groups[work.parts.front().group].host_is_pageable;
 }
 
-void Dispatcher::abandon(const JobRef& job, State state, const std::string& error) {
-  if (job->gate != nullptr && !lost_.empty()) {
-    job->gate->let_through();
-  } else if (job->gate != nullptr && !job->gate->open()) {
-    unopened_.push_back(job->gate);
+void Dispatcher::abandon(Job& job, State state, const Reason& error) noexcept {
+  Work& work = *job.work;
+  if (work.gate != nullptr && !lost_.empty()) {
+    work.gate->let_through();
+  } else if (work.gate != nullptr) {
+    work.gate->open();  // if it is not, advance() tries again
   }
-  job->gate = nullptr;
-  Channel& channel = channel_of(*job);
-  channel.waiting -= job->queued && !job->enqueuing;
-  channel.give_moment(job->after);
-  job->after = nullptr;
-  const bool cancelled = state == State::kCancelled || job->cancelled;
+  Channel& channel = channel_of(job);
+  channel.waiting -= work.queued && !work.enqueuing;
+  channel.give_moment(work.after);
+  const bool cancelled = state == State::kCancelled || work.cancelled;
   ledger.finish(job, cancelled ? State::kCancelled : state, error);
   progress.notify_all();
 }

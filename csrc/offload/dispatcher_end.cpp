@@ -7,22 +7,37 @@
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 namespace kvswap {
 
-void Dispatcher::advance(int most) {
+void Dispatcher::advance(int most) noexcept {
   const auto is_idle = [](const auto& channel) { return channel->running.empty(); };
-  const bool idle = std::all_of(channels.begin(), channels.end(), is_idle) && unopened_.empty();
+  const bool idle = std::all_of(channels.begin(), channels.end(), is_idle) && !has_closed_gates();
   if (!lost_.empty() || idle) return;
   try {
     const cuda::ContextGuard context(device);
-    const auto opens = [](Gate* gate) { return gate->open(); };
-    unopened_.erase(std::remove_if(unopened_.begin(), unopened_.end(), opens), unopened_.end());
+    open_gates();
     Channel* next;
     do {
       next = next_to_retire();
       if (next != nullptr) retire_first(*next);
     } while (next != nullptr && --most > 0);
+  } catch (const std::bad_alloc&) {
+    // No memory for the message of an error: whoever asks next gets that.
   } catch (const std::exception& error) {
-    lose(error.what());
+    lose(Reason(error));
   }
+}
+
+// That the driver did not open when their loads failed.
+void Dispatcher::open_gates() noexcept {
+  for (Gate* gate : gates) {
+    if (gate->problem().empty()) continue;
+    if (gate->open()) progress.notify_all();
+    if (!gate->problem().empty()) check_alive(gate->problem());
+  }
+}
+
+bool Dispatcher::has_closed_gates() const {
+  const auto is_closed = [](const Gate* gate) { return !gate->problem().empty(); };
+  return std::any_of(gates.begin(), gates.end(), is_closed);
 }
 
 // Of the copies that have ended the one that was submitted first: a job ends after those that it
@@ -39,8 +54,8 @@ Channel* Dispatcher::next_to_retire() {
 }
 
 bool Dispatcher::sources_have_ended(const Transfer& transfer) const {
-  for (const JobRef& job : transfer.jobs) {
-    for (const JobRef& source : job->sources) {
+  for (const Job& job : transfer.jobs) {
+    for (const JobRef& source : job.work->sources) {
       if (!source->ended()) return false;
     }
   }
@@ -48,64 +63,71 @@ bool Dispatcher::sources_have_ended(const Transfer& transfer) const {
 }
 
 void Dispatcher::retire_first(Channel& channel) {
-  const std::shared_ptr<Transfer> transfer = channel.running.front();
-  std::string error;
+  const Transfer& transfer = *channel.running.front();
+  Reason error;
   double seconds = 0;
   try {
-    seconds = channel.copy_seconds(*transfer);
-    planner.note(*transfer, seconds);
+    seconds = channel.copy_seconds(transfer);
+    planner.note(transfer, seconds);
   } catch (const std::exception& problem) {
     if (!channel.is_alive()) throw;
-    error = problem.what();
+    error = Reason(problem);
   }
-  for (const JobRef& job : transfer->jobs) {
-    job->copy_seconds = seconds;
-    const std::string reason = error.empty() ? ledger.failed_source(*job) : error;
-    const State state = job->cancelled   ? State::kCancelled
-                        : reason.empty() ? State::kDone
-                                         : State::kFailed;
+  for (Job& job : transfer.jobs) {
+    job.copy_seconds = seconds;
+    const Reason reason = error.empty() ? ledger.failed_source(job) : error;
+    const State state = job.work->cancelled ? State::kCancelled
+                        : reason.empty()    ? State::kDone
+                                            : State::kFailed;
     ledger.finish(job, state, reason);
   }
-  channel.retire(transfer);
+  channel.retire_first();
   progress.notify_all();
 }
 
-void Dispatcher::lose(const std::string& reason) {
-  lost_ = "the device is lost: " + reason + "; only a new process can use it again";
+void Dispatcher::lose(const Reason& reason) noexcept {
+  const auto text = [&] {
+    return std::string("the device is lost: ") + reason.c_str() +
+           "; only a new process can use it again";
+  };
+  lost_ = Reason(text, "the device is lost; only a new process can use it again");
   for (const auto& channel : channels) {
     while (!channel->running.empty()) {
-      const std::shared_ptr<Transfer> transfer = channel->running.front();
-      for (const JobRef& job : transfer->jobs) {
-        ledger.finish(job, job->cancelled ? State::kCancelled : State::kFailed, lost_);
+      for (Job& job : channel->running.front()->jobs) {
+        ledger.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, lost_);
       }
-      channel->retire(transfer);
+      channel->retire_first();
     }
-    for (const JobRef& job : channel->queue) {
-      if (!job->ended()) abandon(job, State::kFailed, lost_);
+    while (!channel->queue.empty()) {
+      const JobRef job = channel->queue.pop_front();
+      if (!job->ended()) abandon(*job, State::kFailed, lost_);
     }
-    channel->queue.clear();
   }
-  for (Gate* gate : unopened_) gate->let_through();
-  unopened_.clear();
+  for (Gate* gate : gates) {
+    if (!gate->problem().empty()) gate->let_through();
+  }
   progress.notify_all();
 }
 
-bool Dispatcher::cancel(const JobRef& job) {
+bool Dispatcher::cancel(Job& job) noexcept {
   advance();
-  if (job->ended()) return false;
-  job->cancelled = true;
-  if (!job->enqueuing) abandon(job, State::kCancelled, "");
+  if (job.ended()) return false;
+  job.work->cancelled = true;
+  if (!job.work->enqueuing) abandon(job, State::kCancelled, {});
   return true;
 }
 
-void Dispatcher::check_alive(const std::string& error) {
+void Dispatcher::check_alive(const Reason& error) noexcept {
   if (lost_.empty() && !channels.front()->is_alive()) lose(error);
 }
 
 void Dispatcher::rebind(std::vector<Group> of) {
-  groups = std::move(of);
-  hazards.rebind(groups);
-  planner.rebind();
+  PathChooser chooser = planner.prepare(of);
+  Hazards::Blocks blocks = hazards.make_blocks(of);
+  // From here on nothing fails. The old tables go with `of`.
+  groups.swap(of);
+  planner.rebind(std::move(chooser));
+  hazards.rebind(std::move(blocks));
 }
 
 void Dispatcher::stop(Lock& lock) {

@@ -21,40 +21,37 @@ Path path_of(const Transfer& transfer, int planned) {
 
 }  // namespace
 
-void Dispatcher::start(Lock& lock, Channel& channel, std::vector<JobRef> jobs, double seconds) {
-  const std::vector<JobRef> all = jobs;
-  try {
-    for (const JobRef& job : all) {
-      const std::string reason = ledger.failed_source(*job);
-      if (!reason.empty()) abandon(job, State::kFailed, reason);
-      job->enqueuing = true;
-    }
-    const auto has_ended = [](const JobRef& job) { return job->ended(); };
-    jobs.erase(std::remove_if(jobs.begin(), jobs.end(), has_ended), jobs.end());
-    if (!jobs.empty() && !attempt(lock, channel, jobs, seconds)) {
-      // One of several that were joined: each by itself, so that only that one fails.
-      for (const JobRef& job : jobs) attempt(lock, channel, {job}, kNoLimit);
-    }
-  } catch (const std::exception& error) {  // no memory, before anything was enqueued
-    for (const JobRef& job : all) {
-      if (job->state == State::kQueued) abandon(job, State::kFailed, error.what());
+void Dispatcher::start(Lock& lock, Channel& channel, JobRow jobs, double seconds) noexcept {
+  JobRow ready;
+  while (!jobs.empty()) {
+    const JobRef job = jobs.pop_front();
+    job->work->enqueuing = true;
+    const Reason reason = ledger.failed_source(*job);
+    reason.empty() ? ready.push_back(job) : abandon(*job, State::kFailed, reason);
+  }
+  if (!ready.empty() && !attempt(lock, channel, ready, seconds)) {
+    while (!ready.empty()) {  // each by itself, so that only that one fails
+      JobRow one;
+      one.push_back(ready.pop_front());
+      attempt(lock, channel, one, kNoLimit);
     }
   }
-  if (channel.begun != nullptr) return channel.work.notify_one();
+  if (!channel.begun.empty()) return channel.work.notify_one();
   channel.submitting = -1;
   progress.notify_all();
 }
 
-bool Dispatcher::help(Lock& lock, double seconds) {
+bool Dispatcher::help(Lock& lock, double seconds) noexcept {
   for (const auto& channel : channels) {
-    const Transfer* begun = channel->begun.get();
-    if (begun == nullptr || begun->jobs.front()->enqueue_seconds > seconds) continue;
-    if (begun->entries > kMostEntries) continue;  // the driver may hold up who submits it
+    if (channel->begun.empty()) continue;
+    const Transfer& begun = *channel->begun.front();
+    if (begun.jobs.front().work->enqueue_seconds > seconds) continue;
+    if (begun.entries > kMostEntries) continue;  // the driver may hold up who submits it
     std::optional<cuda::ContextGuard> context;
     try {
       context.emplace(device);
     } catch (const std::exception& error) {
-      lose(error.what());
+      lose(Reason(error));
     }
     go_on(lock, *channel);
     return true;
@@ -63,109 +60,125 @@ bool Dispatcher::help(Lock& lock, double seconds) {
 }
 
 // What the thread that submitted a job has begun.
-void Dispatcher::go_on(Lock& lock, Channel& channel) {
-  std::shared_ptr<Transfer> transfer = std::exchange(channel.begun, nullptr);
-  transfer->late_seconds = now() - transfer->begun_at;
-  std::string error = lost_;
+void Dispatcher::go_on(Lock& lock, Channel& channel) noexcept {
+  Transfers made = std::exchange(channel.begun, {});
+  Transfer& transfer = *made.front();
+  transfer.late_seconds = now() - transfer.begun_at;
+  Reason error = lost_;
   lock.unlock();
-  if (error.empty()) error = channel.enqueue_later(*transfer, groups, layers_);
-  end_attempt(lock, channel, std::move(transfer), std::move(error), true, 0);
+  if (error.empty()) error = channel.enqueue_later(transfer, groups, layers_);
+  JobRow jobs;
+  end_attempt(lock, channel, std::move(made), std::move(error), true, 0, jobs);
   channel.submitting = -1;
   progress.notify_all();
 }
 
-// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed and is
-// worth trying with one job at a time.
-bool Dispatcher::attempt(Lock& lock, Channel& channel, const std::vector<JobRef>& jobs,
-                         double seconds) {
-  std::shared_ptr<Transfer> transfer;
-  try {
-    if (lost_.empty()) transfer = make_transfer(channel, jobs, seconds);
-  } catch (const std::exception& problem) {
-    return give_up(jobs, problem.what());
-  }
-  if (transfer == nullptr) return give_up(jobs, lost_);
-  std::vector<std::shared_ptr<Transfer>> held;
+// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed, and
+// the jobs are worth trying one at a time.
+bool Dispatcher::attempt(Lock& lock, Channel& channel, JobRow& jobs, double seconds) noexcept {
+  if (!lost_.empty()) return give_up(jobs, lost_);
+  std::vector<std::shared_ptr<Transfer>> held;  // until the driver knows whose ends are waited for
   std::vector<cuda::Event> behind;
-  for (const JobRef& job : jobs) {
-    if (job->after != nullptr) behind.push_back(job->after->event);
-    for (const auto& other : channels) {
-      auto before =
-          other.get() == &channel ? nullptr : other->newest_until(job->behind[other->number]);
-      if (before && (held.empty() || held.back() != before)) held.push_back(before);
+  Transfers made;
+  try {
+    held = transfers_before(channel, jobs);
+    behind.reserve(jobs.size() + held.size());
+    for (const Job& job : jobs) {
+      if (job.work->after != nullptr) behind.push_back(job.work->after->event);
     }
+    for (const auto& before : held) behind.push_back(before->ends.back());
+    made = make_transfer(channel, jobs, seconds);
+  } catch (const std::exception& error) {
+    return give_up(jobs, Reason(error));
   }
-  for (const auto& before : held) behind.push_back(before->ends.back());
+  Transfer& transfer = *made.front();
+  transfer.jobs = std::move(jobs);
   const double began = now();
-  for (const JobRef& job : jobs) job->queue_seconds = job->queued ? began - job->submitted_at : 0;
+  for (Job& job : transfer.jobs) {
+    job.queue_seconds = job.work->queued ? began - job.work->submitted_at : 0;
+  }
+  Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   bool copying = false;
-  std::string error = channel.enqueue(*transfer, behind, groups, layers_, copying);
-  if (error.empty() && jobs.front()->gate) error = jobs.front()->gate->open_behind(*transfer);
+  Reason error = channel.enqueue(transfer, behind, groups, layers_, copying);
+  if (error.empty() && gate != nullptr) error = gate->open_behind(transfer);
   const double took = device < 0 ? now() - began : 0;
-  if (!error.empty() || transfer->later == transfer->parts.size()) {
-    return end_attempt(lock, channel, std::move(transfer), error, copying, took);
+  if (!error.empty() || transfer.later == transfer.parts.size()) {
+    return end_attempt(lock, channel, std::move(made), std::move(error), copying, took, jobs);
   }
   lock.lock();
-  transfer->begun_at = now();
-  channel.begun = std::move(transfer);
+  transfer.begun_at = now();
+  channel.begun = std::move(made);
   return true;
 }
 
-std::shared_ptr<Transfer> Dispatcher::make_transfer(Channel& channel,
-                                                    const std::vector<JobRef>& jobs,
-                                                    double seconds) {
+// Those in flight in other channels that the jobs must not overlap with.
+std::vector<std::shared_ptr<Transfer>> Dispatcher::transfers_before(const Channel& channel,
+                                                                    const JobRow& jobs) const {
+  std::vector<std::shared_ptr<Transfer>> found;
+  for (const Job& job : jobs) {
+    for (const auto& other : channels) {
+      if (other.get() == &channel) continue;
+      auto before = other->newest_until(job.work->behind[other->number]);
+      if (before && (found.empty() || found.back() != before)) found.push_back(std::move(before));
+    }
+  }
+  return found;
+}
+
+Transfers Dispatcher::make_transfer(Channel& channel, const JobRow& jobs, double seconds) {
   std::vector<TransferPart> parts = planner.parts_of(jobs, channel.running.empty());
   const size_t entries = planner.entries_of(parts);
   size_t later = parts.size();
   if (seconds < kNoLimit) later = split_later(parts, groups[parts.front().group], seconds);
-  std::shared_ptr<Transfer> transfer = channel.make_transfer(jobs);
-  transfer->parts = std::move(parts);
-  transfer->later = later;
-  transfer->entries = entries;
-  return transfer;
+  Transfers made = channel.make_transfer(jobs.front().layer_groups);
+  Transfer& transfer = *made.front();
+  transfer.parts = std::move(parts);
+  transfer.later = later;
+  transfer.entries = entries;
+  return made;
 }
 
-// The copies have been enqueued, or could not be. Takes the lock.
-bool Dispatcher::end_attempt(Lock& lock, Channel& channel, std::shared_ptr<Transfer> transfer,
-                             const std::string& error, bool copying, double seconds) {
+// The copies have been enqueued, or could not be. Takes the lock. False, with the jobs, where they
+// are worth trying one at a time.
+bool Dispatcher::end_attempt(Lock& lock, Channel& channel, Transfers made, Reason error,
+                             bool copying, double seconds, JobRow& jobs) noexcept {
   bool alive = true;
   if (!error.empty() && copying) alive = channel.synchronize();
   if (!error.empty() && alive) alive = channel.is_alive();
   lock.lock();
   if (error.empty() && lost_.empty()) {
-    settle(channel, transfer, seconds);
+    settle(channel, std::move(made), seconds);
     return true;
   }
-  const std::vector<JobRef> jobs = transfer->jobs;
-  channel.retire(std::move(transfer));
+  jobs = std::move(made.front()->jobs);
+  channel.retire(std::move(made));
   if (!alive && lost_.empty()) lose(error);
   return give_up(jobs, lost_.empty() ? error : lost_);
 }
 
 // True when that is the end of the jobs.
-bool Dispatcher::give_up(const std::vector<JobRef>& jobs, const std::string& error) {
+bool Dispatcher::give_up(JobRow& jobs, const Reason& error) noexcept {
   if (lost_.empty() && jobs.size() > 1) return false;
-  for (const JobRef& job : jobs) abandon(job, State::kFailed, error);
+  while (!jobs.empty()) abandon(*jobs.pop_front(), State::kFailed, error);
   return true;
 }
 
 // The copy has been enqueued; on the host it is done.
-void Dispatcher::settle(Channel& channel, const std::shared_ptr<Transfer>& transfer,
-                        double seconds) {
+void Dispatcher::settle(Channel& channel, Transfers made, double seconds) noexcept {
+  const std::shared_ptr<Transfer>& transfer = made.front();
   ++ledger.metrics(channel.number).transfers;
-  for (const JobRef& job : transfer->jobs) {
-    channel.give_moment(job->after);
-    job->after = nullptr;
-    if (job->gate != nullptr) job->gate->busy = false;
-    job->gate = nullptr;
-    job->copy_seconds = seconds;
-    job->path = static_cast<int>(path_of(*transfer, job->path));
-    job->state = State::kRunning;
-    job->transfer = transfer;
-    if (device < 0) ledger.finish(job, State::kDone, "");
+  for (Job& job : transfer->jobs) {
+    channel.give_moment(std::exchange(job.work->after, nullptr));
+    if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
+    job.copy_seconds = seconds;
+    job.path = static_cast<int>(path_of(*transfer, job.path));
+    job.state = State::kRunning;
+    job.work->transfer = transfer;
+    if (device < 0) ledger.finish(job, State::kDone, {});
   }
-  if (device >= 0) channel.run(transfer);
+  if (device >= 0) channel.run(std::move(made));
+  progress.notify_all();
 }
 
 }  // namespace kvswap

@@ -20,28 +20,29 @@ constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 
 }  // namespace
 
-void Dispatcher::work(Channel& channel) {
+void Dispatcher::work(Channel& channel) noexcept {
   prctl(PR_SET_TIMERSLACK, 1);  // else a short pause is 50 us longer
   Lock lock(mutex);
   std::optional<cuda::ContextGuard> context;
   try {
     if (device >= 0) context.emplace(device);
   } catch (const std::exception& error) {
-    lose(error.what());
+    lose(Reason(error));
   }
   Seconds pause = kShortPause;
   for (;;) {
-    channel.work.wait(lock, [&] { return stopping_ || channel.begun || !channel.queue.empty(); });
-    if (channel.begun != nullptr) {
+    channel.work.wait(
+        lock, [&] { return stopping_ || !channel.begun.empty() || !channel.queue.empty(); });
+    if (!channel.begun.empty()) {
       go_on(lock, channel);
       continue;
     }
     if (channel.queue.empty()) return;
     advance();
     // The first must be one that will be enqueued: whether it may start is asked next.
-    while (!channel.queue.empty() && channel.queue.front()->ended()) channel.queue.pop_front();
+    while (!channel.queue.empty() && channel.queue.front().ended()) channel.queue.pop_front();
     if (channel.queue.empty()) continue;
-    if (can_start(channel, *channel.queue.front())) {
+    if (can_start(channel, channel.queue.front())) {
       start(lock, channel, take(channel), kNoLimit);
       pause = kShortPause;
     } else {
@@ -52,54 +53,56 @@ void Dispatcher::work(Channel& channel) {
   }
 }
 
-std::vector<JobRef> Dispatcher::take(Channel& channel) {
-  std::vector<JobRef> jobs;
+JobRow Dispatcher::take(Channel& channel) noexcept {
+  JobRow jobs;
   size_t bytes = 0, entries = 0;
-  channel.submitting = channel.queue.front()->id;
+  channel.submitting = channel.queue.front().id;
   while (!channel.queue.empty()) {
-    Job& next = *channel.queue.front();
-    if (!next.ended()) {  // else it was cancelled
-      if (!jobs.empty() && !joins(channel, jobs, bytes, entries, next)) break;
-      bytes += next.nbytes;
-      entries += next.entries;
-      --channel.waiting;
-      next.enqueuing = true;
-      jobs.push_back(channel.queue.front());
+    Job& next = channel.queue.front();
+    if (next.ended()) {  // it was cancelled
+      channel.queue.pop_front();
+      continue;
     }
-    channel.queue.pop_front();
+    if (!jobs.empty() && !joins(channel, jobs, bytes, entries, next)) break;
+    bytes += next.nbytes;
+    entries += next.work->entries;
+    --channel.waiting;
+    next.work->enqueuing = true;
+    jobs.push_back(channel.queue.pop_front());
   }
   return jobs;
 }
 
-bool Dispatcher::joins(Channel& channel, const std::vector<JobRef>& jobs, size_t bytes,
-                       size_t entries, Job& next) {
+bool Dispatcher::joins(Channel& channel, const JobRow& jobs, size_t bytes, size_t entries,
+                       Job& next) {
+  const Job& first = jobs.front();
+  Work& work = *next.work;
   const bool flushing = next.id <= flush_until_;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
-  if (!flushing && entries + next.entries > kJoinedEntries) return false;
-  for (const Job* job : {jobs.front().get(), &next}) {
-    if (job->layer_groups > 1 || job->gate != nullptr) return false;
+  if (!flushing && entries + work.entries > kJoinedEntries) return false;
+  for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
+    if (job->layer_groups > 1 || job->work->gate != nullptr) return false;
   }
-  if (next.background != jobs.front()->background) return false;
+  if (work.background != first.work->background) return false;
   // Nothing may be written twice in one copy.
-  if (next.behind[channel.number] >= jobs.front()->id) return false;
+  if (work.behind[channel.number] >= first.id) return false;
   for (const auto& other : channels) {
-    if (other.get() != &channel && !other->is_past(next.behind[other->number])) return false;
+    if (other.get() != &channel && !other->is_past(work.behind[other->number])) return false;
   }
   // What it starts behind may be behind the end of one of the others.
-  if (next.after == nullptr) return true;
-  if (!channel.is_over(*next.after)) return false;
-  channel.give_moment(next.after);
-  next.after = nullptr;
+  if (work.after == nullptr) return true;
+  if (!channel.is_over(*work.after)) return false;
+  channel.give_moment(std::exchange(work.after, nullptr));
   return true;
 }
 
-void Dispatcher::flush(Lock& lock, const JobRef& job) {
-  flush_until_ = std::max(flush_until_, job->id);
-  while (!job->ended() && job->state != State::kRunning && help(lock, kNoLimit)) {
+void Dispatcher::flush(Lock& lock, const Job& job) noexcept {
+  flush_until_ = std::max(flush_until_, job.id);
+  while (!job.ended() && job.state != State::kRunning && help(lock, kNoLimit)) {
   }
   progress.notify_all();
-  progress.wait(lock, [&] { return job->ended() || job->state == State::kRunning; });
+  progress.wait(lock, [&] { return job.ended() || job.state == State::kRunning; });
 }
 
 }  // namespace kvswap

@@ -78,8 +78,21 @@ void Gate::close(const cuda::StreamRef& current) {
     for (int part = 0; part < parts; ++part) set(part, 0, current.handle);
     KVSWAP_DRIVER_CHECK(cuda::driver().record_event(closed_, current.handle), "cuEventRecord");
   } catch (...) {
-    for (int part = 0; part < parts; ++part) set(part, 1, current.handle);
+    open_again(current.handle);
     throw;
+  }
+  busy_ = true;
+}
+
+// What was closed of it. Where the driver does not take that, open() is to try it again behind this
+// point of the stream.
+void Gate::open_again(cuda::Stream current) noexcept {
+  try {
+    for (int part = 0; part < parts; ++part) set(part, 1, current);
+  } catch (const std::exception& error) {
+    cuda::driver().record_event(closed_, current);
+    problem_ = Reason(error);
+    busy_ = true;
   }
 }
 
@@ -96,28 +109,34 @@ void Gate::enqueue_opening(const Transfer* transfer) {
   used_ = true;
 }
 
-std::string Gate::open_behind(const Transfer& transfer) {
+Reason Gate::open_behind(const Transfer& transfer) noexcept {
   try {
     enqueue_opening(&transfer);
-    return "";
+    return {};
   } catch (const std::exception& error) {
-    return error.what();
+    return Reason(error);
   }
 }
 
-bool Gate::open() {
+void Gate::opened() noexcept {
+  busy_ = false;
+  problem_ = {};
+}
+
+bool Gate::open() noexcept {
   try {
     enqueue_opening(nullptr);
-    busy = false;
+    opened();
     return true;
-  } catch (const std::exception&) {
-    return false;  // once more later, or the device is lost
+  } catch (const std::exception& error) {
+    problem_ = Reason(error);
+    return false;
   }
 }
 
-void Gate::let_through() {
+void Gate::let_through() noexcept {
   for (int part = 0; part < parts; ++part) words_[part] = 1;
-  busy = false;
+  opened();
 }
 
 void Gate::wait(int part, const cuda::StreamRef& stream) const {

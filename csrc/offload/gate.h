@@ -2,9 +2,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <string>
 
 #include "../cuda_context.h"
+#include "reason.h"
 #include "transfer.h"
 
 namespace kvswap {
@@ -39,7 +39,6 @@ class Gate {
   Gate& operator=(const Gate&) = delete;
 
   const int device, parts;
-  bool busy = false;  // a load has closed it and was not enqueued yet
 
   // It has two references: of its handler, which looks at it while it is busy, and of the caller,
   // whose loads close it. With the last one its stream and its events go. Any thread may call.
@@ -47,13 +46,21 @@ class Gate {
   // Only the handler has it.
   bool is_dropped() const { return references_ == 1; }
 
+  // A load has closed it, and its opening is not with the driver yet. No other load may close it.
+  bool is_busy() const { return busy_; }
+  // Why the driver has not taken the opening without a load, or none. Then to be tried again.
+  const Reason& problem() const { return problem_; }
+
+  // For a load. If it throws, the gate is as it was, or there is a problem().
   void close(const cuda::StreamRef& current);
-  // Opens each part when a group of layers has landed. Returns why it could not, or "".
-  std::string open_behind(const Transfer& transfer);
+  // Opens each part when a group of layers has landed. Returns why it could not, or none; nobody
+  // else may close the gate before opened().
+  Reason open_behind(const Transfer& transfer) noexcept;
+  void opened() noexcept;
   // Opens all parts behind the closing, without a load. False when the driver did not take it.
-  bool open();
+  bool open() noexcept;
   // Lets go whoever still looks at the words of a device that runs nothing any more.
-  void let_through();
+  void let_through() noexcept;
   // A stream of any device.
   void wait(int part, const cuda::StreamRef& stream) const;
 
@@ -61,6 +68,7 @@ class Gate {
   ~Gate();
   void destroy();
   void set(int part, uint64_t value, cuda::Stream stream) const;
+  void open_again(cuda::Stream current) noexcept;
   // Behind the closing, and behind each group of layers of a transfer, if there is one.
   void enqueue_opening(const Transfer* transfer);
 
@@ -69,6 +77,8 @@ class Gate {
   cuda::Event closed_ = nullptr, opened_ = nullptr;
   std::atomic<int> references_{2};
   bool used_ = false;  // whether `opened_` was ever recorded
+  bool busy_ = false;
+  Reason problem_;
 };
 
 }  // namespace kvswap

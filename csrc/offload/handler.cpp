@@ -24,48 +24,90 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool thr
     : dispatcher_(std::move(groups), layers, device, threaded, options),
       reader_(dispatcher_.groups) {}
 
-Handler::~Handler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
+Handler::~Handler() {
+  std::for_each(dispatcher_.gates.begin(), dispatcher_.gates.end(), Gate::release);
+}
 
 void Handler::check_open() const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
-  KVSWAP_CHECK(dispatcher_.lost().empty(), dispatcher_.lost());
+  KVSWAP_CHECK(dispatcher_.lost().empty(), dispatcher_.lost().c_str());
 }
 
 JobRef Handler::submit(const kvswap_request& request) {
   Lock lock(dispatcher_.mutex);
   check_open();
-  JobRef job = reader_.read(request);
-  if (device() >= 0 && request.after_kind <= KVSWAP_AFTER_STREAM) {
-    refuse_capture(stream_of(request), "the stream that the job would start behind");
-  }
-  if (request.gate != nullptr) close_gate(lock, request);
-  job->id = last_id_ + 1;
-  job->gate = static_cast<Gate*>(request.gate);
-  job->submitted_at = now();
+  refuse_captures(request);
+  Gate* gate = static_cast<Gate*>(request.gate);
+  if (gate != nullptr) wait_for_gate(lock, *gate);
+  // From here on the lock is held until the job is entered: its ids stay right, and the gate free.
+  JobRef job = reader_.read(request, dispatcher_.groups);
+  job->work->submitted_at = now();
   dispatcher_.planner.plan(*job);
-  std::string error;
-  try {
-    job->after = moment(*dispatcher_.channels[job->channel], request);
-  } catch (const std::exception& problem) {
-    error = problem.what();
-    dispatcher_.check_alive(error);
-  }
   dispatcher_.hazards.order(*job);
-  const std::string doomed = dispatcher_.ledger.enter(job);
-  last_id_ = job->id;
+  Reason doomed = dispatcher_.ledger.prepare(*job);
+  if (doomed.empty()) doomed = take_moment(*job, request);
+  if (doomed.empty() && gate != nullptr) close_gate(*job, *gate);
+  // Nothing below throws: there is a job, and it ends.
+  dispatcher_.ledger.enter(job);
   dispatcher_.hazards.note(*job);
-  if (!error.empty() || !doomed.empty()) {
-    dispatcher_.abandon(job, State::kFailed, error.empty() ? doomed : error);
+  if (!doomed.empty()) {
+    dispatcher_.abandon(*job, State::kFailed, doomed);
   } else {
     job->submit_seconds = now() - request.began;  // another thread may see it end at once
     dispatcher_.dispatch(lock, job);
     // A graph that waits for the gate may not be launched before the load is on the device: if a
     // kernel is loaded meanwhile, the driver puts all later work behind that graph.
-    if (job->gate != nullptr || device() < 0) dispatcher_.flush(lock, job);
+    if (gate != nullptr || device() < 0) dispatcher_.flush(lock, *job);
   }
   job->submit_seconds = now() - request.began;
   observe(dispatcher_.ledger.metrics(job->channel).submit, job->submit_seconds);
   return job;
+}
+
+void Handler::refuse_captures(const kvswap_request& request) const {
+  if (device() < 0) return;
+  if (request.after_kind <= KVSWAP_AFTER_STREAM) {
+    refuse_capture(stream_of(request), "the stream that the job would start behind");
+  }
+  if (request.gate != nullptr) {
+    refuse_capture(cuda::current_stream(device()), "the stream on which the gate is to be closed");
+  }
+}
+
+void Handler::wait_for_gate(Lock& lock, const Gate& gate) {
+  while (gate.is_busy()) {
+    dispatcher_.advance();  // tries to open it, if it should be open
+    check_open();
+    KVSWAP_CHECK(gate.problem().empty(),
+                 "an earlier load has failed, and the driver does not open its gate again: ",
+                 gate.problem().c_str());
+    if (gate.is_busy()) dispatcher_.progress.wait(lock);
+    check_open();
+  }
+}
+
+// What the job starts behind. Returns why it cannot be had, or none.
+Reason Handler::take_moment(Job& job, const kvswap_request& request) {
+  try {
+    job.work->after = moment(*dispatcher_.channels[job.channel], request);
+    return {};
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    const Reason reason(error);
+    dispatcher_.check_alive(reason);
+    return reason;
+  }
+}
+
+void Handler::close_gate(Job& job, Gate& gate) {
+  try {
+    gate.close(cuda::current_stream(device()));
+  } catch (...) {
+    dispatcher_.channels[job.channel]->give_moment(job.work->after);
+    throw;
+  }
+  job.work->gate = &gate;
 }
 
 Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
@@ -79,16 +121,6 @@ cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
   return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
 }
 
-void Handler::close_gate(Lock& lock, const kvswap_request& request) {
-  Gate* gate = static_cast<Gate*>(request.gate);
-  const cuda::StreamRef stream = cuda::current_stream(device());
-  refuse_capture(stream, "the stream on which the gate is to be closed");
-  dispatcher_.progress.wait(lock, [&] { return !gate->busy; });
-  check_open();
-  gate->close(stream);
-  gate->busy = true;
-}
-
 bool Handler::has_ended(const Job* job) {
   const Lock lock(dispatcher_.mutex);
   if (!job->ended()) dispatcher_.advance();
@@ -97,23 +129,22 @@ bool Handler::has_ended(const Job* job) {
 
 bool Handler::cancel(Job* job) {
   const Lock lock(dispatcher_.mutex);
-  return dispatcher_.cancel(JobRef(job));
+  return dispatcher_.cancel(*job);
 }
 
 void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) {
-  const JobRef held(job);
   Lock lock(dispatcher_.mutex);
   dispatcher_.advance();
   try {
     // Whether or not the job has ended: that is a matter of timing.
     if (dispatcher_.lost().empty()) refuse_capture(stream, "the stream that is to wait");
   } catch (const std::exception& error) {
-    dispatcher_.check_alive(error.what());
+    dispatcher_.check_alive(Reason(error));
     if (dispatcher_.lost().empty()) throw;
   }
-  if (!job->ended()) dispatcher_.flush(lock, held);
+  if (!job->ended()) dispatcher_.flush(lock, *job);
   if (job->ended()) return;
-  const std::vector<cuda::Event>& ends = job->transfer->ends;
+  const std::vector<cuda::Event>& ends = job->work->transfer->ends;
   const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
   cuda::wait_event(stream, end);
 }
@@ -121,23 +152,25 @@ void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) 
 void Handler::rebind(std::vector<Group> groups) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  KVSWAP_CHECK(dispatcher_.ledger.all_ended_until(last_id_),
+  KVSWAP_CHECK(dispatcher_.ledger.all_ended_until(dispatcher_.ledger.last_id()),
                "another thread has submitted a job while the cache was about to be rebound; let it "
                "wait until rebind() has returned");
+  RequestReader reader(groups);
   dispatcher_.rebind(std::move(groups));
-  reader_ = RequestReader(dispatcher_.groups);
+  reader_ = std::move(reader);
 }
 
 Gate* Handler::make_gate(int parts) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->busy; };
-  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
-  std::for_each(over, gates_.end(), Gate::release);
-  gates_.erase(over, gates_.end());
-  gates_.reserve(gates_.size() + 1);
-  gates_.push_back(new Gate(device(), parts, gate_words_));
-  return gates_.back();
+  std::vector<Gate*>& gates = dispatcher_.gates;
+  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->is_busy(); };
+  const auto over = std::stable_partition(gates.begin(), gates.end(), std::not_fn(is_over));
+  std::for_each(over, gates.end(), Gate::release);
+  gates.erase(over, gates.end());
+  make_room(gates, gates.size());
+  gates.push_back(new Gate(device(), parts, gate_words_));
+  return gates.back();
 }
 
 kvswap_metrics Handler::metrics(int number) {
@@ -152,29 +185,33 @@ kvswap_metrics Handler::metrics(int number) {
   return metrics;
 }
 
-void Handler::lose(const std::string& error) {
+void Handler::lose(const Reason& error) {
   const Lock lock(dispatcher_.mutex);
   dispatcher_.check_alive(error);
 }
 
-void Handler::close() {
+bool Handler::close(double seconds) {
+  const double began = now();
   Lock lock(dispatcher_.mutex);
   closed_ = true;
-  for (const double began = now();;) {
+  dispatcher_.progress.notify_all();  // who waits to submit is told
+  for (;;) {
     dispatcher_.advance();
-    if (stopping_ || dispatcher_.has_nothing_left(last_id_)) break;
+    if (stopping_ || dispatcher_.has_nothing_left()) break;
+    if (now() - began >= seconds) return false;
     lock.unlock();
     pause_since(began);
     lock.lock();
   }
   if (std::exchange(stopping_, true)) {  // another thread does it
-    dispatcher_.progress.wait(lock, [&] { return stopped_; });
-    return;
+    const auto left = std::chrono::duration<double>(seconds - (now() - began));
+    return dispatcher_.progress.wait_for(lock, left, [&] { return stopped_; });
   }
   dispatcher_.progress.wait(lock, [&] { return looking_ == 0; });
   dispatcher_.stop(lock);
   stopped_ = true;
   dispatcher_.progress.notify_all();
+  return true;
 }
 
 }  // namespace kvswap

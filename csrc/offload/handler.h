@@ -19,6 +19,7 @@ class Handler {
           const kvswap_path_options& options);
   ~Handler();
 
+  // If it throws there is no job, and nothing is in flight.
   JobRef submit(const kvswap_request& request);
   // Reads the jobs that have ended and were not reported, which they are now: so many at most.
   template <typename Read>
@@ -34,10 +35,10 @@ class Handler {
   template <typename Read>
   void look_at_failures(size_t most, const Read& read) {
     const Lock lock(dispatcher_.mutex);
-    for (const JobRef& job : dispatcher_.ledger.ended()) {
+    for (Job& job : dispatcher_.ledger.ended()) {
       if (most == 0) break;
-      if (job->state == State::kDone) continue;
-      read(job);
+      if (job.state == State::kDone) continue;
+      read(JobRef(&job));
       --most;
     }
   }
@@ -53,13 +54,15 @@ class Handler {
   }
   // Asks the device.
   bool has_ended(const Job* job);
+  // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int parts);
   kvswap_metrics metrics(int channel);
-  void close();
+  // Whether it has been done within so many seconds; to be called again where not.
+  bool close(double seconds);
 
   // The device did not take the caller's context: it is lost.
-  void lose(const std::string& error);
+  void lose(const Reason& error);
 
   // Why paths that would be chosen cannot be had, or "". Stays.
   const std::string& path_problem() const { return dispatcher_.planner.problem(); }
@@ -75,13 +78,15 @@ class Handler {
   // Looks for the end of what a thread waits for without the lock, so that nobody who submits
   // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
   void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
-  void close_gate(Lock& lock, const kvswap_request& request);
+  void refuse_captures(const kvswap_request& request) const;
+  // Until no load before it keeps the gate.
+  void wait_for_gate(Lock& lock, const Gate& gate);
+  Reason take_moment(Job& job, const kvswap_request& request);
+  void close_gate(Job& job, Gate& gate);
 
   Dispatcher dispatcher_;
   RequestReader reader_;
   GateWords gate_words_;
-  std::vector<Gate*> gates_;  // that a caller has, or that are busy
-  int64_t last_id_ = -1;
   int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs
   bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none

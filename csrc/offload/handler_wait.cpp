@@ -20,7 +20,7 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   size_t ended = 0;
   bool failed = false;
   Lock lock(dispatcher_.mutex);
-  for (const int64_t last = last_id_;;) {
+  for (const int64_t last = dispatcher_.ledger.last_id();;) {
     dispatcher_.advance();
     for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
       failed |= jobs[ended]->state != State::kDone;
@@ -32,7 +32,7 @@ int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
     if (left <= 0) return 0;
     const Job& next = for_all ? dispatcher_.ledger.oldest() : *jobs[ended];
     if (dispatcher_.help(lock, left)) continue;
-    look_for_end(lock, next.transfer, began);
+    look_for_end(lock, next.work->transfer, began);
   }
 }
 

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "reason.h"
+
 namespace kvswap {
 
 enum ChannelNumber : int { kStores = 0, kLoads = 1, kExpedited = 2, kChannels = 3 };
@@ -19,7 +21,40 @@ enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCan
 struct Transfer;
 class Gate;
 struct Moment;
-class JobRef;
+struct Job;
+
+// A counted reference: a job has many holders (the queue, those who wait for it, Python), and a
+// queue of many small jobs wants them small.
+class JobRef {
+ public:
+  JobRef() = default;  // to no job
+  explicit JobRef(Job* job);
+  JobRef(const JobRef& other) : JobRef(other.job_) {}
+  JobRef(JobRef&& other) noexcept : job_(std::exchange(other.job_, nullptr)) {}
+  JobRef& operator=(JobRef other) noexcept {
+    std::swap(job_, other.job_);
+    return *this;
+  }
+  ~JobRef() {
+    if (job_ != nullptr) release(job_);
+  }
+
+  // Takes over a reference that the caller has.
+  static JobRef adopt(Job* job) {
+    JobRef adopted;
+    adopted.job_ = job;
+    return adopted;
+  }
+  static void release(Job* job);
+
+  explicit operator bool() const { return job_ != nullptr; }
+  Job* operator->() const { return job_; }
+  Job& operator*() const { return *job_; }
+  Job* get() const { return job_; }
+
+ private:
+  Job* job_ = nullptr;
+};
 
 // What a job copies in one group: `count` blocks, whose ids follow those of the parts before it.
 struct Part {
@@ -27,21 +62,14 @@ struct Part {
   size_t count;
 };
 
-// A store or a load, from its submission until nobody asks for it any more. All but the number of
-// references is guarded by the handler's lock.
-struct Job {
-  int64_t id = 0;
-  int channel = 0;
-  int layer_groups = 1;
-  State state = State::kQueued;
-  int path = 0;               // kvswap::Path
+// What a job needs until it has ended, and not any longer.
+struct Work {
   uint32_t entries = 0;       // of the driver's queue, when it is copied alone
   float enqueue_seconds = 0;  // of the thread that does it
   bool queued = false;        // ever, in software
   bool enqueuing = false;     // or enqueued
   bool cancelled = false;     // after that
   bool background = false;    // copies without kernels
-  uint64_t nbytes = 0;
   std::vector<Part> parts;
   std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each
   Moment* after = nullptr;   // what it starts behind; null: nothing
@@ -54,43 +82,108 @@ struct Job {
 
   std::shared_ptr<Transfer> transfer;  // while it runs
   double submitted_at = 0.0;
-  double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
-  std::unique_ptr<std::string> error;
-  std::atomic<int> references{0};
 
   size_t count() const { return ids.size() / 2; }
   const int64_t* blocks() const { return ids.data(); }
   const int64_t* slots() const { return ids.data() + count(); }
+};
+
+// A store or a load, from its submission until nobody asks for it any more. All but the number of
+// references is guarded by the handler's lock.
+struct Job {
+  int64_t id = 0;
+  uint64_t nbytes = 0;
+  double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
+  std::atomic<int> references{0};
+  int channel = 0;
+  int layer_groups = 1;
+  State state = State::kQueued;
+  int path = 0;                // kvswap::Path
+  Reason error;                // of a job that has failed
+  std::unique_ptr<Work> work;  // null once it has ended
+  Job* next_in_row = nullptr;  // in the queue, or in its transfer
+  Job* next_ended = nullptr;   // of those that were not reported
+
   bool ended() const { return state >= State::kDone; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };
 
-// A counted reference: a job has many holders (the queue, those who wait for it, Python), and a
-// queue of many small jobs wants them small.
-class JobRef {
+inline JobRef::JobRef(Job* job) : job_(job) {
+  if (job_ != nullptr) job_->references.fetch_add(1);
+}
+
+inline void JobRef::release(Job* job) {
+  if (job->references.fetch_sub(1) == 1) delete job;
+}
+
+// Jobs one behind the other, linked through a member of theirs: to add one cannot fail. Holds a
+// reference to each.
+template <Job* Job::* next>
+class JobList {
  public:
-  explicit JobRef(Job* job) : job_(job) { job_->references.fetch_add(1); }
-  JobRef(const JobRef& other) : JobRef(other.job_) {}
-  JobRef(JobRef&& other) noexcept : job_(std::exchange(other.job_, nullptr)) {}
-  JobRef& operator=(JobRef other) noexcept {
-    std::swap(job_, other.job_);
+  class Iterator {
+   public:
+    explicit Iterator(Job* job) : job_(job) {}
+    Job& operator*() const { return *job_; }
+    Iterator& operator++() {
+      job_ = job_->*next;
+      return *this;
+    }
+    bool operator!=(const Iterator& other) const { return job_ != other.job_; }
+
+   private:
+    Job* job_;
+  };
+
+  JobList() = default;
+  JobList(JobList&& other) noexcept { swap(other); }
+  JobList& operator=(JobList&& other) noexcept {
+    JobList taken(std::move(other));
+    swap(taken);
     return *this;
   }
-  ~JobRef() {
-    if (job_ != nullptr) release(job_);
+  ~JobList() { clear(); }
+
+  bool empty() const { return first_ == nullptr; }
+  size_t size() const { return size_; }
+  Job& front() const { return *first_; }
+  Iterator begin() const { return Iterator(first_); }
+  Iterator end() const { return Iterator(nullptr); }
+
+  void push_back(const JobRef& job) noexcept {
+    Job* added = job.get();
+    added->references.fetch_add(1);
+    added->*next = nullptr;
+    (last_ == nullptr ? first_ : last_->*next) = added;
+    last_ = added;
+    ++size_;
   }
 
-  static void release(Job* job) {
-    if (job->references.fetch_sub(1) == 1) delete job;
+  JobRef pop_front() noexcept {
+    Job* job = first_;
+    first_ = job->*next;
+    if (first_ == nullptr) last_ = nullptr;
+    --size_;
+    return JobRef::adopt(job);
   }
 
-  Job* operator->() const { return job_; }
-  Job& operator*() const { return *job_; }
-  Job* get() const { return job_; }
+  void clear() noexcept {
+    while (!empty()) pop_front();
+  }
 
  private:
-  Job* job_;
+  void swap(JobList& other) noexcept {
+    std::swap(first_, other.first_);
+    std::swap(last_, other.last_);
+    std::swap(size_, other.size_);
+  }
+
+  Job *first_ = nullptr, *last_ = nullptr;
+  size_t size_ = 0;
 };
+
+using JobRow = JobList<&Job::next_in_row>;
+using EndedJobs = JobList<&Job::next_ended>;
 
 }  // namespace kvswap

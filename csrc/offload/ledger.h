@@ -1,9 +1,7 @@
 #pragma once
 
 #include <deque>
-#include <optional>
-#include <string>
-#include <unordered_map>
+#include <vector>
 
 #include "hazards.h"
 #include "job.h"
@@ -17,52 +15,64 @@ namespace kvswap {
 // slot stays invalid until it is stored again; a GPU block only until the failed load was reported,
 // because from then on the caller knows, and may write it by other means.
 //
+// Only prepare() allocates: what happens to a job afterwards cannot fail for want of memory.
+//
 // Not thread safe: the handler has a lock.
 class Ledger {
  public:
-  explicit Ledger(const Hazards& hazards) : hazards_(hazards) {}
+  explicit Ledger(const Hazards& hazards) : hazards_(hazards), invalid_(hazards.num_slots()) {}
 
-  // Enters a new job, before Hazards::note. Sets its sources; gives the reason why it cannot
-  // succeed, or "".
-  std::string enter(const JobRef& job);
+  // Makes ready for a new job, before Hazards::note: room for it, and its sources. Returns the
+  // reason why it cannot succeed, or none. Whether it throws or not, no job is there yet.
+  Reason prepare(Job& job);
+
+  // Enters the job that was prepared last, and numbers it.
+  void enter(const JobRef& job) noexcept;
+
+  // The number of the job that was entered last; -1 before the first.
+  int64_t last_id() const { return next_id_ - 1; }
 
   // Why a job cannot succeed although nothing is wrong with itself: a source that has failed or was
-  // cancelled; or "".
-  std::string failed_source(const Job& job) const;
+  // cancelled; or none.
+  Reason failed_source(const Job& job) const noexcept;
 
-  // Ends a job, once. `error`: why it failed.
-  void finish(const JobRef& job, State state, const std::string& error);
+  // Ends a job, once. error: why it failed.
+  void finish(Job& job, State state, const Reason& error) noexcept;
 
   // The jobs that have ended and were not reported, in the order in which they ended.
-  const std::deque<JobRef>& ended() const { return ended_; }
+  const EndedJobs& ended() const { return ended_; }
 
   // Whether one of them is not done.
   bool has_failures() const { return failures_ > 0; }
 
   // Takes the first of them: it has been reported.
-  JobRef report();
+  JobRef report() noexcept;
 
   // Whether all jobs up to this number have ended.
   bool all_ended_until(int64_t id) const { return first_open_ > id; }
 
   // The first job that has not ended. There is one.
-  const Job& oldest() const { return **open_.front(); }
+  const Job& oldest() const { return *jobs_[first_open_ - first_id_]; }
 
   ChannelMetrics& metrics(int channel) { return metrics_[channel]; }
 
  private:
-  // The job of that number while it has not ended; else null.
-  const JobRef* open_job(int64_t id) const;
-  void invalidate_slots(const Job& job, const std::string& reason);
+  // The job of that number; null when it was reported.
+  Job* find(int64_t id) const;
+  void invalidate_slots(Job& job) noexcept;
+  void make_valid(const Job& store) noexcept;
 
   const Hazards& hazards_;
-  // The jobs from the oldest that has not ended on, by number; empty where one has.
-  std::deque<std::optional<JobRef>> open_;
-  int64_t first_open_ = 0;
-  std::deque<JobRef> ended_;
-  size_t failures_ = 0;                               // among them
-  std::unordered_map<int64_t, JobRef> failed_loads_;  // not reported yet, by number
-  std::unordered_map<int64_t, std::string> invalid_;  // why, by slot key
+  // From the oldest that was not reported on, by number; none where one was. May have room for one
+  // more than there are.
+  std::deque<JobRef> jobs_;
+  int64_t first_id_ = 0;    // of them
+  int64_t first_open_ = 0;  // the first that has not ended
+  int64_t next_id_ = 0;
+  EndedJobs ended_;
+  size_t failures_ = 0;          // among them
+  std::vector<JobRef> invalid_;  // by slot key: the store that was to fill it, or none
+  size_t invalid_count_ = 0;
   ChannelMetrics metrics_[kChannels] = {};
 };
 

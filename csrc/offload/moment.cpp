@@ -1,5 +1,7 @@
 #include "moment.h"
 
+#include "../event_pool.h"
+
 namespace kvswap {
 namespace {
 
@@ -11,35 +13,45 @@ Moment* Moments::take(cuda::Stream stream) {
   const cuda::Result state = cuda::driver().query_stream(stream);
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuStreamQuery");
-  const auto latest = latest_.find(stream);
   const bool is_full = all_.size() - idle_.size() >= kMostMoments;
-  Moment* moment = is_full && latest != latest_.end() ? latest->second : make(stream);
+  Moment* moment = is_full ? latest(stream) : nullptr;
+  if (moment == nullptr) moment = take_idle();
+  moment->stream = stream;
   ++moment->users;
   const cuda::Result result = cuda::driver().record_event(moment->event, stream);
   if (result != cuda::kSuccess) give(moment);
   KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts behind");
-  latest_[stream] = moment;
+  moment->number = ++records_;
   return moment;
 }
 
-Moment* Moments::make(cuda::Stream stream) {
+// Of those in use.
+Moment* Moments::latest(cuda::Stream stream) const {
+  Moment* latest = nullptr;
+  for (const auto& moment : all_) {
+    if (moment->users == 0 || moment->stream != stream) continue;
+    if (latest == nullptr || moment->number > latest->number) latest = moment.get();
+  }
+  return latest;
+}
+
+Moment* Moments::take_idle() {
   if (idle_.empty()) {
-    cuda::Event event = nullptr;
-    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, cuda::kEventDisableTiming),
+    make_room(all_, all_.size());
+    make_room(idle_, all_.size());
+    auto moment = std::make_unique<Moment>();
+    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&moment->event, cuda::kEventDisableTiming),
                         "cuEventCreate");
-    all_.push_back(std::make_unique<Moment>(Moment{event, stream, 0}));
-    idle_.push_back(all_.back().get());
+    all_.push_back(std::move(moment));
+    return all_.back().get();
   }
   Moment* moment = idle_.back();
   idle_.pop_back();
-  moment->stream = stream;
   return moment;
 }
 
-void Moments::give(Moment* moment) {
+void Moments::give(Moment* moment) noexcept {
   if (moment == nullptr || --moment->users > 0) return;
-  const auto latest = latest_.find(moment->stream);
-  if (latest != latest_.end() && latest->second == moment) latest_.erase(latest);
   idle_.push_back(moment);
 }
 
@@ -52,7 +64,6 @@ void Moments::destroy() {
   for (const auto& moment : all_) cuda::driver().destroy_event(moment->event);
   all_.clear();
   idle_.clear();
-  latest_.clear();
 }
 
 }  // namespace kvswap

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "../cuda_driver.h"
@@ -11,9 +11,10 @@ namespace kvswap {
 
 // A point in a stream that jobs start behind.
 struct Moment {
-  cuda::Event event;
-  cuda::Stream stream;  // a handle of the channel's device
-  int users;            // jobs
+  cuda::Event event = nullptr;
+  cuda::Stream stream = nullptr;  // a handle of the channel's device
+  uint64_t number = 0;  // grows with each record
+  int users = 0;        // jobs
 };
 
 // The moments of the jobs of a channel.
@@ -29,18 +30,19 @@ class Moments {
  public:
   // Behind all that the stream was given so far; null when that is over.
   Moment* take(cuda::Stream stream);
-  void give(Moment* moment);
+  void give(Moment* moment) noexcept;
   bool is_over(const Moment& moment) const;
 
   size_t created() const { return all_.size(); }
   void destroy();
 
  private:
-  Moment* make(cuda::Stream stream);
+  Moment* latest(cuda::Stream stream) const;
+  Moment* take_idle();
 
   std::vector<std::unique_ptr<Moment>> all_;
-  std::vector<Moment*> idle_;
-  std::unordered_map<cuda::Stream, Moment*> latest_;  // in use, of each stream
+  std::vector<Moment*> idle_;  // has room for all
+  uint64_t records_ = 0;
 };
 
 }  // namespace kvswap

@@ -33,8 +33,12 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
   if (device < 0) return;
   try {
     set_up(channels);
+  } catch (const std::bad_alloc&) {
+    close();
+    throw;
   } catch (const std::exception& error) {
     close();
+    has_kernels_ = false;
     problem_ = error.what();
     for (const Path path : {Path::kStaged, Path::kKernel}) {
       if (!chooser_.forces(path)) continue;
@@ -47,7 +51,7 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
   const bool stages = chooser_.wants(Path::kStaged);
   if (!stages && !chooser_.wants(Path::kKernel)) return;
   cuda::kernels(device_);
-  make_tables();
+  make_tables(groups_);
   has_kernels_ = true;
   for (const Group& group : groups_) {
     const bool forced = chooser_.forces(Path::kStaged) || chooser_.forces(Path::kKernel);
@@ -64,56 +68,57 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
   channels[kLoads]->use_staging(staging_ + half, half);
 }
 
-void Planner::make_tables() {
-  for (Group& group : groups_) {
+void Planner::make_tables(std::vector<Group>& groups) const {
+  for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
     group.table = std::make_shared<PlaneTable>(group.gpu, group.host, stream_);
   }
 }
 
-void Planner::rebind() {
-  chooser_ = PathChooser(options_, groups_);
-  if (has_kernels_) make_tables();
+PathChooser Planner::prepare(std::vector<Group>& groups) const {
+  if (has_kernels_) make_tables(groups);
+  return PathChooser(options_, groups);
 }
 
 Path Planner::choose(const Job& job, int group, size_t blocks) const {
   if (device_ < 0) return Path::kHost;
-  const bool is_crowded = options_.path < 0 && crowded_until_ > job.submitted_at;
-  const bool may_launch = groups_[group].table != nullptr && !job.background && !is_crowded;
+  const bool is_crowded = options_.path < 0 && crowded_until_ > job.work->submitted_at;
+  const bool may_launch = groups_[group].table != nullptr && !job.work->background && !is_crowded;
   return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
 }
 
-void Planner::plan(Job& job) const {
+void Planner::plan(Job& job) const noexcept {
+  Work& work = *job.work;
   double seconds = 0;
-  for (const Part& part : job.parts) {
+  for (const Part& part : work.parts) {
     const Group& group = groups_[part.group];
     const Path path = choose(job, part.group, part.count);
-    if (&part == &job.parts.front()) job.path = static_cast<int>(path);
-    job.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
+    if (&part == &work.parts.front()) job.path = static_cast<int>(path);
+    work.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
     seconds += group.host_is_pageable ? kPageableSeconds : submit_seconds(path, group, part.count);
   }
-  job.enqueue_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
+  work.enqueue_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
 }
 
-void Planner::note(const Transfer& transfer, double seconds) {
+void Planner::note(const Transfer& transfer, double seconds) noexcept {
   double predicted = kLeastCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     launched |= part.path == Path::kStaged || part.path == Path::kKernel;
-    predicted += without_kernels({part.group, transfer.jobs.front()->channel, part.blocks.size()});
+    predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
   // While the host was late with the rest the device may have had nothing to do.
   if (!launched || seconds - transfer.late_seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 
-std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs, bool is_alone) const {
+std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) const {
   std::vector<TransferPart> parts;
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
-  for (const JobRef& job : jobs) {
-    const int64_t *blocks = job->blocks(), *slots = job->slots();
-    for (const Part& part : job->parts) {
+  for (const Job& job : jobs) {
+    const int64_t *blocks = job.work->blocks(), *slots = job.work->slots();
+    for (const Part& part : job.work->parts) {
       if (place[part.group] == groups_.size()) {
         place[part.group] = parts.size();
         parts.push_back({part.group, Path::kHost, {}, {}});
@@ -125,7 +130,7 @@ std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs, boo
       slots += part.count;
     }
   }
-  const Job& first = *jobs.front();
+  const Job& first = jobs.front();
   for (TransferPart& part : parts) part.path = choose(first, part.group, part.blocks.size());
   // A load that others precede is unpacked while they are on the link.
   const bool has_edge =
@@ -136,7 +141,7 @@ std::vector<TransferPart> Planner::parts_of(const std::vector<JobRef>& jobs, boo
 
 // As many as the link takes for while a kernel is launched.
 size_t Planner::edge_blocks(const Job& job) const {
-  const int group = job.parts.front().group;
+  const int group = job.work->parts.front().group;
   if (groups_[group].runs.size() > kMostRunsOfEdge) return 0;
   const auto seconds = [&](size_t blocks) {
     return chooser_.seconds(Path::kStrided, {group, job.channel, blocks});
@@ -158,8 +163,10 @@ size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {
   return entries;
 }
 
-void Planner::leave() {
-  for (Group& group : groups_) new std::shared_ptr<PlaneTable>(std::move(group.table));
+void Planner::leave() noexcept {
+  for (Group& group : groups_) {
+    if (group.table != nullptr) group.table->leave();
+  }
   staging_ = 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "channel.h"
@@ -26,29 +27,31 @@ class Planner {
   // Why paths that would be chosen cannot be had, or "".
   const std::string& problem() const { return problem_; }
 
-  // The groups have changed: new tables.
-  void rebind();
+  // For groups that have moved, before rebind(), which cannot fail: gives them their tables, and
+  // says which way is best for them.
+  PathChooser prepare(std::vector<Group>& groups) const;
+  void rebind(PathChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
   // Fills in what copying the job alone takes: the path of its first group, entries of the driver's
   // queue, time of the thread that submits it.
-  void plan(Job& job) const;
+  void plan(Job& job) const noexcept;
 
   // What a transfer of these jobs copies. is_alone: no other is in flight in the channel.
-  std::vector<TransferPart> parts_of(const std::vector<JobRef>& jobs, bool is_alone) const;
+  std::vector<TransferPart> parts_of(const JobRow& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // A transfer has taken so long on the device. Kernels that are held up by those of the compute
   // can make it slower than the copy engines alone would be; then those take over for a while.
-  void note(const Transfer& transfer, double seconds);
+  void note(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory; nothing runs any more.
   void close();
   // Leaves it where it is: the device is lost, and nobody knows what still runs.
-  void leave();
+  void leave() noexcept;
 
  private:
   void set_up(std::vector<std::unique_ptr<Channel>>& channels);
-  void make_tables();
+  void make_tables(std::vector<Group>& groups) const;
   Path choose(const Job& job, int group, size_t blocks) const;
   size_t edge_blocks(const Job& job) const;
   double without_kernels(const PathChooser::Transfer& transfer) const;  // seconds

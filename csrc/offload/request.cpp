@@ -31,7 +31,7 @@ void check_usable(const std::string& list, const int64_t* ids, int64_t count, co
 
 }  // namespace
 
-RequestReader::RequestReader(const std::vector<Group>& groups) : groups_(&groups) {
+RequestReader::RequestReader(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     block_seen_.resize(std::max<size_t>(block_seen_.size(), group.block_space + 1));
     page_seen_.resize(std::max<size_t>(page_seen_.size(), group.slot_space + 1));
@@ -46,31 +46,33 @@ std::string RequestReader::Names::list(const char* name) const {
   return grouped ? std::string(name) + "[" + std::to_string(group) + "]" : name;
 }
 
-JobRef RequestReader::read(const kvswap_request& request) {
+JobRef RequestReader::read(const kvswap_request& request, const std::vector<Group>& groups) {
   JobRef job(new Job);
+  job->work = std::make_unique<Work>();
+  Work& work = *job->work;
   job->channel = request.channel;
   job->layer_groups = request.layer_groups;
-  job->background = request.background != 0;
+  work.background = request.background != 0;
   ++requests_;
   const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts;
   int64_t total = 0;
-  for (size_t g = 0; g < groups_->size(); ++g) total += counts[3 * g];
-  job->ids.reserve(2 * total);
-  for (size_t g = 0; g < groups_->size(); ++g, counts += 3) {
+  for (size_t g = 0; g < groups.size(); ++g) total += counts[3 * g];
+  work.ids.reserve(2 * total);
+  for (size_t g = 0; g < groups.size(); ++g, counts += 3) {
     const Names names{request.grouped != 0, static_cast<int>(g)};
     if (counts[0] != 0 || counts[1] != 0) {
-      add_part(*job, (*groups_)[g], names, blocks, pages, counts);
+      add_part(*job, groups[g], names, blocks, pages, counts);
     }
     blocks += counts[0];
     pages += counts[1];
   }
   // The slots follow all blocks.
   pages = request.pages;
-  for (const Part& part : job->parts) {
-    const Group& group = (*groups_)[part.group];
+  for (const Part& part : work.parts) {
+    const Group& group = groups[part.group];
     const int64_t first = request.counts[3 * part.group + 2], per_page = group.blocks_per_page;
     for (int64_t i = first; i < first + static_cast<int64_t>(part.count); ++i) {
-      job->ids.push_back(pages[i / per_page] * per_page + i % per_page);
+      work.ids.push_back(pages[i / per_page] * per_page + i % per_page);
     }
     pages += request.counts[3 * part.group + 1];
   }
@@ -99,8 +101,8 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   } else {
     refuse_duplicates(block_seen_[group.block_space], block_list, blocks, num_blocks);
   }
-  job.parts.push_back({names.group, static_cast<size_t>(num_blocks)});
-  job.ids.insert(job.ids.end(), blocks, blocks + num_blocks);
+  job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
+  job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
 }
 

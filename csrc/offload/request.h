@@ -13,10 +13,11 @@ namespace kvswap {
 // or copied. Not thread safe: the handler has a lock.
 class RequestReader {
  public:
+  // For jobs of these groups.
   explicit RequestReader(const std::vector<Group>& groups);
 
-  // Throws IndexError for an id out of range, ValueError for the rest.
-  JobRef read(const kvswap_request& request);
+  // groups: those. Throws IndexError for an id out of range, ValueError for the rest.
+  JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
 
  private:
   struct Names {
@@ -30,7 +31,6 @@ class RequestReader {
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);
 
-  const std::vector<Group>* groups_;
   // For each id of a space of blocks or of pages: the last request in which it was a destination.
   std::vector<std::vector<int64_t>> block_seen_, page_seen_;
   int64_t requests_ = 0;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <list>
+#include <memory>
 #include <vector>
 
 #include "../cuda_driver.h"
@@ -22,7 +24,7 @@ struct TransferPart {
 // One copy on the device: of a job, or of several small ones. Whoever waits for its events holds it
 // until the driver has been told, so that they are not recorded again in between.
 struct Transfer {
-  std::vector<JobRef> jobs;         // in the order of submission
+  JobRow jobs;                      // in the order of submission
   std::vector<TransferPart> parts;  // in the order in which they are copied
   size_t later = 0;                 // those from here on are not enqueued by who submits
   double begun_at = 0;              // when the others had been
@@ -32,8 +34,11 @@ struct Transfer {
   size_t entries = 0;             // of the driver's queue
   bool end_seen = false;
 
-  int64_t first_id() const { return jobs.front()->id; }
-  int layer_groups() const { return jobs.front()->layer_groups; }
+  int64_t first_id() const { return jobs.front().id; }
+  int layer_groups() const { return jobs.front().layer_groups; }
 };
+
+// One is made as a list of its own, and spliced to where it belongs, which cannot fail.
+using Transfers = std::list<std::shared_ptr<Transfer>>;
 
 }  // namespace kvswap

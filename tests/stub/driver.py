@@ -193,8 +193,9 @@ class Driver:
         return self.library.stub_capture_spoilt()
 
     def live(self, what: str) -> int:
-        """The `events` or `streams` that were created and not destroyed."""
+        """The `events`, `streams` or `allocations` that were created and not destroyed."""
         counts = {
+            "allocations": self.library.stub_live_allocations,
             "events": self.library.stub_live_events,
             "streams": self.library.stub_live_streams,
         }

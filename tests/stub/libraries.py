@@ -12,7 +12,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
-SOURCES = {"libcuda.so.1": "libcuda", "libtorch_cuda.so": "libtorch_cuda"}
+SOURCES = {
+    "libcuda.so.1": "libcuda",
+    "libtorch_cuda.so": "libtorch_cuda",
+    "liballocations.so": "liballocations",
+}
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is compiled
 

@@ -192,6 +192,10 @@ int stub_live_events() {
   const Lock lock(device().mutex);
   return device().live_events();
 }
+int stub_live_allocations() {
+  const Lock lock(device().mutex);
+  return device().memory.allocations();
+}
 int stub_live_streams() {
   const Lock lock(device().mutex);
   return device().live_streams();

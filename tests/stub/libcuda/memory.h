@@ -42,6 +42,12 @@ class Memory {
   }
   uint64_t most_in_one = ~uint64_t{0}, most_in_all = ~uint64_t{0};
 
+  int allocations() const {
+    int count = 0;
+    for (const auto& [begin, range] : ranges_) count += range.origin == Range::kAllocated;
+    return count;
+  }
+
   bool overlaps(uint64_t begin, uint64_t end) const {
     auto next = ranges_.lower_bound(begin);
     return find(begin).type != 0 || (next != ranges_.end() && next->first < end);

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+
+namespace kvswap {
+
+// Why something has failed, as text. Making, copying and keeping one cannot fail: a job must be
+// able to end while there is no memory, and then this says so.
+class Reason {
+ public:
+  static constexpr const char* kOutOfMemory = "out of host memory";
+
+  Reason() = default;  // nothing has failed
+  explicit Reason(const std::exception& error) noexcept {
+    if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+      say(kOutOfMemory);
+    } else {
+      make([&] { return std::string(error.what()); }, kOutOfMemory);
+    }
+  }
+  // text: returns the text as a string. otherwise: a literal, for when there is no memory for it.
+  template <typename Text>
+  Reason(const Text& text, const char* otherwise) noexcept {
+    make(text, otherwise);
+  }
+
+  bool empty() const { return text_ == nullptr; }
+  const char* c_str() const { return text_.get(); }
+
+ private:
+  template <typename Text>
+  void make(const Text& text, const char* otherwise) noexcept {
+    try {
+      const auto made = std::make_shared<const std::string>(text());
+      text_ = std::shared_ptr<const char>(made, made->c_str());
+    } catch (const std::bad_alloc&) {
+      say(otherwise);
+    }
+  }
+  void say(const char* literal) noexcept {
+    text_ = std::shared_ptr<const char>(std::shared_ptr<void>(), literal);  // owns nothing
+  }
+
+  std::shared_ptr<const char> text_;
+};
+
+}  // namespace kvswap
