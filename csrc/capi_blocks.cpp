@@ -86,6 +86,10 @@ bool kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts) 
   return succeeds([&] { manager_at(blocks).touch(read_keys(keys, counts)); });
 }
 
+bool kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts, bool renew) {
+  return succeeds([&] { manager_at(blocks).order(read_keys(keys, counts), renew); });
+}
+
 int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts, double now,
                             double seconds) {
   int64_t lease = -1;

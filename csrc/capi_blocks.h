@@ -58,6 +58,10 @@ KVSWAP_API bool kvswap_blocks_end(void* blocks, int64_t job, bool well);
 
 KVSWAP_API bool kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts);
 
+// Each block is evicted before the one in front of it. renew: all of them after those of others.
+KVSWAP_API bool kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts,
+                                    bool renew);
+
 // The lease; 0 when some key is not there, -1 on failure.
 KVSWAP_API int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts,
                                        double now, double seconds);

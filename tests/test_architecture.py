@@ -19,7 +19,17 @@ MODULES = {
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 # The rooms of the house, lowest floor first. A module may import from its own floor and below.
 FLOORS = (
-    ("_extension", "arguments", "process", "metrics", "nvtx", "ids", "machine", "limits", "prefix_hash"),
+    (
+        "_extension",
+        "arguments",
+        "process",
+        "metrics",
+        "nvtx",
+        "ids",
+        "machine",
+        "limits",
+        "prefix_hash",
+    ),
     (
         *("capi", "after", "result", "layout", "sharing", "host_memory", "watch", "groups", "ops"),
         *("path_costs", "paths", "block_groups", "block_results", "digests", "storing"),

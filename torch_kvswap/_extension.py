@@ -54,6 +54,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_prepare_store": (_Int, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5),
     "kvswap_blocks_end": (_Bool, _Pointer, _Long, _Bool),
     "kvswap_blocks_touch": (_Bool, _Pointer, _Pointer, _Pointer),
+    "kvswap_blocks_order": (_Bool, _Pointer, _Pointer, _Pointer, _Bool),
     "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real),
     "kvswap_blocks_release": (_Int, _Pointer, _Long),
     "kvswap_blocks_reset": (_Bool, _Pointer),

@@ -140,6 +140,9 @@ class NativeBlocks:
         if not _touch(self.pointer, digests, counts.buffer_info()[0]):
             capi.fail()
 
+    def order(self, digests: bytes, counts: array[int], renew: bool) -> None:
+        capi.call("kvswap_blocks_order", self.pointer, digests, counts.buffer_info()[0], renew)
+
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
         place = counts.buffer_info()[0]
         lease: int = _lease(self.pointer, digests, place, now, seconds)

@@ -66,6 +66,9 @@ class Manager {
                                       int64_t* pages, int64_t* counts);
   void end(int64_t job, bool well);
   void touch(const Keys& keys);
+  // Of each group each block is evicted before the one in front of it. renew: all of them after
+  // those of others, though they were not used once more.
+  void order(const Keys& keys, bool renew);
   // The lease, or 0 when some key is not there.
   int64_t lease(const Keys& keys, double now, double seconds);
   // Whether it had not ended.
