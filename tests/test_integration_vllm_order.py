@@ -36,7 +36,7 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
         return made
 
     with (
-        mock.patch.object(worker_module, "group_layouts", lambda caches: [layout]),
+        mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
         mock.patch.object(worker_module, "HostPool", pageable),
     ):
         worker = KVSwapWorker(None, 16, 1, Options(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -46,8 +47,7 @@ def replicated_pool(
         TimeoutError: a worker has not come.
         RuntimeError: rank 0 has failed, or an engine of this name has a pool already.
     """
-    name = hashlib.sha256(replicas.engine_id.encode()).hexdigest()
-    address = f"\0torch_kvswap.{os.getuid()}.{name}"
+    address = _address(replicas.engine_id)
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
         if replicas.rank == 0:
@@ -64,6 +64,11 @@ def replicated_pool(
         return HostPool.attach(layout, handle, replicas.rank, replicas.world)
     finally:
         handle.close()
+
+
+def _address(engine_id: str) -> str:
+    """In the abstract namespace: no file is left of it."""
+    return f"\0torch_kvswap.{os.getuid()}.{hashlib.sha256(engine_id.encode()).hexdigest()}"
 
 
 def _serve(
@@ -111,7 +116,8 @@ def _serve_one(
                 f"{served} of the {replicas.world} workers of engine {replicas.engine_id!r} have "
                 "come for the host pool; the log of the others says why"
             ) from error
-        with connection:
+        # Of who hangs up nothing is known: a worker that has ended is missed in the end.
+        with connection, contextlib.suppress(ConnectionError):
             if _user_of(connection) == os.getuid():
                 handle.send(connection)
                 return
