@@ -159,3 +159,16 @@ def test_the_model_finds_what_the_manager_of_vllm_finds(policy):
 
     for share in (0.1, 0.3):
         assert rates(theirs, share) == rates(MODELS[policy], share)
+
+
+def test_without_positions_a_touch_of_all_keys_tells_their_order():
+    """0.26 calls it at the first lookup."""
+    manager, before, request = KVSwapManager(6, "lru", 0, False), context("1"), context("2")
+    store(manager, before, 3)
+    if HAS_POSITIONS:
+        request.get_offload_key_position = lambda key: None
+    manager.touch(keys(0, 1, 2, 3, 4), request)
+    for place in (0, 1, 2, 4):
+        store(manager, request, place)
+    manager.on_request_finished(request)
+    assert evicted_one_by_one(manager, 6) == keys(4, 3, 2, 1, 0)

@@ -36,13 +36,13 @@ class Access:
         keys = list(keys)
         self._inserted.update(keys)
         self.reused.difference_update(keys)
-        self._add(context, keys)
+        self.see(context, keys)
 
     def reuse(self, context: Any, keys: Iterable[bytes]) -> None:
         """The request has found these."""
         keys = list(keys)
         self.reused.update(key for key in keys if key not in self._inserted)
-        self._add(context, keys)
+        self.see(context, keys)
 
     def before(self, key: bytes, is_ready: Callable[[bytes], bool]) -> bytes | None:
         """The last key in front of this one that is ready."""
@@ -53,7 +53,8 @@ class Access:
     def sort(self, keys: Iterable[bytes]) -> list[bytes]:
         return sorted(keys, key=self._places.__getitem__)
 
-    def _add(self, context: Any, keys: Iterable[bytes]) -> None:
+    def see(self, context: Any, keys: Iterable[bytes]) -> None:
+        """These are of its prompt, whatever is stored of them."""
         position_of = getattr(context, "get_offload_key_position", lambda key: None)
         last = self._places[self.keys[-1]] if self.keys else 0
         new = [key for key in dict.fromkeys(keys) if key not in self._places]

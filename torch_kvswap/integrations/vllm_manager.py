@@ -113,6 +113,7 @@ class KVSwapManager(base.OffloadingManager):
         """0.26 calls it for all keys of a request, also for what the request has stored itself,
         which is no reuse."""
         access = self._access(req_context)
+        access.see(req_context, keys)
         access.reuse(req_context, self._ready(keys))
         self._renew(keys, access)
 
