@@ -7,13 +7,17 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-gpu test-transformers test-vllm lint build clean
+.PHONY: demo test test-all test-gpu test-transformers test-vllm lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
 
+# Two minutes on two idle cores: what is marked slow is for test-all.
 test:
-	@python=$$($(environment) test) && "$$python" -m pytest $(ARGS)
+	@python=$$($(environment) test) && "$$python" -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all:
+	@python=$$($(environment) test) && "$$python" -m pytest -n 2 $(ARGS)
 
 test-gpu:
 	@python=$$($(environment) test) && export KVSWAP_REQUIRE_GPU=1 && \

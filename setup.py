@@ -28,7 +28,7 @@ from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_CUDA = (12, 0)
-OLDEST_SETUPTOOLS = (70, 1)  # makes wheels by itself
+OLDEST_SETUPTOOLS = (77, 0)  # reads pyproject.toml's license
 OLDEST_TORCH = (2, 11)
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for torch's headers
 
@@ -191,7 +191,7 @@ class BuildLibrary(build_ext):
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     if release(__version__) < OLDEST_SETUPTOOLS:
-        fail(f"setuptools {__version__} is too old: pip install 'setuptools>=70.1'.")
+        fail(f"setuptools {__version__} is too old: pip install 'setuptools>=77'.")
     sources = sorted(map(str, Path("csrc").rglob("*.cpp")))
     setup(
         ext_modules=[Extension("torch_kvswap._C", sources, py_limited_api=True)],

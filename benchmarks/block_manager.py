@@ -4,7 +4,8 @@ Each manager is filled with random prompts; then for some of them, in random ord
 timed, the managers taking turns.
 Ours gets a prompt as one object with all digests ("digests"), as a list of keys ("keys"), or is
 called for every single key ("by key"). vLLM's gets what its scheduler gives it: lookups key by key,
-other calls with a list of keys; "vLLM by key" gets one key in all calls. Memory is what a process
+other calls with a list of keys; "vLLM by key" gets one key in all calls. At the end a thread notes
+for how long it waits for the GIL while ours is called. Memory is what a process
 holds when the manager is full, less what it held before it was made.
 
 vLLM's modules come from its package, of which nothing else is needed:
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,14 +33,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import numpy as np
 import torch
-from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
-from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne
+from block_manager_report import HOLD_KEYS, MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
+from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne, split
 from report import write_json
 from timing import Spread, no_garbage_collection, resident_bytes
 
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 Maker = Callable[[int, str], Contestant]
+_HOLD_CALLS = 20
 Times = dict[tuple[str, str], list[int]]  # of each manager and call
 
 
@@ -64,7 +67,8 @@ def main(arguments: list[str]) -> int:
         for name in ("digests", VLLM)[: 1 + (VLLM in every)]:
             size = in_a_new_process(bytes_per_page, name, policy, count, options)
             memory.append(Memory(policy, name, pages, size))
-    verdicts = judge(cells, memory)
+    hold = longest_hold(pages)
+    verdicts = judge(cells, memory, hold)
     print(tables(cells, memory), "", *verdicts, sep="\n")
     if options.json:
         settings = {name: getattr(options, name) for name in ("pages", "blocks", "samples")}
@@ -73,6 +77,7 @@ def main(arguments: list[str]) -> int:
             "settings": settings,
             "cells": list(map(asdict, cells)),
             "memory": list(map(asdict, memory)),
+            "longest_hold_ms": hold,
         }
         write_json(options.json, torch.device("cpu"), content, verdicts)
     return 0
@@ -156,6 +161,38 @@ def timed(
     nanoseconds = time.perf_counter_ns() - start
     keep(result)
     return nanoseconds
+
+
+def longest_hold(pages: int) -> float:
+    """Milliseconds that another thread waits for the GIL, at most, while calls with up to HOLD_KEYS
+    keys are made; on a machine that does nothing else."""
+    ours, gaps, over = OfDigests(pages, "arc"), [0], threading.Event()
+    manager: Contestant = ours
+
+    def watch() -> None:
+        while not over.is_set():
+            start = time.perf_counter_ns()
+            time.sleep(0)  # lets the GIL go, and takes it again
+            gaps.append(time.perf_counter_ns() - start)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=watch)
+    sys.setswitchinterval(1e-5)  # Python's own patience is no part of a hold
+    thread.start()
+    try:
+        for blocks in (HOLD_KEYS // 100, HOLD_KEYS // 10, HOLD_KEYS):
+            for _ in range(_HOLD_CALLS):
+                digests = os.urandom(DIGEST_BYTES * min(blocks, pages))
+                for prompt in (digests, split(digests)):
+                    manager.lookup(prompt)
+                    manager.complete_store(manager.prepare_store(prompt))
+                    manager.touch(prompt)
+                    manager.complete_load(manager.prepare_load(prompt))
+        ours.manager.reset()
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    return round(max(gaps) / 1e6, 3)
 
 
 def in_a_new_process(call: Callable[..., float], *arguments: object) -> float:

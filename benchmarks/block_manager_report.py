@@ -10,6 +10,7 @@ from timing import Spread
 
 FASTER = 5.0  # than vLLM's
 BYTES_PER_PAGE = 200.0
+HOLD_MILLISECONDS, HOLD_KEYS = 1.0, 10_000
 VLLM, VLLM_BY_KEY = "vLLM", "vLLM by key"
 MISS = "lookup, a miss"  # one key is looked up, so the call itself is all that it costs
 BESIDE = {"digests": VLLM, "keys": VLLM, "by key": VLLM_BY_KEY}  # who is compared with whom
@@ -59,11 +60,17 @@ def _of_policy(cells: Sequence[Cell]) -> str:
     return table(headers, rows)
 
 
-def judge(cells: Sequence[Cell], memory: Sequence[Memory]) -> list[Verdict]:
+def judge(cells: Sequence[Cell], memory: Sequence[Memory], hold: float) -> list[Verdict]:
+    """hold: the longest time that another thread waited for the GIL, in milliseconds."""
     ours = [its for its in memory if its.manager != VLLM]
     worst = max(its.bytes_per_page for its in ours)
     name = f"bytes for each of {ours[0].pages:,} pages"
-    return [*_speeds(cells), Verdict(name, BYTES_PER_PAGE, worst)]
+    held = f"longest hold of the GIL by a call of up to {HOLD_KEYS:,} keys, ms"
+    return [
+        *_speeds(cells),
+        Verdict(name, BYTES_PER_PAGE, worst),
+        Verdict(held, HOLD_MILLISECONDS, hold),
+    ]
 
 
 def _speeds(cells: Sequence[Cell]) -> Iterator[Verdict]:

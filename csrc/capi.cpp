@@ -95,5 +95,11 @@ bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse
       [&] { kvswap::touch_host(address, bytes, {threads, collapse, cpus, cpu_count}); });
 }
 
+void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
+                                 int64_t chunk_blocks) {
+  __atomic_store_n(&usable->chunk_blocks, chunk_blocks, __ATOMIC_RELAXED);
+  __atomic_store_n(&usable->last_page, last_page, __ATOMIC_RELEASE);
+}
+
 const char* kvswap_last_error() { return kvswap::last_error().c_str(); }
 const char* kvswap_last_error_type() { return kvswap::last_error_type(); }

@@ -54,14 +54,19 @@ KVSWAP_API void kvswap_cache_release(void* watched);
 // thread may call, and no call holds up another one for longer than a few driver calls. Functions
 // that return a pointer return null on failure, and those that return a truth false.
 
-// What of a pool can be used now. Python changes it while the pool is pinned: `last_page` grows,
-// after `chunk_blocks` has got smaller if it does.
+// What of a pool can be used now. kvswap_usable_pages_publish changes it while the pool is pinned:
+// `last_page` grows, after `chunk_blocks` has got smaller if it does.
 struct kvswap_usable_pages {
   int64_t first_page, last_page;  // the last is not one of them
   // Blocks that are registered in one piece, counted from the first page of the pool on: no copy of
   // the driver may run from one piece into the next.
   int64_t chunk_blocks;
 };
+// Lets jobs use the pages before `last_page`. Whoever reads last_page with acquire order, as each
+// submission does, then also sees the pages registered and chunk_blocks as it was given here; on
+// machines that reorder stores (arm64) a store of Python's ctypes would promise neither.
+KVSWAP_API void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
+                                            int64_t chunk_blocks);
 
 // A layout and its host pool; lists have `planes` entries.
 struct kvswap_group {
@@ -158,16 +163,18 @@ KVSWAP_API void kvswap_job_release(void* job);
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
 // Asks the device: 1 when the job has ended, 0 when it has not; -1 on failure.
 KVSWAP_API int kvswap_job_done(void* handler, void* job);
-// Makes the stream wait for the end of a group of layers of the job; -1: all. null: the stream that
-// is current on the device.
+// Makes a stream wait for the end of a group of layers of the job; -1: all. stream_device: the GPU
+// of the stream; -1 stands for the stream that is current on the handler's GPU.
 KVSWAP_API bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
-                                   bool is_current);
+                                   int stream_device);
 // 1: it is or will be reported as cancelled, 0: it has ended; -1 on failure.
 KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 
-// A gate with this many parts, and a wait for one of them. Valid until the process ends.
+// A gate with this many parts, and a wait for one of them. Valid until kvswap_gate_release, also
+// without its handler; what waits for the gate, such as a captured graph, goes on working then.
 KVSWAP_API void* kvswap_gate_create(void* handler, int parts);
-KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current);
+KVSWAP_API void kvswap_gate_release(void* gate);
+KVSWAP_API bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device);
 
 // Seconds: counts[0] has those up to 1 us, counts[i] those up to 2^i us, the last all above.
 #define KVSWAP_BUCKETS 26

@@ -13,11 +13,26 @@ using kvswap::blocks::Manager;
 
 static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::blocks::Event));
 static_assert(KVSWAP_DIGEST_BYTES == kvswap::blocks::kDigestBytes);
+static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
 
 Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
 
 Keys read_keys(const void* keys, const int64_t* counts) {
   return {static_cast<const uint8_t*>(keys), counts};
+}
+
+// What a call answers that is made again without the GIL, or that fails.
+template <typename Call>
+int64_t answer(const Call& call) {
+  int64_t value = -1;
+  succeeds([&] {
+    try {
+      value = static_cast<int64_t>(call());
+    } catch (const kvswap::blocks::Busy&) {
+      value = KVSWAP_BLOCKS_BUSY;
+    }
+  });
+  return value;
 }
 
 std::vector<kvswap::blocks::GroupOptions> read_groups(const kvswap_blocks_group* groups,
@@ -50,57 +65,63 @@ bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages) {
   return succeeds([&] { manager_at(blocks).grow(ready_pages); });
 }
 
-bool kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
-                          kvswap_blocks_found* found) {
-  return succeeds([&] {
-    const auto [cached, ready, pending] = manager_at(blocks).lookup(read_keys(keys, counts), again);
+int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
+                             kvswap_blocks_found* found, bool wait) {
+  return answer([&] {
+    const auto [cached, ready, pending] =
+        manager_at(blocks).lookup(read_keys(keys, counts), again, wait);
     *found = {cached, ready, pending};
+    return 1;
   });
 }
 
 int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t* counts,
-                                   int64_t* pages) {
-  int64_t job = -1;
-  succeeds([&] { job = manager_at(blocks).prepare_load(read_keys(keys, counts), pages); });
-  return job;
+                                   int64_t* pages, bool wait) {
+  return answer(
+      [&] { return manager_at(blocks).prepare_load(read_keys(keys, counts), pages, wait); });
 }
 
-int kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts, double now,
-                                bool keep, int64_t* places, int64_t* pages, int64_t* new_counts,
-                                int64_t* job, int64_t* lease) {
-  int result = -1;
-  succeeds([&] {
+int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts,
+                                    double now, bool keep, int64_t* places, int64_t* pages,
+                                    int64_t* new_counts, int64_t* job, int64_t* lease, bool wait) {
+  return answer([&] {
     const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep, places,
-                                                         pages, new_counts);
+                                                         pages, new_counts, wait);
     if (stored) std::tie(*job, *lease) = std::pair(stored->job, stored->lease);
-    result = stored.has_value();
+    return stored.has_value();
   });
-  return result;
 }
 
-bool kvswap_blocks_end(void* blocks, int64_t job, bool well) {
-  return succeeds([&] { manager_at(blocks).end(job, well); });
+int64_t kvswap_blocks_end(void* blocks, int64_t job, bool well, bool wait) {
+  return answer([&] {
+    manager_at(blocks).end(job, well, wait);
+    return 1;
+  });
 }
 
-bool kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts) {
-  return succeeds([&] { manager_at(blocks).touch(read_keys(keys, counts)); });
+int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts, bool wait) {
+  return answer([&] {
+    manager_at(blocks).touch(read_keys(keys, counts), wait);
+    return 1;
+  });
 }
 
-bool kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts, bool renew) {
-  return succeeds([&] { manager_at(blocks).order(read_keys(keys, counts), renew); });
+int64_t kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts, bool renew,
+                            bool wait) {
+  return answer([&] {
+    manager_at(blocks).order(read_keys(keys, counts), renew, wait);
+    return 1;
+  });
 }
 
 int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts, double now,
-                            double seconds) {
-  int64_t lease = -1;
-  succeeds([&] { lease = manager_at(blocks).lease(read_keys(keys, counts), now, seconds); });
-  return lease;
+                            double seconds, bool wait) {
+  return answer(
+      [&] { return manager_at(blocks).lease(read_keys(keys, counts), now, seconds, wait); });
 }
 
-int kvswap_blocks_release(void* blocks, int64_t lease) {
-  int released = -1;
-  succeeds([&] { released = manager_at(blocks).release(lease); });
-  return released;
+int64_t kvswap_blocks_release(void* blocks, int64_t lease, bool wait) {
+  return answer([&] { return manager_at(blocks).release(lease, wait); });
 }
 
 bool kvswap_blocks_reset(void* blocks) {

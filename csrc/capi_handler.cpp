@@ -78,8 +78,10 @@ class Results {
   kvswap_result* results_;
 };
 
-kvswap::cuda::Stream resolve(int device, void* stream, bool is_current) {
-  return is_current ? kvswap::cuda::current_stream(device) : stream;
+// stream_device: -1 for the stream that is current on `device`.
+kvswap::cuda::StreamRef resolve(int device, void* stream, int stream_device) {
+  if (stream_device < 0) return kvswap::cuda::current_stream(device);
+  return {stream_device, stream};
 }
 
 }  // namespace
@@ -155,11 +157,11 @@ int kvswap_job_done(void* handler, void* job) {
   return done;
 }
 
-bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream, bool is_current) {
+bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
+                        int stream_device) {
   return succeeds_in(handler, [&](Handler& of) {
-    const int device = of.device();
-    of.wait_on(static_cast<Job*>(job), layer_group,
-               device < 0 ? nullptr : resolve(device, stream, is_current));
+    if (of.device() < 0) return;  // the job has ended
+    of.wait_on(static_cast<Job*>(job), layer_group, resolve(of.device(), stream, stream_device));
   });
 }
 
@@ -175,12 +177,11 @@ void* kvswap_gate_create(void* handler, int parts) {
   return gate;
 }
 
-bool kvswap_gate_wait(void* gate, int part, void* stream, bool is_current) {
+void kvswap_gate_release(void* gate) { kvswap::Gate::release(static_cast<kvswap::Gate*>(gate)); }
+
+bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device) {
   const auto& of = *static_cast<kvswap::Gate*>(gate);
-  return succeeds([&] {
-    const kvswap::cuda::ContextGuard context(of.device);
-    of.wait(part, resolve(of.device, stream, is_current));
-  });
+  return succeeds([&] { of.wait(part, resolve(of.device, stream, stream_device)); });
 }
 
 bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {

@@ -126,12 +126,9 @@ FragmentList make_fragments(const std::vector<BlockTensor>& src,
 
 // Both streams wait for each other around `copy`, as in Tensor.copy_.
 template <typename Copy>
-void copy_ordered_after(int src_device, cuda::Stream stream, const Copy& copy) {
-  const cuda::Stream src_stream = cuda::current_stream(src_device);
-  {
-    const cuda::ContextGuard context(src_device);
-    cuda::order_after(src_stream, stream);
-  }
+void copy_ordered_after(const cuda::StreamRef& src_stream, const cuda::StreamRef& stream,
+                        const Copy& copy) {
+  cuda::order_after(src_stream, stream);
   // Also by an error: what was submitted before it still reads the source.
   cuda::run_before(stream, src_stream, copy);
 }
@@ -139,18 +136,18 @@ void copy_ordered_after(int src_device, cuda::Stream stream, const Copy& copy) {
 void copy_on_device(const FragmentList& fragments, int src_device, int dst_device,
                     bool has_pageable) {
   BatchOptions options;
-  options.device = dst_device >= 0 ? dst_device : src_device;
   options.has_pageable = has_pageable;
   options.wait = src_device < 0 || dst_device < 0;
-  const cuda::Stream stream = cuda::current_stream(options.device);
-  const cuda::ContextGuard context(options.device);
+  const cuda::StreamRef stream = cuda::current_stream(dst_device >= 0 ? dst_device : src_device);
+  const cuda::ContextGuard context(stream.device);  // so that each call below need not change it
   KVSWAP_CHECK(!options.wait || !cuda::is_capturing(stream),
                "the current stream is being captured into a CUDA graph, and this op returns only "
                "when host memory was read or written; capture swap_blocks_batch with pinned memory "
                "instead");
   if (options.wait || src_device == dst_device) return copy_batch(fragments, stream, options);
   options.src_device = src_device;
-  copy_ordered_after(src_device, stream, [&] { copy_batch(fragments, stream, options); });
+  copy_ordered_after(cuda::current_stream(src_device), stream,
+                     [&] { copy_batch(fragments, stream, options); });
 }
 
 }  // namespace

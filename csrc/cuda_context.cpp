@@ -21,13 +21,24 @@ Context primary_context(int device) {
   return entry->second;
 }
 
-ContextGuard::ContextGuard(int device) {
+namespace {
+
+constexpr int kNoDevice = -1;
+thread_local int guarded_device = kNoDevice;  // of the innermost guard of the thread
+
+}  // namespace
+
+ContextGuard::ContextGuard(int device) : outer_(guarded_device) {
+  if (device == outer_) return;
   KVSWAP_DRIVER_CHECK(driver().push_context(primary_context(device)),
                       "cuCtxPushCurrent for CUDA device ", device);
   driver().exchange_capture_mode(&capture_mode_);  // fails for no value of ours
+  guarded_device = device;
 }
 
 ContextGuard::~ContextGuard() {
+  if (guarded_device == outer_) return;
+  guarded_device = outer_;
   // A destructor must not throw; the pop fails only when the driver is gone, and with it the
   // context that it would restore.
   Context context;
@@ -35,15 +46,45 @@ ContextGuard::~ContextGuard() {
   driver().pop_context(&context);
 }
 
-void order_after(Stream earlier, Stream later) {
-  Event event = nullptr;
-  KVSWAP_DRIVER_CHECK(driver().create_event(&event, kEventDisableTiming), "cuEventCreate");
-  Result result = driver().record_event(event, earlier);
-  if (result == kSuccess) result = driver().wait_event(later, event, 0);
-  // The driver keeps a destroyed event until the work that uses it has ended.
-  const Result destroyed = driver().destroy_event(event);
-  KVSWAP_DRIVER_CHECK(result, "ordering one stream after another");
-  KVSWAP_DRIVER_CHECK(destroyed, "cuEventDestroy");
+bool is_capturing(const StreamRef& stream) {
+  const ContextGuard context(stream.device);
+  int status = 0;
+  KVSWAP_DRIVER_CHECK(driver().is_capturing(stream.handle, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+void wait_event(const StreamRef& stream, Event event) {
+  const ContextGuard context(stream.device);
+  KVSWAP_DRIVER_CHECK(driver().wait_event(stream.handle, event, 0), "cuStreamWaitEvent");
+}
+
+namespace {
+
+// An event of one record. The driver keeps a destroyed event until the work that uses it has ended.
+class PassingEvent {
+ public:
+  explicit PassingEvent(const StreamRef& stream) {
+    const ContextGuard context(stream.device);
+    KVSWAP_DRIVER_CHECK(driver().create_event(&event_, kEventDisableTiming), "cuEventCreate");
+    const Result result = driver().record_event(event_, stream.handle);
+    if (result != kSuccess) driver().destroy_event(event_);
+    KVSWAP_DRIVER_CHECK(result, "cuEventRecord");
+  }
+  ~PassingEvent() { driver().destroy_event(event_); }  // fails where the device is lost
+  PassingEvent(const PassingEvent&) = delete;
+  PassingEvent& operator=(const PassingEvent&) = delete;
+
+  Event get() const { return event_; }
+
+ private:
+  Event event_ = nullptr;
+};
+
+}  // namespace
+
+void order_after(const StreamRef& earlier, const StreamRef& later) {
+  const PassingEvent end(earlier);
+  wait_event(later, end.get());
 }
 
 Stream create_stream() {
@@ -56,19 +97,16 @@ Stream create_stream() {
   return stream;
 }
 
-Stream side_stream(int device) {
+StreamRef side_stream(int device) {
   static std::mutex mutex;
   static auto& streams = *new std::map<int, Stream>;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto known = streams.find(device);
-  if (known != streams.end()) return known->second;
-  return streams[device] = create_stream();
-}
-
-bool is_capturing(Stream stream) {
-  int status = 0;
-  KVSWAP_DRIVER_CHECK(driver().is_capturing(stream, &status), "cuStreamIsCapturing");
-  return status != 0;
+  if (known != streams.end()) return {device, known->second};
+  const ContextGuard context(device);
+  const Stream stream = create_stream();
+  streams.emplace(device, stream);
+  return {device, stream};
 }
 
 }  // namespace kvswap::cuda

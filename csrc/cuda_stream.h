@@ -3,7 +3,7 @@
 #include <dlfcn.h>
 
 #include "check.h"
-#include "cuda_driver.h"
+#include "cuda_context.h"
 
 // The current stream of PyTorch; the only place that knows libtorch_cuda.
 namespace kvswap::cuda {
@@ -11,7 +11,7 @@ namespace kvswap::cuda {
 // libtorch_cuda is not a library of ours: a strong reference would not load with a CPU-only PyTorch
 // and a weak one is null under --as-needed, so the symbol is looked up in the library that PyTorch
 // has already loaded.
-inline Stream current_stream(int device) {
+inline StreamRef current_stream(int device) {
   using GetStream = int (*)(int32_t, void**);
   static const GetStream get_stream = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -25,7 +25,7 @@ inline Stream current_stream(int device) {
   void* stream = nullptr;
   KVSWAP_CHECK(get_stream(device, &stream) == 0, "PyTorch has no current stream for CUDA device ",
                device);
-  return stream;
+  return {device, stream};
 }
 
 }  // namespace kvswap::cuda

@@ -112,13 +112,13 @@ void expand_on_host(const Expansion& e) {
 
 void expand_on_cuda(Expansion expansion, int device) {
   constexpr int64_t kThreads = 256, kMostBlocks = 4096;
-  const cuda::Stream stream = cuda::current_stream(device);
+  const cuda::StreamRef stream = cuda::current_stream(device);
   const cuda::ContextGuard context(device);
   const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMostBlocks);
   void* arguments[] = {&expansion};
   KVSWAP_DRIVER_CHECK(
       cuda::driver().launch(cuda::kernels(device).expand_block_ids, static_cast<unsigned>(blocks),
-                            1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+                            1, 1, kThreads, 1, 1, 0, stream.handle, arguments, nullptr),
       "cuLaunchKernel");
 }
 

@@ -19,7 +19,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
 
 // How the native side gets hold of tensors of Python; torch_kvswap/ops.py has those for users.
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
-  m.def("_watch_cache(Tensor[] tensors, int[] addresses) -> int");
+  m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }

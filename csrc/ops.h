@@ -27,6 +27,7 @@ void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, in
                           std::optional<int64_t> count, const Tensor& out);
 
 // No op for users: what kvswap_cache_moved looks at. The tensors had their memory at `addresses`.
-int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses);
+int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses,
+                    const std::vector<int64_t>& storage_ends);
 
 }  // namespace kvswap

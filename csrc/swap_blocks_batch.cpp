@@ -3,7 +3,6 @@
 #include "copy/address_map.h"
 #include "copy/batch.h"
 #include "copy/host.h"
-#include "cuda_context.h"
 #include "cuda_stream.h"
 #include "environment.h"
 #include "ops.h"
@@ -43,14 +42,11 @@ class Batch {
     if (fragments_.empty()) return;
     if (check_) check_addresses(fragments_, addresses_);
     if (device_ < 0) return copy_on_host(fragments_);
-    const cuda::Stream stream = cuda::current_stream(device_);
-    const cuda::ContextGuard context(device_);
     BatchOptions options;
-    options.device = device_;
     options.has_pageable = has_pageable_;
     options.wait = has_pageable_;
     options.host_source_any_order = host_source_any_order;
-    copy_batch(fragments_, stream, options);
+    copy_batch(fragments_, cuda::current_stream(device_), options);
   }
 
  private:

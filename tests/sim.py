@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,16 @@ STREAMS = {  # in the order in which a handler creates them
     str(SIDE): "side",
 }
 CHANNELS = ("store", "load", "expedited")
+HURTS_A_JOB = (  # calls of the driver that one job needs
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuLaunchKernel",
+    "cuMemcpyAsync",
+    "cuMemcpyBatchAsync",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+    "cuStreamWriteValue64",
+)
 SHARE = {  # kind, block and page of two jobs that must not overlap
     "store, load of its page": (("store", 1, 2), ("load", 3, 2)),
     "store, load into its block": (("store", 1, 2), ("load", 1, 3)),
@@ -235,6 +247,12 @@ def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = 20
 
 def states(results: list[Result]) -> list[str]:
     return [result.state for result in results]
+
+
+def is_asleep(thread: threading.Thread) -> bool:
+    """Whether the thread waits for something, or for its turn to run."""
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"
 
 
 def number_of_threads_now() -> int:

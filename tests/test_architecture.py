@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_kvswap import capi
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_kvswap"
 MODULES = {
@@ -107,6 +109,10 @@ def includes(path: Path) -> Iterator[str]:
         yield from includes(header) if header else ()
 
 
+def source_of(name: str) -> str:
+    return (ROOT / "csrc" / name).read_text()
+
+
 def tracked_files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -132,6 +138,26 @@ def test_only_ops_and_the_loader_say_torch_ops(module):
     assert not [
         name for name in attributes(module) if re.match(r"torch\.(ops|_ops|library)\b", name)
     ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_native_side_writes_which_pages_are_usable(module):
+    """Submissions read them with acquire order, which only a native release store answers."""
+    fields = {name for name, _ in capi.UsablePages._fields_}
+    written = [
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+    ]
+    assert not fields & {*written}
+
+
+def test_which_pages_are_usable_is_released_and_acquired():
+    stores = re.findall(r"__atomic_store_n\(&usable->(\w+), \w+, (\w+)\)", source_of("capi.cpp"))
+    assert stores == [("chunk_blocks", "__ATOMIC_RELAXED"), ("last_page", "__ATOMIC_RELEASE")]
+    reads = [read for path in NATIVE for read in re.findall(r".*[>.]last_page.*", path.read_text())]
+    assert len(reads) == 2  # the store above, and this one
+    assert [read for read in reads if "__atomic_load_n" in read and "__ATOMIC_ACQUIRE" in read]
 
 
 def test_the_block_manager_can_be_used_without_the_handler():

@@ -18,6 +18,8 @@ from transfers import Kind, Shape
 
 from torch_kvswap import OffloadHandler
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "8", "1", "--samples", "2"]
 

@@ -139,23 +139,23 @@ def test_the_legacy_default_stream_is_served_beside_it():
         """\
 push context of device 1
 create stream 101, of priority -5
-record event 1 on stream 0
+record event 1 on stream 0 of GPU 1
 wait for event 1 on stream 101
 batch of 2 on stream 101, source order 1 from 0
 record event 2 on stream 101
-wait for event 2 on stream 0
+wait for event 2 on stream 0 of GPU 1
 pop context
 
 push context of device 1
-record event 3 on stream 1
+record event 3 on stream 1 of GPU 1
 wait for event 3 on stream 101
 batch of 2 on stream 101, source order 1 from 0
 record event 4 on stream 101
-wait for event 4 on stream 1
+wait for event 4 on stream 1 of GPU 1
 pop context
 
 push context of device 1
-batch of 2 on stream 2, source order 1 from 0
+batch of 2 on stream 2 of GPU 1, source order 1 from 0
 pop context
 
 """,

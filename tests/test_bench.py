@@ -11,6 +11,8 @@ from expecttest import assert_expected_inline
 from torch_kvswap.cli import bench
 from torch_kvswap.cli.bench import Outcome, summary
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 # Writes what it is told to the file after --json, and ends with a code.
 PROGRAM = """\
 import json, sys

@@ -10,6 +10,8 @@ import torch
 from big_copy import BigCopy
 from timing import Hold
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 
 # The big copy

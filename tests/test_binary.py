@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -127,7 +128,8 @@ def cuda_headers(version: str, folder: Path) -> Path:
 @pytest.mark.parametrize("version", CUDA_HEADERS)
 def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path):
     include = cuda_headers(version, tmp_path)
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    cxx = shlex.split(os.environ.get("CXX", "g++"))
+    command = [*cxx, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
     folders = ["-isystem", include, "-I", ROOT / "csrc"]
     source = ROOT / "tests" / "cuda_headers_check.cpp"
     done = subprocess.run([*command, *folders, source], capture_output=True, text=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
+from array import array
 from random import Random
 
 import numpy as np
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -502,31 +506,164 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         numbered,
         """\
-ValueError: num_pages of group 0 is 0; it is 1 at least
+ValueError: groups is 0; it must be 1 to 536870912
 ValueError: there are no groups; name one at least
-ValueError: num_pages of group 0 is 1099511627776; it is 536870912 at most
-ValueError: block_tokens of group 0 is 0; it is 1 at least
+ValueError: groups is 1099511627776; it must be 1 to 536870912
+ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
 ValueError: group 1 has a state and a window; it can have one of them
 ValueError: policy is 'lfu'; it can be lru or arc
-ValueError: store_threshold is 0; it is 1 at least
-ValueError: ready_pages is 5; the groups have [4] pages
+ValueError: store_threshold is 0; it must be 1 to 4294967295
+ValueError: ready_pages of group 0 is 5; it must be 0 to 4
 ValueError: ready_pages is 4; the groups have [4, 4] pages
-ValueError: ready_pages is [4, -1]; the groups have [4, 4] pages
+ValueError: ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
 TypeError: keys is a str; pass bytes of digests or a list
-TypeError: a key, or a part of one, is of type object; make it of None, bool, int,
+TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: the prefix takes 2 blocks of group 0, which has 1 keys
-ValueError: the prefix takes -1 blocks of group 0, which has 1 keys
+ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: job ~ has ended before, or is another manager's
 ValueError: job ~ has ended before, or is another manager's
-ValueError: a lease of 0 seconds; it has to be more than 0
+ValueError: seconds is 0; a lease must last longer
 ValueError: keys must be a list with those of each of 2 groups
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
 a list of keys""",
     )
+
+
+def test_arguments_of_a_wrong_type_or_range_are_named():
+    manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
+    manager.complete(manager.prepare_store(["a"]))
+    lease = manager.lease(["a"], 1000)
+    words = array("q", range(32))
+    errors = [
+        refusal(BlockManager, "4"),
+        refusal(BlockManager, None),
+        refusal(BlockManager, 4.0),
+        refusal(BlockManager, [4]),
+        refusal(BlockManager, ["4"]),
+        refusal(BlockManager, 2**64 + 4),
+        refusal(BlockManager, [BlockGroup(4, 2**64), BlockGroup(4)]),
+        refusal(BlockManager, [BlockGroup(2**64 + 4)]),
+        refusal(BlockManager, [BlockGroup(4, 1.5)]),
+        refusal(BlockManager, [BlockGroup(4, window_tokens=2**64 + 8)]),
+        refusal(BlockManager, [BlockGroup(4, window_tokens="8")]),
+        refusal(BlockManager, [BlockGroup(4, is_state="no")]),
+        refusal(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
+        refusal(BlockManager, 4, ready_pages="4"),
+        refusal(BlockManager, 4, ready_pages=1.5),
+        refusal(BlockManager, 4, ready_pages=2**64),
+        refusal(BlockManager, 4, policy=None),
+        refusal(BlockManager, 4, store_threshold=2**32),
+        refusal(BlockManager, 4, store_threshold="2"),
+        refusal(BlockManager, 4, events=5),
+        refusal(BlockManager, 4, events=[[]]),
+        refusal(BlockManager, 4, clock=5),
+        refusal(two.grow, [4, "x"]),
+        refusal(manager.lookup, None),
+        refusal(manager.lookup, 5),
+        refusal(manager.lookup, {"a": 1}),
+        refusal(manager.lookup, {"a"}),
+        refusal(manager.lookup, memoryview(words)),
+        refusal(manager.lookup, memoryview(bytes(128))[::2]),
+        refusal(manager.lookup, [words]),
+        refusal(manager.lookup, [np.arange(32)]),
+        refusal(manager.lookup, [memoryview(bytes(64))[::2]]),
+        refusal(manager.prepare_store, [words]),
+        refusal(manager.touch, [words]),
+        refusal(two.lookup, None),
+        refusal(two.lookup, {"a": 1, "b": 2}),
+        refusal(two.lookup, [["a"], None]),
+        refusal(manager.prepare_load, ["a"], 1.5),
+        refusal(manager.prepare_load, ["a"], 2**64),
+        refusal(manager.complete, None),
+        refusal(manager.fail, 5),
+        refusal(manager.lease, ["a"], "x"),
+        refusal(manager.lease, ["a"], None),
+        refusal(manager.lease, ["a"], float("nan")),
+        refusal(manager.lease, ["a"], -1),
+        refusal(manager.release, "x"),
+        refusal(manager.release, None),
+        refusal(manager.release, -1),
+        refusal(manager.release, lease + 2**64),
+    ]
+    assert_expected_inline(
+        "\n".join(errors).replace(str(lease + 2**64), "~"),
+        """\
+TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
+group of layers
+TypeError: groups is a NoneType; pass a number of pages, or a list with a BlockGroup for
+each group of layers
+TypeError: groups is a float; pass a number of pages, or a list with a BlockGroup for
+each group of layers
+TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: groups[0] is a str; pass a BlockGroup
+ValueError: groups is 18446744073709551620; it must be 1 to 536870912
+ValueError: block_tokens of group 0 is 18446744073709551616; it must be 1 to 2147483647
+ValueError: num_pages of group 0 is 18446744073709551620; it must be 1 to 536870912
+TypeError: block_tokens of group 0 is a float; it must be an integer
+ValueError: window_tokens of group 0 is 18446744073709551624; it must be 1 to
+9223372036854775807
+TypeError: window_tokens of group 0 is a str; it must be an integer
+TypeError: is_state of group 0 is a str; it must be True or False
+ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
+together only every 10633823916761725492519750755069984780 tokens; give the groups
+block_tokens that divide each other
+TypeError: ready_pages is a str; pass a number for each group
+TypeError: ready_pages is a float; pass a number for each group
+ValueError: ready_pages of group 0 is 18446744073709551616; it must be 0 to 4
+ValueError: policy is None; it can be lru or arc
+ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
+TypeError: store_threshold is a str; it must be an integer
+TypeError: events is a int; pass True, False or a list of kinds
+ValueError: events has []; kinds are stored, evicted, cleared, lost
+TypeError: clock is a int; pass a function that gives seconds
+TypeError: ready_pages of group 1 is a str; it must be an integer
+TypeError: keys is a NoneType; pass bytes of digests or a list
+TypeError: keys is a int; pass bytes of digests or a list
+TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: keys is a set; pass bytes of digests or a list
+TypeError: keys is a memoryview of items of 8 bytes, shape (32,); pass contiguous bytes
+of digests
+TypeError: keys is a memoryview of items of 1 bytes, shape (64,); pass contiguous bytes
+of digests
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type ndarray; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type memoryview; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys is a NoneType; pass a list with the keys of each group
+TypeError: keys is a dict; pass a list with the keys of each group
+TypeError: keys[1] is a NoneType; pass bytes of digests or a list
+TypeError: prefix is a float; it must be an integer
+ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
+TypeError: job is a NoneType; pass a Load or a Store
+TypeError: job is a int; pass a Load or a Store
+TypeError: seconds is a str; it must be a number of seconds
+TypeError: seconds is a NoneType; it must be a number of seconds
+ValueError: seconds is nan; it must be 0 seconds or more
+ValueError: seconds is -1.0; it must be 0 seconds or more
+TypeError: lease is a str; it must be an integer
+TypeError: lease is a NoneType; it must be an integer
+ValueError: lease is -1; it must be 0 to 9223372036854775807
+ValueError: lease is ~; it must be 0 to 9223372036854775807""",
+    )
+    assert manager.release(lease)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_cannot_be_copied(copied):
+    manager = BlockManager(4)
+    for owner in (manager, manager._native):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(owner)
 
 
 def test_a_manager_is_refused_in_a_forked_child():
@@ -548,10 +685,12 @@ def test_a_manager_is_refused_in_a_forked_child():
     assert manager.lookup(["a"]).found == 0
 
 
-def test_threads_may_share_a_manager():
-    manager, over = BlockManager(400, events=True), threading.Event()
-    prompts = [os.urandom(32 * 50) for _ in range(16)]
-    writers = np.zeros(400, np.int64)
+@pytest.mark.parametrize(("blocks", "resets"), [(50, False), (50, True), (1100, True)])
+def test_threads_may_share_a_manager(blocks, resets):
+    pages = 8 * blocks
+    manager, over = BlockManager(pages, events=True), threading.Event()
+    prompts = [os.urandom(32 * blocks) for _ in range(16)]
+    writers = np.zeros(pages, np.int64)
     wrong = []
 
     def serve(seed):
@@ -573,6 +712,8 @@ def test_threads_may_share_a_manager():
         while not over.is_set():
             manager.events()
             manager.stats()
+            if resets:
+                manager.reset()
 
     watcher = threading.Thread(target=watch)
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
@@ -584,4 +725,4 @@ def test_threads_may_share_a_manager():
     watcher.join()
     assert not wrong
     stats = manager.stats()
-    assert stats.free_pages + stats.idle_pages == 400
+    assert stats.free_pages + stats.idle_pages == pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,12 +180,14 @@ class Machine(RuleBasedStateMachine):
         return {(event.kind, key_of[event.key]) for event in self.manager.events()}
 
 
+@pytest.mark.slow
 def test_random_calls_do_what_the_model_does():
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_in_a_million_operations_every_block_is_found_with_its_own_content(policy):
     rng, pages = np.random.default_rng(1), 4_000
@@ -198,8 +199,8 @@ def test_in_a_million_operations_every_block_is_found_with_its_own_content(polic
         for i in range(100)
     }
     content, running = np.full(pages, -1), []
-    operations, deadline = 0, time.monotonic() + 60
-    while operations < 1_000_000 and time.monotonic() < deadline:
+    operations = 0
+    while operations < 1_000_000:
         prompt = prompts[min(int(rng.zipf(1.3)), len(prompts)) - 1][
             : 32 * int(rng.integers(1, 101))
         ]
@@ -223,7 +224,6 @@ def test_in_a_million_operations_every_block_is_found_with_its_own_content(polic
                 content[held] = written
             manager.complete(job)
             operations += len(held)
-    assert operations >= 1_000_000
     for job, *_ in running:
         manager.complete(job)
     stats = manager.stats()

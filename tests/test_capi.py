@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,8 @@ def test_a_structure_is_the_same_in_python_and_in_the_header(name, tmp_path):
         ]
     source = tmp_path / "check.cpp"
     source.write_text("\n".join(["#include <stddef.h>", f'#include "{HEADERS[1]}"', *lines]))
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", source]
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    command = [*compiler, "-std=c++17", "-fsyntax-only", source]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -237,7 +237,6 @@ def test_while_capturing_jobs_can_be_looked_at(rig: Rig) -> None:
         assert done.done()
         assert unseen.done()
         rig.handler.wait([done, unseen])
-        done.wait_on()  # ended: there is nothing to wait for
         assert [result.job_id for result in rig.handler.finished()] == [unseen.id]
         assert rig.handler.finished() == []
         rig.handler.wait()
@@ -264,6 +263,21 @@ def test_while_capturing_the_captured_stream_cannot_be_waited_for(rig: Rig) -> N
     assert rig.page(1) == NEW
     rig.handler.wait(rig.handler.store([1], [1]))
     assert rig.page(1) == OLD
+
+
+def test_while_capturing_not_even_a_job_that_has_ended_can_be_waited_for_on_the_captured_stream(
+    rig: Rig,
+) -> None:
+    done = rig.handler.load([1], [1], layer_groups=1)
+    rig.handler.wait(done)
+
+    def meanwhile() -> None:
+        for wait in (done.wait_on, lambda: done.wait_layer(0)):
+            with pytest.raises(RuntimeError, match="captur"):
+                wait()
+        done.wait_on(rig.side)  # which is not captured
+
+    check_replay(rig, captured(rig, meanwhile))
 
 
 def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captured(

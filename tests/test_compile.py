@@ -6,7 +6,7 @@ import torch
 from torch_kvswap import ops
 
 OPS = torch.ops.torch_kvswap
-BACKENDS = ["aot_eager", "inductor"]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MAPPING = torch.tensor([[0, 0]])
 

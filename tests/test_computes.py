@@ -8,6 +8,8 @@ import pytest
 import torch
 from computes import Idle, ThreadCompute, computes
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 
 def test_a_machine_without_a_gpu_computes_in_a_thread() -> None:
     (compute,) = computes(torch.device("cpu"), 0.02)

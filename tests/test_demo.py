@@ -9,6 +9,8 @@ import torch
 
 from torch_kvswap.cli import demo
 
+pytestmark = pytest.mark.slow
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -24,8 +26,8 @@ def small(tmp_path):
 class ReversedLoads(demo.OffloadHandler):
     """Brings every request its own blocks in the wrong order."""
 
-    def load(self, page_ids, gpu_block_ids):
-        return super().load(page_ids[::-1], gpu_block_ids)
+    def load(self, page_ids, gpu_block_ids, **options):
+        return super().load(page_ids[::-1], gpu_block_ids, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rigs import NEW, OLD, Rig, only, run_script
+from rigs import NEW, OLD, ROW, Rig, cycles_per_ms, only, run_script
+
+from torch_kvswap import ops
+from torch_kvswap.gate import Gate
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +88,90 @@ def test_the_current_device_stays_so_after_every_call(rig: Rig, current: int) ->
             call()
             assert torch.cuda.current_device() == current
             assert [torch.cuda.current_stream(device) for device in (0, 1)] == streams
+
+
+STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {
+    "default": torch.cuda.default_stream,
+    "legacy": lambda gpu: torch.cuda.ExternalStream(1, torch.device("cuda", gpu)),
+    "per-thread": lambda gpu: torch.cuda.ExternalStream(2, torch.device("cuda", gpu)),
+    "side": torch.cuda.Stream,
+}
+
+
+def wait_at_a_gate(rig: Rig, gate: Gate, other: torch.cuda.Stream) -> None:
+    """Behind the closing of the gate, which is on the current stream of cuda:1."""
+    other.wait_event(torch.cuda.current_stream(1).record_event())
+    gate.wait(0, other)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("wait", ["wait_on", "wait_layer", "gate", "control"])
+def test_any_stream_of_another_gpu_waits_for_a_load(rig: Rig, name: str, wait: str) -> None:
+    other = STREAMS[name](0)
+    seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
+
+    def look() -> torch.cuda.Event:
+        # PyTorch orders a copy between GPUs behind the current streams of both: consumer is idle.
+        with torch.cuda.stream(rig.consumer), torch.cuda.stream(other):
+            seen.copy_(rig.cache[1])
+            return other.record_event()
+
+    gate = rig.handler.gate()
+    look().synchronize()  # the first copy between two GPUs makes ready what it needs
+    assert only(seen) == OLD
+    busy = rig.slow_on(rig.side)
+    job = rig.handler.load([0], [1], after=busy, gate=gate)
+    if wait == "wait_on":
+        job.wait_on(other)
+    elif wait == "wait_layer":
+        job.wait_layer(0, other)
+    elif wait == "gate":
+        wait_at_a_gate(rig, gate, other)
+    event = look()
+    assert not busy.query()
+    event.synchronize()
+    assert busy.query() == (wait != "control")
+    assert only(seen) == (OLD if wait == "control" else NEW)
+    rig.handler.wait(job)
+
+
+@pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
+@pytest.mark.parametrize("late", ["source", "destination"])
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "control"])
+def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
+    two_gpus: None, streams: str, late: str, ordered: bool
+) -> None:
+    of = [STREAMS[name](gpu) for gpu, name in enumerate(streams.split(", "))]
+    others = [torch.cuda.Stream(gpu) for gpu in (0, 1)]
+    src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:0")
+    dst = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
+
+    def swap(source: torch.cuda.Stream, destination: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(source), torch.cuda.stream(destination):
+            ops.swap_blocks(src, dst, ROW, torch.arange(4)[:, None].expand(4, 2))
+
+    def fill(stream: torch.cuda.Stream, value: int) -> None:
+        with torch.cuda.stream(stream):
+            src.fill_(value)
+
+    fill(of[0], 0)
+    swap(*others)  # makes ready what the first ones need
+    for gpu in (0, 1):
+        with torch.cuda.device(gpu):
+            cycles_per_ms()
+        torch.cuda.synchronize(gpu)
+    with torch.cuda.stream(of[("source", "destination").index(late)]):
+        torch.cuda._sleep(int(200 * cycles_per_ms()))
+    # In order: the source is written, copied, and written again.
+    fill(of[0], 1)
+    if not ordered and late == "destination":
+        others[0].wait_stream(of[0])  # writes again behind the first write, but not behind the copy
+    swap(*(of if ordered or late == "destination" else others))
+    fill(of[0] if ordered or late == "source" else others[0], 2)
+    for gpu in (0, 1):
+        torch.cuda.synchronize(gpu)
+    assert only(src) == 2
+    assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])
 
 
 def test_a_queue_is_emptied_on_the_caches_device(rig: Rig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 
@@ -230,6 +232,55 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
         assert engine.manager.stats().free_pages == host.num_pages - 1
 
 
+@stubbed
+def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        engine.store(["a", "b"], [1, 3])
+        driver.run()
+        assert [result.state for result in engine.finished()] == ["done"]
+        assert handler.cancel(engine.load(["a", "b"], [5, 6]))
+        driver.set_mode("immediate")
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["cancelled"]
+        assert engine.lookup(["a", "b"]).ready == 2
+        assert engine.manager.stats().idle_pages == 2
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    engine, tensor = make(storing="lazy")
+    with engine.handler as handler:
+        for number in range(3):
+            engine.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
+        store, started = handler.store, []
+
+        def failing(*args: object, **options: object) -> object:
+            if len(started) == fails_at:
+                raise MemoryError
+            started.append(store(*args, **options))
+            return started[-1]
+
+        monkeypatch.setattr(handler, "store", failing)
+        with pytest.raises(MemoryError):
+            engine.evict([1, 3, 5])
+        assert engine.manager.stats().filling_pages == 2 * fails_at
+        monkeypatch.setattr(handler, "store", store)
+        jobs = engine.evict([1, 3, 5])
+        assert [job.id for job in jobs][:fails_at] == [job.id for job in started]
+        assert len(jobs) == 3
+        assert engine.evict([1, 3, 5]) == []
+        tensor[:6] = -1
+        engine.finished()
+        for number in range(3):
+            engine.load([number, f"{number} goes on"], [6, 7])
+            assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
+
+
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + 30
@@ -270,6 +321,23 @@ def test_errors_say_what_was_wrong():
             refusal(OffloadEngine, handler, [BlockGroup(3)]),
             refusal(engine.store, ["a"], [1, 2, 3]),
             refusal(several.store, [["a"]], [[1], [2]]),
+            refusal(several.store, [["a"]], None),
+            refusal(OffloadEngine, None),
+            refusal(OffloadEngine, engine.handler, storing="never"),
+            refusal(OffloadEngine, engine.handler, ready_pages=3),
+            refusal(OffloadEngine, handler, [4]),
+            refusal(engine.store, ["a"], [1], first_block=1),
+            refusal(engine.load, ["a"], [1], first_block=1),
+            refusal(engine.preempt, ["a"], [1], first_block=1),
+            refusal(engine.evict, [1], first_block=1),
+            refusal(engine.store, ["a"], None),
+            refusal(engine.store, None, [1]),
+            refusal(engine.lookup, {"a": 1}),
+            refusal(engine.release, 5),
+            refusal(OffloadEngine(engine.handler, storing="lazy").store, ["a"], [1, BLOCKS]),
+            refusal(copy.copy, engine),
+            refusal(copy.deepcopy, engine),
+            refusal(pickle.dumps, engine),
         ]
     assert_expected_inline(
         "\n".join(errors),
@@ -278,5 +346,25 @@ ValueError: a handler with a list of layouts, and no other, takes groups
 ValueError: a handler with a list of layouts, and no other, takes groups
 ValueError: the groups have [3] pages, their pools [4]
 ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
-ValueError: gpu_block_ids must have a list for each of 1 groups""",
+ValueError: keys and gpu_block_ids must have a list for each of 1 groups
+ValueError: keys and gpu_block_ids must have a list for each of 1 groups
+TypeError: handler is a NoneType; pass an OffloadHandler
+ValueError: storing is 'never'; it can be eager or lazy
+TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'ready_pages'
+TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: OffloadEngine.store() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.load() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.preempt() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.evict() got an unexpected keyword argument 'first_block'
+TypeError: gpu_block_ids is a NoneType; pass a list, numpy array or CPU tensor
+TypeError: keys is a NoneType; pass bytes of digests or a list
+TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: preempted is a int; pass what preempt() returned
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one""",
     )

@@ -121,6 +121,22 @@ def test_every_factor_and_stride_expands_the_same(factor, step, out_step):
             assert set(backing.tolist()) == {-7}
 
 
+@pytest.mark.parametrize("factor", [1, 2, 3, 5, 7, 16, 1000])
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_largest_id_is_the_last_whose_small_blocks_can_be_counted(factor, step):
+    largest = 2**63 // factor - 1  # largest * factor + factor - 1 is the last int64, or before it
+    assert (largest + 1) * factor - 1 <= 2**63 - 1 < (largest + 2) * factor - 1
+    ids = torch.zeros(3 * step, dtype=torch.int64)[::step]
+    ids[1] = largest
+    expanded = ops.expand_block_ids(ids, factor)
+    assert expanded[2 * factor - 1] == largest * factor + factor - 1
+    if factor == 1:
+        return  # every int64 is an id
+    ids[1] = largest + 1
+    with pytest.raises(RuntimeError, match=rf"block_ids\[1\] is {largest + 1}; expected 0 to"):
+        ops.expand_block_ids(ids, factor)
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_nothing_is_written_when_any_id_is_wrong(step):
     largest = (2**63 - 1 - 15) // 16

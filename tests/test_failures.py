@@ -10,7 +10,18 @@ from contextlib import suppress
 import pytest
 import torch
 from refusal import refusal
-from sim import CHANNELS, CURRENT, SIDE, Rig, Stream, number_of_threads, run_until, states
+from rigs import in_time
+from sim import (
+    CHANNELS,
+    CURRENT,
+    SIDE,
+    Rig,
+    Stream,
+    is_asleep,
+    number_of_threads,
+    run_until,
+    states,
+)
 from stub import Driver, stubbed
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -245,6 +256,36 @@ def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth:
         assert torch.equal(rig.page(1), rig.block(2))
 
 
+@stubbed
+def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
+    driver.set_patience(60)
+    with Rig(driver, layers=2) as rig:
+        gate = rig.handler.gate(2)
+        hold = rig.held(SIDE)
+        # The first load fails on its way, and waits for what was enqueued without the lock.
+        driver.fail("cuMemcpyAsync", 2)
+        waits = driver.calls("cuStreamSynchronize")
+        first = threading.Thread(target=lambda: rig.load(1, 2, after=Stream(SIDE), gate=gate))
+        first.start()
+        assert in_time(lambda: driver.calls("cuStreamSynchronize") > waits)
+        asks = driver.calls("cuStreamIsCapturing")
+        second = threading.Thread(target=lambda: rig.load(3, 4, gate=gate))
+        second.start()
+        assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asks)
+        assert in_time(lambda: all(is_asleep(second) for _ in range(50)))
+        assert driver.calls("cuStreamWriteValue64") == 2  # closed by the first alone
+        rig.release(hold)
+        for thread in (first, second):
+            thread.join(20)
+            assert not thread.is_alive()
+        assert driver.calls("cuStreamWriteValue64") == 8
+        assert sorted(states(rig.finish())) == ["done", "failed"]
+        gate.wait(1)
+        driver.run()
+        assert driver.cuda.is_done(stream=CURRENT)
+        assert torch.equal(rig.page(3), rig.block(4))
+
+
 # The device is lost
 
 FINDERS: dict[str, Callable[[Rig, Job], object]] = {
@@ -414,6 +455,52 @@ def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -
         with pytest.raises(RuntimeError, match="cuEventCreate"):
             rig.handler.gate()
         assert (driver.live("streams"), driver.live("events")) == before
+
+
+@stubbed
+def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        before = driver.live("streams"), driver.live("events")
+        for _ in range(20):
+            gate = rig.handler.gate(2)
+            del gate
+        assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
+        assert driver.calls("cuMemHostAlloc") == 1  # their words share memory, which stays
+        for gate_first in (True, False):
+            other = OffloadHandler(rig.layout, rig.host)
+            orphan = other.gate(2)
+            if gate_first:
+                del orphan
+            other.close()
+            del other
+            if not gate_first:
+                orphan.wait(1)
+                del orphan
+            assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
+
+
+@stubbed
+def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        gate = rig.handler.gate(2)
+        driver.set_capturing(True, SIDE)
+        for part in (0, 1):
+            gate.wait(part, Stream(SIDE))
+        driver.set_capturing(False, SIDE)
+        hold = rig.held(45)
+        rig.load(1, 2, after=Stream(45), gate=gate)
+        driver.run()  # the gate is closed
+        del gate
+        rig.handler.gate(2)  # takes no words that a graph waits for
+        driver.replay(SIDE, OTHER)
+        driver.run()
+        assert not driver.cuda.is_done(stream=OTHER)
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+        for _ in range(2):
+            assert driver.cuda.is_done(stream=OTHER)
+            driver.replay(SIDE, OTHER)
+            driver.run()
 
 
 @stubbed

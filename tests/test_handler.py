@@ -337,7 +337,7 @@ def test_a_cache_that_moved_is_refused() -> None:
     layout = PagedLayout([rows])
     handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
     rows.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] has moved from 0x\w+ to 0x0 since"):
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] .* was freed or resized to 0 since"):
         handler.store([0], [0])
     assert handler.finished() == []
 

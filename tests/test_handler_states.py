@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sim import number_of_threads_now
+from sim import HURTS_A_JOB, number_of_threads_now
 from stub import HOST, Driver, place, pool, stubbed
 from stub.cuda import CudaError
 from stub.handles import Event, Stream
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
 BLOCKS, PAGES, LAYERS, ROW = 6, 5, 2, 32
 KERNELS, OTHER = 42, 43  # streams: of the kernels, which is current; another that is behind it
 VERSIONS = 4096
-HURTS_A_JOB = (
-    "cuEventCreate",
-    "cuEventRecord",
-    "cuLaunchKernel",
-    "cuMemcpyAsync",
-    "cuMemcpyBatchAsync",
-    "cuStreamIsCapturing",
-    "cuStreamWaitEvent",
-    "cuStreamWriteValue64",
-)
 MAY_LOSE_THE_DEVICE = ("cuCtxPushCurrent", "cuEventElapsedTime", "cuEventQuery", "cuStreamQuery")
 
 ids = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=4, unique=True)
@@ -400,6 +391,7 @@ class Machine(RuleBasedStateMachine):
             assert value is None or torch.equal(seen, self.rows[value, layer])
 
 
+@pytest.mark.slow
 @stubbed
 def test_a_handler_does_what_the_model_does_whatever_is_called_and_fails(driver: Driver) -> None:
     Machine.driver = driver

@@ -103,14 +103,14 @@ def test_a_closed_pool_says_so() -> None:
 def test_no_pages_are_refused() -> None:
     assert_expected_inline(
         refusal(HostPool, make_layout(), num_pages=0),
-        """ValueError: num_pages=0, blocks_per_page=1: both must be at least 1""",
+        """ValueError: num_pages is 0; it must be 1 to 9223372036854775807""",
     )
 
 
 def test_pages_without_blocks_are_refused() -> None:
     assert_expected_inline(
         refusal(HostPool, make_layout(), 1, blocks_per_page=0),
-        """ValueError: num_pages=1, blocks_per_page=0: both must be at least 1""",
+        """ValueError: blocks_per_page is 0; it must be 1 to 9223372036854775807""",
     )
 
 

@@ -11,6 +11,8 @@ import torch
 from expecttest import assert_expected_inline
 from host_memory_report import Beside, Cell, judge, tables
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 TINY = ["--device", "cpu", "--gib", "0.01", "--samples", "2", "--seconds", "0.01"]
 
 

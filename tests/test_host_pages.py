@@ -39,7 +39,7 @@ def test_replicated_pages_are_those_of_every_rank() -> None:
 def test_ranks_and_parts_that_cannot_be_are_refused() -> None:
     assert_expected_inline(
         refusal(Pages, layout(), 9, 1, 4, 4),
-        """ValueError: rank=4, world=4: expected a rank from 0 to world - 1""",
+        """ValueError: rank is 4; it must be 0 to 3""",
     )
     assert_expected_inline(
         refusal(Pages, layout(), 3, 1, 0, 4),

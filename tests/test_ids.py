@@ -73,30 +73,34 @@ def test_what_are_no_ids_is_refused() -> None:
         b"01",
         "01",
         [2**63],
+        [2**63, 1],
+        [1, 2**64],
+        [-(2**63) - 1],
         np.array([1, 2**64 - 1], np.uint64),
         [1, None],
     ]
     assert_expected_inline(
         "\n".join(refusal(read_ids, "page_ids", ids) for ids in calls),
         """\
-TypeError: page_ids is of float64; ids must be integers
+TypeError: page_ids[0] is a float; it must be an integer
 TypeError: page_ids is of float64; ids must be integers
 TypeError: page_ids is of bool; ids must be integers
 TypeError: page_ids is of torch.bfloat16; ids must be integers
 TypeError: page_ids is of torch.complex64; ids must be integers
-TypeError: page_ids is of <U1; ids must be integers
-ValueError: page_ids has shape [1, 2]; it must have one dimension
-ValueError: page_ids must have one dimension: setting an array element with a sequence.
-The requested array has an inhomogeneous shape after 1 dimensions. The detected shape
-was (2,) + inhomogeneous part.
+TypeError: page_ids[0] is a str; it must be an integer
+ValueError: page_ids[0] is a list; the ids must have one dimension
+ValueError: page_ids[0] is a list; the ids must have one dimension
 ValueError: page_ids has shape []; it must have one dimension
 TypeError: page_ids is a int; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a set; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a bytes; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a str; pass a list, numpy array or CPU tensor
 IndexError: page_ids[0] is 9223372036854775808; no block has such a number
+IndexError: page_ids[0] is 9223372036854775808; no block has such a number
+IndexError: page_ids[1] is 18446744073709551616; no block has such a number
+IndexError: page_ids[0] is -9223372036854775809; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number
-TypeError: page_ids is of object; ids must be integers""",
+TypeError: page_ids[1] is a NoneType; it must be an integer""",
     )
 
 
@@ -107,7 +111,9 @@ def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
         assert read_ids("page_ids", kind(ids)).tolist() == [int(number) for number in ids]
     for wrong in (0.0, None, "1", 2**63, [1]):
         assert refusal(read_ids, "page_ids", [*ids, wrong]).startswith(
-            ("TypeError: page_ids is of", "IndexError: page_ids[", "ValueError: page_ids must have")
+            tuple(f"{kind}: page_ids[{len(ids)}] is a" for kind in ("TypeError", "ValueError"))
+            if wrong != 2**63
+            else f"IndexError: page_ids[{len(ids)}] is {2**63}; no block has such a number"
         )
 
 

@@ -10,6 +10,8 @@ import pytest
 from continuous import needs_transformers
 from integration_transformers_report import Cell, Rate, judge, tables
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 
 @dataclass
 class Loss:

@@ -13,6 +13,8 @@ from integration_vllm_report import Round, differences, judge, table_of
 from prefix_cache_model import PrefixCacheModel, block_keys
 from vllm_server import make_prompts
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 ENGINES = ("plain", "vLLM's own", "ours")
 
 

@@ -14,6 +14,8 @@ from expecttest import assert_expected_inline
 from interference_report import Cell, Sample, judge, tables
 from transfers import Shape
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 TINY = ["--device", "cpu", "--shapes", "3x1", "--mib", "1", "--repeats", "2", "--seconds", "0.002"]
 
 

@@ -1,11 +1,14 @@
 """A layout has the address of every block of every plane, or says which tensor has none."""
 
 import math
+from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
+from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout
 
@@ -223,3 +226,81 @@ ValueError: tensors[0] (shape [2, 5, 8], strides [4, 8, 1], torch.float32, cpu) 
 blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own
 (an expanded tensor needs .contiguous())""",
     )
+
+
+@pytest.mark.parametrize("left", [0, 16, 47])
+def test_a_tensor_whose_storage_was_freed_or_shrank_is_refused(left: int) -> None:
+    tensor = torch.zeros(3, 4)
+    tensor.untyped_storage().resize_(left)
+
+    def make() -> PagedLayout:  # pytest cannot print such a tensor when this fails
+        return PagedLayout([torch.zeros(3, 4), tensor])
+
+    assert_expected_inline(
+        refusal(make).replace(f"to {left}:", "to N:"),
+        """\
+ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, cpu) reaches to
+byte 48 of its storage, which was freed or resized to N: bring its memory back first""",
+    )
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda x: [x[0:8], x[1:9]],
+        lambda x: [x[1:9], x[0:8]],
+        lambda x: [x[0:8], x[7:15]],
+        lambda x: [x[0:8], x[0:8]],
+        lambda x: [x[0:8, :5], x[0:8, 4:]],
+        lambda x: [x[0:8, :4], x[8:16], x[3:11, 3:6]],
+        lambda x: [x[0:1], x[0:1, 2:]],
+        lambda x: [x[0:8], x[0:16:2]],
+        lambda x: [x.view(-1)[:64].view(8, 8)[:, :3], x.view(-1)[6:70].view(8, 8)[:, :3]],
+    ],
+)
+def test_tensors_that_share_bytes_are_refused(tensors: Callable[[Tensor], list[Tensor]]) -> None:
+    with pytest.raises(ValueError, match=r"tensors\[\d\] and tensors\[\d\] share memory"):
+        PagedLayout(tensors(torch.zeros(16, 8)))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda x: [x[0:8], x[8:16]],
+        lambda x: [x[8:16], x[0:8]],
+        lambda x: [x[0:8, :4], x[0:8, 4:]],
+        lambda x: [x[0:8, 4:], x[1:9, :4]],
+        lambda x: [x[0:8, 2:4], x[0:8, 7:], x[0:8, :1], x[8:16]],
+        lambda x: [x[0:16:2], x[1:16:2]],
+        lambda x: [x[0:4, :4], x[0:8:2, 4:]],
+        lambda x: [x[0:1], x[1:2]],
+    ],
+)
+def test_tensors_side_by_side_share_no_byte(tensors: Callable[[Tensor], list[Tensor]]) -> None:
+    assert len(PagedLayout(tensors(torch.zeros(16, 8))).bases) == len(tensors(torch.zeros(16, 8)))
+
+
+def test_whether_planes_share_bytes_is_what_their_bytes_say() -> None:
+    """Against every byte, for random rows of one storage. Rows at other distances than their
+    neighbours' may be refused without need, and never accepted when they meet."""
+    random = Random(0)
+    accepted = 0
+    for _ in range(400):
+        memory = torch.zeros(64, dtype=torch.uint8)
+        blocks, stride = random.randint(1, 4), random.randint(4, 12)
+        tensors, taken, meets = [], set(), False
+        for _ in range(random.randint(2, 4)):
+            size = random.randint(1, 4)
+            first = random.randint(0, 64 - (blocks - 1) * stride - size)
+            tensors.append(memory.as_strided((blocks, size), (stride, 1), first))
+            its = {first + b * stride + i for b in range(blocks) for i in range(size)}
+            meets |= bool(taken & its)
+            taken |= its
+        try:
+            PagedLayout(tensors)
+        except ValueError:
+            assert meets
+        else:
+            assert not meets
+            accepted += 1
+    assert 40 < accepted < 360

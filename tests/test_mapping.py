@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -299,8 +300,8 @@ def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(
 ) -> None:
     source, library = tmp_path / "old.cpp", tmp_path / "old.so"
     source.write_text(textwrap.dedent(OLD_KERNEL))
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     body = f"""
         import ctypes, os, sys
         sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})

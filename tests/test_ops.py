@@ -77,6 +77,56 @@ def test_backward_refuses_a_value_that_was_overwritten():
         product.backward()
 
 
+def torch_says(write):
+    """What PyTorch says of an in-place op of its own."""
+    with pytest.raises(RuntimeError) as raised:
+        write()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("op", ["swap_blocks", "swap_kv_blocks", "swap_kv_blocks, second layer"])
+@pytest.mark.parametrize("kind", ["leaf", "view of a leaf"])
+def test_a_leaf_that_requires_grad_is_refused_as_pytorch_does(op, kind):
+    src, mapping = torch.ones(4, 2), torch.tensor([[0, 1]])
+    leaf = torch.zeros(4, 2, requires_grad=True)
+    dst = leaf if kind == "leaf" else leaf[:]
+    writes = {
+        "swap_blocks": lambda: ops.swap_blocks(src, dst, 8, mapping),
+        "swap_kv_blocks": lambda: ops.swap_kv_blocks([src], [dst], mapping[:, 0], mapping[:, 1]),
+        "swap_kv_blocks, second layer": lambda: ops.swap_kv_blocks(
+            [src, src], [src.clone(), dst], mapping[:, 0], mapping[:, 1]
+        ),
+    }
+    version = leaf._version
+    assert torch_says(writes[op]) == torch_says(lambda: dst.add_(1))
+    assert (leaf._version, leaf.any().item()) == (version, False)
+    with torch.no_grad():
+        writes[op]()
+    assert leaf[1].tolist() == [1, 1]
+
+
+def test_what_was_computed_from_a_leaf_may_be_written():
+    src, leaf = torch.ones(4, 2), torch.zeros(4, 2, requires_grad=True)
+    computed = leaf * 2
+    ops.swap_blocks(src, computed, 8, torch.tensor([[0, 1]]))
+    assert computed[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (torch._C, "_AutoDispatchBelowADInplaceOrView"),
+        (torch._C, "_after_ADInplaceOrView_keyset"),
+        (torch._ops.OpOverload, "redispatch"),
+    ],
+)
+def test_a_torch_that_lacks_what_the_ops_need_is_named_at_import(module, name, monkeypatch):
+    ops._check_torch()
+    monkeypatch.delattr(module, name)
+    with pytest.raises(ImportError, match=rf"^torch \S+ lacks torch\.\S*\b{name}, by which"):
+        ops._check_torch()
+
+
 @pytest.mark.parametrize("op", range(3))
 def test_inference_mode_is_no_obstacle(op):
     with torch.inference_mode():

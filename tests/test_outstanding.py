@@ -18,6 +18,8 @@ from report import Verdict, table
 from rounds import Few, Round, Scenario, run_few
 from timing import Spread
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 COUNT = 1100
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import pwd
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from torch_kvswap import path_costs
@@ -17,6 +21,7 @@ from torch_kvswap.path_costs import (
     read_figures,
     write_figures,
 )
+from torch_kvswap.paths import path_options
 
 COSTS = {
     direction: {"strided": PathCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
@@ -100,10 +105,79 @@ def test_a_file_that_is_named_comes_before_all(
     assert read_figures("Imaginary 9000").source == str(named)
 
 
+@pytest.mark.parametrize("kind", ["too long", "of another user", "without a home"])
+def test_a_cache_that_cannot_be_looked_at_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    if kind == "too long":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 5000)
+    elif kind == "without a home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    else:  # root may look at all
+        folder = cache_file("Imaginary 9000").parent
+
+        def denied(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def call(path: Path, *args: Any, **options: Any) -> Any:
+                if path.is_relative_to(folder):
+                    raise PermissionError(13, "Permission denied", str(path))
+                return inner(path, *args, **options)
+
+            return call
+
+        for name in ("stat", "open", "read_bytes", "read_text"):
+            monkeypatch.setattr(Path, name, denied(getattr(Path, name)))
+    assert read_figures("Imaginary 9000").source == "path_costs.json, NVIDIA H200"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("shipped costs of the paths are used, the cache cannot")
+    assert path_options("auto", 0, torch.device("cuda", 0)).path == -1
+
+
+def test_a_cache_in_what_is_no_folder_is_empty(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert read_figures("Imaginary 9000").source == "path_costs.json, NVIDIA H200"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("fails", ["write_text", "rename"])
+def test_figures_that_cannot_be_written_leave_no_file(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def full(path: Path, *args: object) -> None:
+        path.touch()  # a part was written
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, fails, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_figures("Imaginary 9000", COSTS)
+    assert list(cache_file("Imaginary 9000").parent.iterdir()) == []
+
+
+def with_cost(field: str, text: str) -> str:
+    fields = {"start_us": "1", "block_us": "1", "fragment_us": '{"512": 1}', field: text}
+    written = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    return f'{{"store": {{"strided": {{{written}}}}}, "load": {{}}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "JSONDecodeError"),
+        ("\xff", "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        (with_cost("start_us", "NaN"), "ValueError: store.strided.start_us is nan"),
+        (with_cost("start_us", "-1"), "ValueError: store.strided.start_us is -1"),
+        (with_cost("start_us", "true"), "TypeError: store.strided.start_us is a bool"),
+        (with_cost("block_us", "Infinity"), "ValueError: store.strided.block_us is inf"),
+        (with_cost("block_us", "1" + "0" * 400), "ValueError: store.strided.block_us is 1"),
+        (with_cost("block_us", '"1"'), "TypeError: store.strided.block_us is a str"),
+        (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
+        (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
+        (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
+        (with_cost("fragment_us", "[]"), "AttributeError"),
         ("[]", "TypeError"),
         ('{"store": {}}', "KeyError: 'load'"),
         (
@@ -122,7 +196,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
         read_figures("Imaginary 9000")
     message = str(refusal.value)
     assert message.startswith(f"the costs of the paths cannot be read from {file}: ")
-    assert message.endswith("remove it, or let `python -m torch_kvswap calibrate` write it anew")
+    assert message.endswith("remove it; `python -m torch_kvswap calibrate` writes another one")
 
 
 def test_a_file_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,5 +205,5 @@ def test_a_file_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         read_figures("Imaginary 9000")
     assert_expected_inline(
         str(refusal.value),
-        """the costs of the paths cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it, or let `python -m torch_kvswap calibrate` write it anew""",
+        """the costs of the paths cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it; `python -m torch_kvswap calibrate` writes another one""",
     )

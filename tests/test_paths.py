@@ -46,7 +46,7 @@ def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert_expected_inline(
         refusal(path_options, "auto", -1, CPU),
-        """ValueError: staging_bytes=-1; expected 0 or more""",
+        """ValueError: staging_bytes is -1; it must be 0 to 9223372036854775807""",
     )
     monkeypatch.setenv("KVSWAP_PATH", "host")
     assert_expected_inline(

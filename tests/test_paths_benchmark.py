@@ -17,6 +17,8 @@ from transfers import Kind, Move, Shape
 
 from torch_kvswap import OffloadHandler
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "1", "8", "--samples", "2"]
 

@@ -175,7 +175,7 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
     layout = gpu_cache(driver)
     assert_expected_inline(
         refusal(HostPool, layout, 1, chunk_bytes=(64 << 30) + 1),
-        """ValueError: chunk_bytes=68719476737: expected 1 to 68719476736""",
+        """ValueError: chunk_bytes is 68719476737; it must be 1 to 68719476736""",
     )
 
 

@@ -51,6 +51,55 @@ def test_a_handle_goes_through_a_socket() -> None:
     assert other.pages.data_ptr() != pool.pages.data_ptr()
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_handle_sends_no_other_file() -> None:
+    pool = HostPool(layout(), 4, world=2)
+    handle = pool.share()
+    number = handle.fd
+    handle.close()
+    os.dup2(other := os.memfd_create("of somebody else"), number)
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        for use in (
+            lambda: handle.send(there),
+            lambda: HostPool.attach(layout(), handle, 1, 2),
+            lambda: handle.fd,
+        ):
+            assert refusal(use).startswith("RuntimeError: the handle of the host pool is closed;")
+        with pytest.raises(BlockingIOError):
+            here.recv(1)
+    for file in {other, number}:
+        os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends", "error"),
+    [
+        (8, False, TimeoutError),
+        (8, True, ConnectionError),
+        (40, False, ConnectionError),  # all numbers are 0
+    ],
+)
+def test_a_handle_that_does_not_come_leaves_no_file(
+    sent: int, ends: bool, error: type[Exception]
+) -> None:
+    handle = HostPool(layout(), 4, world=2).share()
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(0.05)
+        before = open_files()
+        socket.send_fds(there, [bytes(sent)], [handle.fd])
+        if ends:
+            there.shutdown(socket.SHUT_WR)
+        with pytest.raises(error):
+            PoolHandle.receive(here)
+        assert open_files() == before
+
+
 def test_the_memory_stays_while_one_process_has_it() -> None:
     pool = HostPool(layout(), 4, world=2)
     pool.pages.fill_(5)
@@ -163,11 +212,13 @@ ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pa
     )
     assert_expected_inline(
         refusal(HostPool.attach, layout(), handle, 2, 2),
-        """ValueError: rank=2, world=2: expected a rank from 0 to world - 1""",
+        """ValueError: rank is 2; it must be 0 to 1""",
     )
     assert_expected_inline(
         refusal(HostPool.attach, layout(), pool, 0, 2),
-        """TypeError: attach() takes a PoolHandle, not HostPool""",
+        """\
+TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
+returned""",
     )
     assert_expected_inline(
         refusal(HostPool(layout(), 1).share),
@@ -248,6 +299,7 @@ def shared_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before sending", "after sending", "while it is used"])
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
@@ -283,6 +335,7 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     assert shared_memory() - before < 32 << 20
 
 
+@pytest.mark.slow
 def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
     script = """
         connection, cache = rank(int(sys.argv[1]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from hashlib import sha256
 from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,11 @@ def test_keys_are_the_same_for_lists_and_arrays_and_in_every_process():
     assert (
         keys() == keys(np.array(TOKENS)) == keys(np.array(TOKENS, np.uint16)) == keys(tuple(TOKENS))
     )
+    assert (
+        keys(torch.tensor(TOKENS)) == keys(array("H", TOKENS)) == keys(range(1000, 1064)) == keys()
+    )
+    many = np.arange(40_000) % 7  # read in slices
+    assert keys(many.tolist()) == keys(many)
     assert_expected_inline(
         keys()[-1].hex(), """38979b2ed4a38253b1c5e5f68ca3f56f4e6855ad4db7b543b77d2b1b17de1d2a"""
     )
@@ -174,6 +181,36 @@ def test_errors_say_what_was_wrong():
         refusal(hasher.keys, TOKENS, [Medium(64, 2, b"x")]),
         refusal(PrefixHasher, "m", "bfloat16", 0),
         refusal(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
+        refusal(PrefixHasher, "m", "bfloat16", 1.5),
+        refusal(PrefixHasher, "m", "bfloat16", 2**32),
+        refusal(PrefixHasher, "m", "bfloat16", 16, group="x"),
+        refusal(PrefixHasher, "m", "bfloat16", 16, group=-1),
+        refusal(PrefixHasher, "m", "bfloat16", 16, salt=5),
+        refusal(PrefixHasher, "m", "bfloat16", 16, extra={}),
+        refusal(PrefixHasher, None, "bfloat16", 16),
+        refusal(PrefixHasher, "m", np.float16, 16),
+        *(
+            refusal(call, tokens)
+            for call in (hasher.keys, hasher.lookup_keys, hasher.partial_key)
+            for tokens in (np.array(TOKENS, np.uint32).tobytes(), dict.fromkeys(TOKENS))
+        ),
+        refusal(hasher.keys, bytearray(64)),
+        refusal(hasher.keys, memoryview(bytes(64))),
+        refusal(hasher.keys, "1, 2"),
+        refusal(hasher.keys, {1, 2}),
+        refusal(hasher.keys, None),
+        refusal(hasher.keys, iter(TOKENS)),
+        refusal(hasher.keys, [1, "2"]),
+        refusal(hasher.keys, [1] * 20_000 + [None]),
+        refusal(hasher.keys, [1] * 20_000 + [-1]),
+        refusal(hasher.keys, np.ones((2, 2), np.int64)),
+        refusal(hasher.keys, TOKENS, ["x"]),
+        refusal(hasher.keys, TOKENS, None),
+        refusal(hasher.keys, TOKENS, Medium(1, 1, b"x")),
+        refusal(Medium, -1, 2**64, b"x"),
+        refusal(Medium, 1, 2**64, b"x"),
+        refusal(Medium, 1.5, 1, b"x"),
+        refusal(Medium, 1, 1, "x"),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -181,10 +218,42 @@ def test_errors_say_what_was_wrong():
 IndexError: tokens[2] is -1; a token is 0 to 4294967295
 IndexError: tokens[1] is 4294967296; a token is 0 to 4294967295
 IndexError: tokens[1] is -1; a token is 0 to 4294967295
-TypeError: 'float' object cannot be interpreted as an integer
-TypeError: 'float' object cannot be interpreted as an integer
+TypeError: tokens[0] is a float; a token is an integer
+TypeError: tokens is an array of float64; tokens must be integers
 ValueError: a medium begins at token 64 of a prompt of 64
-ValueError: block_tokens is 0; a block has at least 1 token
-TypeError: a key, or a part of one, is of type list; make it of None, bool, int, float,
-str, bytes and tuples of them""",
+ValueError: block_tokens is 0; it must be 1 to 4294967295
+TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: block_tokens is a float; it must be an integer
+ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
+TypeError: group is a str; it must be an integer
+ValueError: group is -1; it must be 0 to 9223372036854775807
+TypeError: salt is a int; it must be a str, bytes or None
+TypeError: extra: a key, or a part of one, is of type dict; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: model is a NoneType; it must be a str
+TypeError: dtype is a type; it must be a str
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytearray; pass a list or an array of integers
+TypeError: tokens is a memoryview; pass a list or an array of integers
+TypeError: tokens is a str; pass a list or an array of integers
+TypeError: tokens is a set; pass a list or an array of integers
+TypeError: tokens is a NoneType; pass a list or an array of integers
+TypeError: tokens is a list_iterator; pass a list or an array of integers
+TypeError: tokens[1] is a str; a token is an integer
+TypeError: tokens[20000] is a NoneType; a token is an integer
+IndexError: tokens[20000] is -1; a token is 0 to 4294967295
+ValueError: tokens has shape (2, 2); it must have one dimension
+TypeError: media[0] is a str; pass a Medium
+TypeError: media is a NoneType; pass a list of Medium
+TypeError: media is a Medium; pass a list of Medium
+ValueError: first_token is -1; it must be 0 to 9223372036854775807
+ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
+TypeError: first_token is a float; it must be an integer
+TypeError: key is a str; it must be bytes""",
     )

@@ -13,6 +13,8 @@ from torch_kvswap.cli import demo
 from torch_kvswap.cli.model import Model, same_bits_every_time
 from torch_kvswap.cli.prefixes import PrefixServer, alike_prompts
 
+pytestmark = pytest.mark.slow
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZE = 8
 PROMPTS = alike_prompts(Random(0).randbytes(500), count=6, longest=64, seed=1)

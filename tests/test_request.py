@@ -125,11 +125,11 @@ ValueError: 2 blocks from first_block=1 on need 2 pages of 2 blocks, page_ids ha
 ValueError: 2 blocks from first_block=0 on need 1 pages of 2 blocks, page_ids has 2
 ValueError: first_block=2 is outside of the first page, whose blocks are 0 to 1
 ValueError: first_block=-1 is outside of the first page, whose blocks are 0 to 1
-TypeError: 'float' object cannot be interpreted as an integer
-ValueError: first_block has 2 entries for 1 groups
-ValueError: layer_groups=0 of a cache with 1 tensors; expected 1 to 1
-ValueError: layer_groups=2 of a cache with 1 tensors; expected 1 to 1
-TypeError: 'float' object cannot be interpreted as an integer""",
+TypeError: first_block is a float; it must be an integer
+TypeError: first_block is a list; it must be an integer
+ValueError: layer_groups is 0; it must be 1 to 1
+ValueError: layer_groups is 2; it must be 1 to 1
+TypeError: layer_groups is a float; it must be an integer""",
     )
     assert handler.finished() == []
     assert handler.store([0], [0]).id == 0

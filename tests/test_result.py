@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 from expecttest import assert_expected_inline
 
@@ -64,3 +68,23 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
     assert str(results[0].error) == "no copy engine"
     assert error.results == results
     assert error.results is not results
+
+
+@pytest.mark.parametrize("duplicate", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
+def test_the_error_of_jobs_can_be_sent_to_another_process(
+    duplicate: Callable[[TransferError], TransferError],
+) -> None:
+    error = TransferError([result(capi.FAILED, capi.STORES, b"no copy engine")])
+    error.request = 5  # type: ignore[attr-defined]
+    other = duplicate(error)
+    assert type(other) is TransferError
+    assert str(other) == str(error) == "store 7 failed: no copy engine"
+    assert other.results == error.results
+    assert str(other.results[0].error) == "no copy engine"
+    assert other.request == 5  # type: ignore[attr-defined]
+
+
+def test_results_may_come_from_an_iterator() -> None:
+    error = TransferError(iter([result(capi.CANCELLED)]))  # type: ignore[arg-type]
+    assert str(error) == "load 7 was cancelled"
+    assert len(error.results) == 1

@@ -55,10 +55,10 @@ class LateHandler:
         self.pending = {"store": deque(), "load": deque()}
         self.results, self.count = [], 0
 
-    def store(self, gpu_block_ids, page_ids):
+    def store(self, gpu_block_ids, page_ids, **options):
         return self.submit("store", gpu_block_ids, page_ids)
 
-    def load(self, page_ids, gpu_block_ids):
+    def load(self, page_ids, gpu_block_ids, **options):
         for kv_cache in self.cache:
             kv_cache[:, gpu_block_ids] = JUNK
         return self.submit("load", gpu_block_ids, page_ids)
@@ -200,7 +200,7 @@ def corrupted(how):
     model = ExactModel(block_size=8, max_blocks=8)
     handler = LateHandler(model.new_cache(14), 48, 1)
     load = handler.load
-    handler.load = lambda page_ids, blocks: load(how(page_ids), blocks)
+    handler.load = lambda page_ids, blocks, **options: load(how(page_ids), blocks, **options)
     serve(model, requests, handler)
     return [
         request.id

@@ -4,13 +4,18 @@ import importlib.util
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from expecttest import assert_expected_inline
 from setuptools import Distribution
+
+import torch_kvswap as kvs
 
 ROOT = Path(__file__).parent.parent
 
@@ -169,12 +174,65 @@ def test_an_object_is_made_again_when_source_header_or_flags_change(setup, monke
     assert len(made) == 4
 
 
-def test_pip_makes_one_wheel_for_every_python_and_torch(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet"]
-    done = subprocess.run([*command, "--wheel-dir", tmp_path, ROOT], capture_output=True, text=True)
+    done = subprocess.run([*command, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.iterdir()
-    assert wheel.name.startswith("torch_kvswap-0.1.0-cp310-abi3-linux_")
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", folder]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,) = folder.iterdir()
+    return sdist
+
+
+def read_metadata(wheel: Path) -> Message:
+    name = f"torch_kvswap-{kvs.__version__}.dist-info/METADATA"
+    return message_from_bytes(zipfile.ZipFile(wheel).read(name))
+
+
+@pytest.mark.slow
+def test_pip_makes_one_wheel_for_every_python_and_torch(wheel):
+    assert wheel.name.startswith(f"torch_kvswap-{kvs.__version__}-cp310-abi3-linux_")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"torch_kvswap/_C.abi3.so", "torch_kvswap/py.typed"} <= set(names)
     assert not any(name.startswith(("tests/", "tools/")) for name in names)
+
+
+@pytest.mark.slow
+def test_the_version_of_the_package_is_that_of_its_metadata(wheel):
+    assert read_metadata(wheel)["Version"] == kvs.__version__
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_license_and_says_whose_it_is(wheel):
+    metadata = read_metadata(wheel)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "the torch_kvswap authors"
+    folder = f"torch_kvswap-{kvs.__version__}.dist-info/licenses"
+    assert zipfile.ZipFile(wheel).read(f"{folder}/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_wheel_describes_itself_with_the_readme_and_the_changelog(wheel):
+    description = read_metadata(wheel).get_payload()
+    for name in ("README.md", "CHANGELOG.md"):
+        assert (ROOT / name).read_text().strip() in description
+
+
+@pytest.mark.slow
+def test_the_sdist_has_all_that_a_build_needs_and_the_license(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    native = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    assert {"LICENSE", "CHANGELOG.md", "README.md", "setup.py", "pyproject.toml"} <= names
+    assert native <= names

@@ -25,50 +25,57 @@ def keys_of(number, blocks=2):
     return HASHER.keys(prompt(number, blocks))
 
 
+def evicting(storing, blocks):
+    chains = storing.chains_of(blocks)
+    assert storing.chains_of(blocks) == chains  # nothing has left yet
+    storing.forget(blocks)
+    return chains
+
+
 def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
     storing = LazyStoring()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(2), [5, 6, 9, 10])
-    assert storing.evicting([8]) == [Chain(keys_of(1), [5, 6, 7, 8])]
-    assert storing.evicting([7, 10]) == [
+    assert evicting(storing, [8]) == [Chain(keys_of(1), [5, 6, 7, 8])]
+    assert evicting(storing, [7, 10]) == [
         Chain(keys_of(1)[: 3 * DIGEST_BYTES], [5, 6, 7]),
         Chain(keys_of(2), [5, 6, 9, 10]),
     ]
-    assert storing.evicting([77]) == []
+    assert evicting(storing, [77]) == []
 
 
 def test_blocks_that_leave_together_are_one_chain():
     storing = LazyStoring()
     storing.computed(keys_of(1), [5, 6, 7, 8])
-    assert storing.evicting([8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
-    assert storing.evicting([8, 7]) == []
+    assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
+    assert evicting(storing, [8, 7]) == []
 
 
 def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
     storing = LazyStoring()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
-    assert storing.evicting([8]) == [Chain(keys_of(1)[3 * DIGEST_BYTES :], [8])]
+    assert evicting(storing, [8]) == [Chain(keys_of(1)[3 * DIGEST_BYTES :], [8])]
     storing.computed(keys_of(3), [15, 16, 20, 21])
-    storing.evicting([20])
-    assert storing.evicting([21]) == [Chain(keys_of(3)[3 * DIGEST_BYTES :], [21])]
+    evicting(storing, [20])
+    assert evicting(storing, [21]) == [Chain(keys_of(3)[3 * DIGEST_BYTES :], [21])]
 
 
 def test_of_two_copies_of_a_block_one_may_leave():
     storing = LazyStoring()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(1), [15, 16, 17, 18])
-    assert storing.evicting([6]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16])]
-    assert storing.evicting([18]) == [Chain(keys_of(1), [15, 16, 17, 18])]
+    assert evicting(storing, [6]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16])]
+    assert evicting(storing, [18]) == [Chain(keys_of(1), [15, 16, 17, 18])]
 
 
 def test_a_page_leaves_with_the_first_of_its_blocks():
     storing = LazyStoring(2)
     storing.computed(keys_of(1, 0), [1, 2, 3])  # the last one is part full
-    assert storing.evicting([3, 2]) == [Chain(keys_of(1, 0), [1, 2, 3])]
-    assert storing.evicting([1]) == []
+    assert evicting(storing, [3, 2]) == [Chain(keys_of(1, 0), [1, 2, 3])]
+    assert evicting(storing, [1]) == []
     storing.computed(keys_of(1), [1, 2, 3, 4, 5, 6, 7, 8])
-    assert storing.evicting([4]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4])]
+    assert evicting(storing, [4]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4])]
 
 
 class Server:
@@ -228,10 +235,10 @@ def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_ar
     with Server(2, 2, storing="lazy") as server:
         assert [
             refusal(OffloadEngine, server.handler, storing="never"),
-            refusal(server.engine.store, ["a"], [1], after=None),
+            refusal(server.engine.store, ["a"], [1], after=()),
             refusal(server.engine.store, ["a"], [1, 2]),
         ] == [
             "ValueError: storing is 'never'; it can be eager or lazy",
-            "TypeError: with lazy storing evict() takes the options after",
+            "TypeError: with lazy storing evict() takes the options after and background",
             "ValueError: gpu_block_ids has 2 ids for 1 keys of 1 blocks each",
         ]

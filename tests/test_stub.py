@@ -189,6 +189,87 @@ def test_both_handles_of_the_legacy_stream_are_one_stream(driver):
     driver.set_mode("manual")
     driver.hold(0)
     assert not driver.cuda.is_done(stream=1)
+    assert driver.cuda.is_done(stream=2)
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+@stubbed
+def test_a_default_stream_is_that_of_the_current_context(driver, handle):
+    driver.set_mode("manual")
+    driver.hold(handle)
+    with driver.on(1):
+        assert driver.cuda.is_done(stream=handle)
+        driver.hold(handle)
+    with driver.on(2):
+        assert driver.cuda.is_done(stream=handle)
+    assert driver.pending().splitlines() == [
+        f"stream {handle & 2}: hold",
+        f"stream {handle & 2} of GPU 1: hold",
+    ]
+    with driver.on(1):
+        assert not driver.cuda.is_done(stream=handle)
+
+
+@stubbed
+def test_each_thread_has_a_default_stream_of_its_own(driver):
+    driver.set_mode("manual")
+    driver.hold(2)
+    other = []
+    thread = threading.Thread(target=lambda: other.append(driver.cuda.is_done(stream=2)))
+    thread.start()
+    thread.join()
+    assert other == [True]
+    assert not driver.cuda.is_done(stream=2)
+
+
+@stubbed
+def test_a_default_stream_needs_a_context(driver):
+    # The library makes calls like these only under a guard; the test's own have GPU 0's context.
+    before = driver.library.stub_set_context(-1)
+    assert code_of(driver.cuda.is_done, stream=0) == 201
+    assert code_of(driver.cuda.create_event) == 201
+    assert code_of(driver.cuda.create_stream) == 201
+    driver.library.stub_set_context(before)
+    assert driver.cuda.is_done(stream=0)
+
+
+@stubbed
+def test_an_event_is_recorded_in_streams_of_its_own_gpu_only_and_waited_for_anywhere(driver):
+    driver.set_mode("manual")
+    event, hold = driver.cuda.create_event(), driver.hold(0)
+    driver.cuda.record(event, 0)
+    with driver.on(1):
+        assert code_of(driver.cuda.record, event, 0) == 400
+        driver.cuda.wait(0, event)
+        assert not driver.cuda.is_done(event=event)
+        driver.run()
+        assert not driver.cuda.is_done(stream=0)
+    driver.release(hold)
+    driver.run()
+    with driver.on(1):
+        assert driver.cuda.is_done(stream=0)
+    assert driver.violations() == 1
+    assert "VIOLATION: record of event 1 of GPU 0 in a stream of GPU 1" in driver.log()
+
+
+@stubbed
+def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    with driver.on(1):
+        stream = driver.cuda.create_stream()
+    driver.cuda.copy(dst, src, stream)
+    assert driver.violations() == 1
+    assert driver.log().splitlines() == [
+        "create stream 101",
+        "VIOLATION: stream 101 of GPU 1 is used in the context of GPU 0",
+        "copy 16 bytes on stream 101",
+    ]
+    driver.run()
+    assert torch.equal(dst, src)
+    with driver.on(1):
+        driver.cuda.is_done(stream=stream)
+    assert driver.violations() == 1
 
 
 @pytest.mark.parametrize("by", ["host", "stream"])
@@ -589,6 +670,7 @@ def worker():
     made.close()
 
 
+@pytest.mark.slow
 @without_cuda
 @pytest.mark.parametrize(
     ("body", "texts"),
@@ -610,6 +692,7 @@ def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
     assert [text for text in texts if text not in failure] == []
 
 
+@pytest.mark.slow
 @without_cuda
 def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
     assert worker.call(__name__, "pass_if", {"good": True}) is None
@@ -620,6 +703,7 @@ def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
     assert failure.endswith("\nsaid by the body\n")
 
 
+@pytest.mark.slow
 @without_cuda
 def test_after_a_death_the_next_test_gets_a_new_process():
     with pytest.raises(pytest.fail.Exception, match="ended with status -6"):

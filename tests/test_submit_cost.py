@@ -17,6 +17,8 @@ from timing import Spread
 
 from torch_kvswap import OffloadHandler
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 SMALL = ["--blocks", "1", "8", "--planes", "1", "3", "--fragment-bytes", "64", "--samples", "3"]
 

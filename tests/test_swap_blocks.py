@@ -167,6 +167,21 @@ torch_kvswap::swap_blocks: a block of src and a block of dst keep their elements
     )
 
 
+@pytest.mark.parametrize("offset", [48, 49, 56, 63])
+def test_a_block_that_reaches_into_the_next_one_of_another_tensor_is_seen(offset):
+    """Block 0 of the second tensor begins behind block 0 of the first, and ends in its block 1."""
+    storage = torch.zeros(256, dtype=torch.uint8)
+    dst = [storage.as_strided((3, 16), (64, 1), begin) for begin in (0, offset)]
+    src, ids = [torch.ones(3, 16, dtype=torch.uint8)] * 2, torch.tensor([0, 1])
+    for order in (1, -1):
+        if offset == 48:  # the control: side by side
+            ops.swap_kv_blocks(src, dst[::order], ids, ids)
+            continue
+        with pytest.raises(RuntimeError, match="share memory"):
+            ops.swap_kv_blocks(src, dst[::order], ids, ids)
+        assert not storage.any()
+
+
 def test_wrong_arguments_of_swap_kv_blocks_are_named():
     src, dst = [torch.zeros(4, 8)] * 2, [torch.zeros(6, 8), torch.zeros(5, 8)]
     ids = torch.tensor([0, 3])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import computes
 import pytest
 import torch
+import traffic
 from big_copy import BigCopy
 from computes import Idle
 from traffic import BigWay, HandlerWay, Traffic, beside
@@ -17,48 +18,72 @@ from transfers import Shape
 
 from torch_kvswap import OffloadHandler, TransferError
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 
 
+class Clock:
+    """Stands for the module time: it passes only in sleep()."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class SteadyWay:
-    """10 MB after another, each in 10 ms."""
+    """10 MB after another, each in 10 ms of the clock."""
 
     nbytes = 10_000_000
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.started = 0
-        self._free = time.perf_counter()
+        self._clock = clock
+        self._free = clock.now
 
     def start(self) -> Callable[[], bool]:
         self.started += 1
-        end = self._free = max(self._free, time.perf_counter()) + 0.01
-        return lambda: time.perf_counter() >= end
+        end = self._free = max(self._free, self._clock.now) + 0.01
+        return lambda: self._clock.now >= end
 
 
-def test_what_moved_beside_a_compute_is_told_with_its_speed() -> None:
-    milliseconds, gigabytes, speed = beside(Idle(0.1), SteadyWay())
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(traffic, "time", clock)
+    monkeypatch.setattr(computes, "time", clock)
+    return clock
+
+
+def test_what_moved_beside_a_compute_is_told_with_its_speed(clock: Clock) -> None:
+    milliseconds, gigabytes, speed = beside(Idle(0.1), SteadyWay(clock))
     assert milliseconds == 100
-    assert 0.5 < speed <= 1.02
-    assert gigabytes == pytest.approx(0.1 * speed, rel=0.2)
+    assert speed == pytest.approx(1, rel=0.01)
+    assert gigabytes == pytest.approx(0.1 * speed, rel=0.01)
 
 
-def test_a_compute_alone_has_nothing_beside_it() -> None:
+def test_a_compute_alone_has_nothing_beside_it(clock: Clock) -> None:
     assert beside(Idle(0.01), None) == (10, 0, 0)
 
 
-def test_two_transfers_are_under_way_until_they_are_stopped() -> None:
-    way = SteadyWay()
+def test_two_transfers_are_under_way_until_they_are_stopped(clock: Clock) -> None:
+    way = SteadyWay(clock)
     traffic = Traffic(way)
     assert way.started == 2
-    time.sleep(0.015)
+    clock.sleep(0.015)
     traffic.look()
     assert way.started == 3
-    traffic.stop(time.perf_counter())
+    traffic.stop(clock.now)
     assert len(traffic._running) == 0
 
 
-def test_bytes_between_two_ends_are_counted_in_part() -> None:
-    traffic = Traffic(SteadyWay())
+def test_bytes_between_two_ends_are_counted_in_part(clock: Clock) -> None:
+    traffic = Traffic(SteadyWay(clock))
     traffic.stop(0)
     traffic._times, traffic._bytes = [0.0, 1.0, 3.0], [0, 100, 300]
     assert traffic.moved(0.5, 2.0) == 150

@@ -13,6 +13,8 @@ from transfers import Shape, link_us, move, scattered, submit
 
 from torch_kvswap import OffloadHandler
 
+pytestmark = pytest.mark.slow  # of a benchmark program
+
 CPU = torch.device("cpu")
 
 

@@ -28,7 +28,6 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
     "set_": lambda tensor: tensor.set_(torch.zeros(4, 6)),
     "set_ to a later part": lambda tensor: tensor.set_(torch.zeros(9, 6)[5:]),
     "resize_": lambda tensor: tensor.resize_(1 << 20),
-    "storage freed": lambda tensor: tensor.untyped_storage().resize_(0),
     "storage grown": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
     "shared": lambda tensor: tensor.share_memory_(),
 }
@@ -42,6 +41,33 @@ def test_whatever_gives_a_tensor_other_memory_is_seen(move: str, index: int) -> 
     watch.check()
     MOVES[move](layout.tensors[index])
     assert refusal(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
+
+
+def shrink(tensor: Tensor, nbytes: int) -> None:
+    tensor.untyped_storage().resize_(nbytes)
+
+
+@pytest.mark.parametrize("left", [0, 8, 95])
+def test_a_storage_that_lost_bytes_is_seen(left: int) -> None:
+    layout = make_layout()
+    watch = Watch([layout])
+    shrink(layout.tensors[1], left)
+    assert " ".join(refusal(watch.check).split()) == (
+        "RuntimeError: tensors[1] reaches to byte 96 of its storage, which was freed or resized "
+        f"to {left} since the layout was made; make a new layout and pass it to rebind()"
+    )
+
+
+def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
+    """Allocators give addresses again, so that a storage that shrank twice may be where it was."""
+    memory = torch.zeros(24)
+    tensor = memory.view(4, 6)
+    watch = Watch([layout := PagedLayout([tensor])])
+    watch.check()
+    tensor.set_(torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8))
+    assert tensor.data_ptr() == layout.addresses[0]
+    assert tensor.untyped_storage().nbytes() < 96
+    assert "tensors[0] reaches to byte 96 of its storage" in refusal(watch.check)
 
 
 def test_a_tensor_that_moved_before_the_watch_began_is_seen() -> None:
@@ -77,3 +103,13 @@ def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
     del watch
     gc.collect()
     assert (tensor(), dropped()) == (None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [0, 8, 95])
+def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
+    tensors = [torch.zeros(4, 6, device="cuda:0") for _ in range(2)]
+    watch = Watch([PagedLayout(tensors)])
+    watch.check()
+    shrink(tensors[1], left)
+    assert f"which was freed or resized to {left}" in " ".join(refusal(watch.check).split())

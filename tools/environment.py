@@ -5,8 +5,9 @@
 Finds or makes a Python environment with torch, installs the command's tools into it, and builds the
 native library. Says so on stderr, a line each; the only line on stdout is the path of the Python to
 use. A torch that is there is used: that of the virtual environment in which this runs, or that of a
-system Python through a `.venv` that sees it. Else `.venv` gets one, a CPU build if there is no
-NVIDIA driver and such a build can be had. Nothing is installed outside a virtual environment.
+system Python through a `.venv` that sees it. Else `.venv` gets one, and pip chooses its version, as
+it is configured; without an NVIDIA driver from the CPU builds, if it can get one. Nothing is
+installed outside a virtual environment.
 
 KVSWAP_TORCH_INDEX  the package index to take torch from
 """
@@ -23,12 +24,16 @@ import ast
 import ctypes
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
+TORCH = "torch>=2.11"
+PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
 EXTRAS: dict[str, list[str]] = {
     "build": [],
     "demo": [],
@@ -36,7 +41,6 @@ EXTRAS: dict[str, list[str]] = {
     "test": ["test"],
     "test-transformers": ["test", "transformers"],
 }
-OLDEST_TORCH = (2, 11)
 
 
 def say(message: str) -> None:
@@ -49,12 +53,16 @@ def ask(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
 
 
-def run(*command: object) -> None:
-    """Run a command that must succeed. What it prints goes to stderr."""
+def try_run(*command: object) -> bool:
+    """Run a command whose output goes to stderr. True if it succeeded."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, stdout=sys.stderr, cwd=ROOT)
-    if done.returncode != 0:
-        raise SystemExit(f"torch_kvswap: failed with status {done.returncode}: {' '.join(words)}")
+    return subprocess.run(words, stdout=sys.stderr, cwd=ROOT).returncode == 0
+
+
+def run(*command: object) -> None:
+    """Run a command that must succeed."""
+    if not try_run(*command):
+        raise SystemExit(f"torch_kvswap: failed: {shlex.join(map(str, command))}")
 
 
 def requirements(name: str) -> list[str]:
@@ -72,7 +80,7 @@ def torch_version(python: Path) -> str | None:
     """The version of the torch that `python` has, if that is new enough."""
     answer = ask(python, "-c", "import importlib.metadata as m; print(m.version('torch'))")
     version = answer.stdout.strip()
-    if release(version) >= OLDEST_TORCH:
+    if release(version) >= release(TORCH):
         return version
     if version:
         say(f"torch {version} of {python} is too old, 2.11 or later is needed")
@@ -99,8 +107,8 @@ def ensure_pip(python: Path) -> None:
         bring = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "pip"]
         if ask(python, "-m", "ensurepip", "--default-pip").returncode and ask(*bring).returncode:
             raise SystemExit(
-                f"torch_kvswap: {sys.executable} has neither ensurepip nor pip. Install one of "
-                "them; on Debian and Ubuntu it is the package python3-venv."
+                f"torch_kvswap: {sys.executable} has neither ensurepip nor pip 22.3 or later. "
+                "Install one of them; on Debian and Ubuntu it is the package python3-venv."
             )
 
 
@@ -111,53 +119,75 @@ def has_nvidia_driver() -> bool:
         return False
 
 
-def choose_torch(versions: list[str], cpu_build: bool) -> str:
-    """The newest build of the wanted kind, else the newest. `versions` has the newest first."""
-    for version in versions:
-        if ("+cpu" in version) == cpu_build:
-            return version
-    return versions[0]
+def unwanted_builds(offered: list[str], cpu_build: bool) -> list[str]:
+    """The versions to exclude so that pip takes a build of the wanted kind.
+
+    A version without a local part stays beside its CPU build, since excluding 2.13.0 excludes
+    2.13.0+cpu too; pip prefers the latter.
+    """
+    if not cpu_build:
+        return [version for version in offered if "+cpu" in version]
+    cpu = {version.partition("+")[0] for version in offered if "+cpu" in version}
+    return [
+        version
+        for version in offered
+        if version.partition("+")[0] not in cpu or ("+" in version and "+cpu" not in version)
+    ]
 
 
 def install_torch(python: Path) -> None:
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    """Install the torch that pip chooses among the builds of the wanted kind, or else among all."""
     index = os.environ.get("KVSWAP_TORCH_INDEX")
     # Settings, unlike options, replace the further indexes that pip is configured with.
     source = ["env", f"PIP_INDEX_URL={index}", f"PIP_EXTRA_INDEX_URL={index}"] if index else []
-    advice = "put the address of a package index that has one into KVSWAP_TORCH_INDEX"
-    # This downloads no wheel to find out. `install --dry-run` would, all of them.
-    answer = ask(*source, *pip, "index", "versions", "torch")
-    offered = re.findall(r"\d[\w.+]*", answer.stdout.partition("Available versions:")[2])
-    versions = [version for version in offered if release(version) >= OLDEST_TORCH]
-    if not versions:
-        say(answer.stderr.strip())
-        raise SystemExit(f"torch_kvswap: pip offers no torch 2.11 or later; {advice}.")
+    answer = ask(*source, python, *PIP, "index", "versions", "torch")
+    listed = re.findall(r"\d[\w.+]*", answer.stdout.partition("Available versions:")[2])
+    offered = [version for version in listed if release(version) >= release(TORCH)]
     cpu_build = not has_nvidia_driver()
-    version = choose_torch(versions, cpu_build)
-    say(f"installing torch {version}")
-    if cpu_build and "+cpu" not in version:
-        say(
-            "that is probably a CUDA build of several GB. There is no NVIDIA driver, but pip "
-            f"offers no CPU build (a version with +cpu). To avoid the CUDA build, {advice}."
-        )
-    run(*source, *pip, "install", "--no-deps", f"torch=={version}")
-    run(*pip, "install", f"torch=={version}")  # what it needs may lie in other indexes
+    unwanted = unwanted_builds(offered, cpu_build)
+    BUILD.mkdir(exist_ok=True)
+    # torch is downloaded alone, since what it needs may lie in other indexes. pip installs it after
+    # what it needs, so a torch that is there is complete.
+    with TemporaryDirectory(dir=BUILD) as folder:
+
+        def download(requirement: str) -> bool:
+            say(f"downloading {requirement}")
+            options = ["--no-deps", "--dest", folder]
+            return try_run(*source, python, *PIP, "download", *options, requirement)
+
+        some_wanted = len(unwanted) < len(offered)
+        if not (some_wanted and download(",!=".join([TORCH, *unwanted]))):
+            if cpu_build:
+                say(
+                    "there is no NVIDIA driver, but pip can get no CPU build of torch (a version "
+                    "with +cpu). What it downloads now may be a CUDA build of several GB. To avoid "
+                    "that, interrupt, and put the address of a package index with CPU builds into "
+                    "KVSWAP_TORCH_INDEX."
+                )
+            if not download(TORCH):
+                raise SystemExit(
+                    f"torch_kvswap: pip finds no {TORCH} for {python}; it said why above. Put the "
+                    "address of a package index that has one into KVSWAP_TORCH_INDEX, or use "
+                    "another Python, such as make PYTHON=python3.12"
+                )
+        run(python, *PIP, "install", "--no-user", *Path(folder).iterdir())
 
 
 def ensure_packages(python: Path, extras: list[str]) -> None:
     """Install what is missing. The stamp spares asking pip, which takes a second."""
     lists = ["requires", "dependencies", *extras]
-    wanted = list(dict.fromkeys(item for name in lists for item in requirements(name)))
+    # A torch that is there stays: pip would replace one that its constraints do not allow.
+    wanted = [item for name in lists for item in requirements(name) if item != TORCH]
     made = (python.parent.parent / "pyvenv.cfg").stat().st_mtime_ns
-    stamp, state = BUILD / f"{'-'.join(['packages', *extras])}.stamp", f"{python} {made} {wanted}"
-    if stamp.exists() and stamp.read_text() == state:
+    stamp = BUILD / f"{'-'.join(['packages', *extras])}.stamp"
+    torch, state = torch_version(python), f"{python} {made} {wanted}"
+    if torch and stamp.exists() and stamp.read_text() == state:
         return
     ensure_pip(python)
-    if torch_version(python) is None:
+    if torch is None:
         install_torch(python)
     say(f"installing what is missing of {', '.join(wanted)}")
-    options = ["--quiet", "--no-input", "--disable-pip-version-check"]
-    run(python, "-m", "pip", "install", *options, *wanted)
+    run(python, *PIP, "install", "--quiet", "--no-user", *wanted)
     BUILD.mkdir(exist_ok=True)
     stamp.write_text(state)
 

@@ -14,6 +14,8 @@ from torch_kvswap.ops import (
 from torch_kvswap.pool_handle import PoolHandle
 from torch_kvswap.prefix_hash import Medium, PrefixHasher
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BlockGroup",
     "BlockManager",
@@ -27,6 +29,7 @@ __all__ = [
     "PrefixHasher",
     "Result",
     "TransferError",
+    "__version__",
     "expand_block_ids",
     "swap_blocks",
     "swap_blocks_batch",

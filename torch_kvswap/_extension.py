@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
+    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
@@ -42,33 +43,35 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_job_release": (None, _Pointer),
     "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),
     "kvswap_job_done": (_Int, _Pointer, _Pointer),
-    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Bool),
+    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
     "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
-    "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Bool),
+    "kvswap_gate_release": (None, _Pointer),
+    "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
     "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
     "kvswap_blocks_destroy": (None, _Pointer),
     "kvswap_blocks_grow": (_Bool, _Pointer, _Pointer),
-    "kvswap_blocks_lookup": (_Bool, _Pointer, _Pointer, _Pointer, _Bool, _Pointer),
-    "kvswap_blocks_prepare_load": (_Long, _Pointer, _Pointer, _Pointer, _Pointer),
-    "kvswap_blocks_prepare_store": (_Int, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5),
-    "kvswap_blocks_end": (_Bool, _Pointer, _Long, _Bool),
-    "kvswap_blocks_touch": (_Bool, _Pointer, _Pointer, _Pointer),
-    "kvswap_blocks_order": (_Bool, _Pointer, _Pointer, _Pointer, _Bool),
-    "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real),
-    "kvswap_blocks_release": (_Int, _Pointer, _Long),
+    "kvswap_blocks_lookup": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Pointer, _Bool),
+    "kvswap_blocks_prepare_load": (_Long, *[_Pointer] * 4, _Bool),
+    "kvswap_blocks_prepare_store": (_Long, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5, _Bool),
+    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Bool),
+    "kvswap_blocks_touch": (_Long, _Pointer, _Pointer, _Pointer, _Bool),
+    "kvswap_blocks_order": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Bool),
+    "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
+    "kvswap_blocks_release": (_Long, _Pointer, _Long, _Bool),
     "kvswap_blocks_reset": (_Bool, _Pointer),
     "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take microseconds, and no lock that is held for longer. To let the GIL go costs more: a
-# thread that computes in Python gives it back only after milliseconds.
+# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
+# more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
+# manager are made in both ways, see holding().
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
-    *("kvswap_blocks_lookup", "kvswap_blocks_prepare_load", "kvswap_blocks_prepare_store"),
-    *("kvswap_blocks_end", "kvswap_blocks_touch", "kvswap_blocks_lease", "kvswap_blocks_release"),
+    "kvswap_usable_pages_publish",
 )
 PATH = Path(__file__).with_name("_C.abi3.so")
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
 ops: Any = torch.ops  # torch has no type for load_library
 
 
@@ -100,9 +103,21 @@ def load() -> None:
 def library() -> ctypes.CDLL:
     """The native library's C interface. Calls through it release the GIL, but for HOLD_THE_GIL."""
     load()
-    handle, holding = ctypes.CDLL(str(PATH)), ctypes.PyDLL(str(PATH))
+    handle = _declared(ctypes.CDLL(str(PATH)))
+    for name in HOLD_THE_GIL:
+        setattr(handle, name, getattr(holding(), name))
+    return handle
+
+
+@functools.cache
+def holding() -> ctypes.PyDLL:
+    """The C interface, for calls that keep the GIL. None of them may wait for another thread."""
+    load()
+    return _declared(ctypes.PyDLL(str(PATH)))
+
+
+def _declared(handle: _Library) -> _Library:
     for name, (result, *arguments) in PROTOTYPES.items():
-        function = getattr(holding if name in HOLD_THE_GIL else handle, name)
+        function = getattr(handle, name)
         function.restype, function.argtypes = result, arguments
-        setattr(handle, name, function)
     return handle

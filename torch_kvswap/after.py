@@ -7,6 +7,8 @@ import torch
 
 from torch_kvswap import capi
 
+CURRENT = -1  # in place of a GPU: the current stream of the cache's GPU
+
 After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
 
 
@@ -42,10 +44,21 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     return capi.AFTER_STREAM, after.cuda_stream
 
 
-def resolve_waiting(stream: object) -> tuple[int | None, bool]:
-    """The handle of the stream that is to wait, and whether it is the current one instead."""
+def resolve_waiting(stream: object) -> tuple[int | None, int]:
+    """Names the stream that is to wait.
+
+    Args:
+        stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
+
+    Returns:
+        The handle and the GPU, both of which name a stream: handle 0 is the default stream of every
+        GPU. (None, -1) for the current stream.
+
+    Raises:
+        TypeError: it is no stream.
+    """
     if stream is None:
-        return None, True
+        return None, CURRENT
     if not isinstance(stream, torch.cuda.Stream):  # torch would read any object as a stream
         raise TypeError(f"a torch.cuda.Stream (or None) can wait, {type(stream).__name__} cannot")
-    return stream.cuda_stream, False
+    return stream.cuda_stream, stream.device.index

@@ -7,6 +7,7 @@ import operator
 from typing import NoReturn, SupportsFloat, SupportsIndex
 
 INT32_MAX = 2**31 - 1
+INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -25,6 +26,8 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
         TypeError: the value is no integer.
         ValueError: it is out of range.
     """
+    if type(value) is int and least <= value <= most:  # nearly always; the rest takes longer
+        return value
     if not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be an integer")
     try:
@@ -63,13 +66,15 @@ def read_timeout(name: str, value: object) -> float | None:
 class NotCopyable:
     """Base of what owns native memory or a file: a copy would free it twice.
 
-    `copy.copy`, `copy.deepcopy` and `pickle` raise TypeError.
+    `copy.copy`, `copy.deepcopy` and `pickle` raise TypeError, which ends with `_instead`: what to
+    do.
     """
 
     __slots__ = ()
+    _instead = "pass it by reference, or make another one"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it owns memory of this process; "
-            "pass it by reference, or make another one"
+            f"{self._instead}"
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex
+
+from torch_kvswap.arguments import INT32_MAX, INT64_MAX, read_int
 
 MOST_PAGES = 1 << 29  # the native side numbers them, and as many ghosts, with 32 bits
 
@@ -36,33 +39,64 @@ class BlockGroup:
 
 
 def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
-    """Raises ValueError for what no group can have."""
-    if isinstance(groups, int):
-        groups = BlockGroup(groups)
-    several = (groups,) if isinstance(groups, BlockGroup) else tuple(groups)
+    """The groups that a caller names, by a number of pages or one by one.
+
+    Raises:
+        TypeError: it is neither, or a field has a wrong type.
+        ValueError: no group can have such a field, or there are no groups.
+    """
+    if isinstance(groups, SupportsIndex):
+        return (BlockGroup(read_int("groups", groups, 1, MOST_PAGES)),)
+    if not isinstance(groups, BlockGroup | Sequence) or isinstance(groups, str | bytes):
+        raise TypeError(
+            f"groups is a {type(groups).__name__}; pass a number of pages, or a list with a "
+            "BlockGroup for each group of layers"
+        )
+    several = [groups] if isinstance(groups, BlockGroup) else groups
     if not several:
         raise ValueError("there are no groups; name one at least")
-    for index, group in enumerate(several):
-        for name in ("num_pages", "block_tokens", "window_tokens"):
-            value = getattr(group, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} of group {index} is {value}; it is 1 at least")
-        if group.num_pages > MOST_PAGES:
-            raise ValueError(
-                f"num_pages of group {index} is {group.num_pages}; it is {MOST_PAGES} at most"
-            )
-        if group.is_state and group.window_tokens is not None:
-            raise ValueError(f"group {index} has a state and a window; it can have one of them")
-    return several
+    read = tuple(_read_group(index, group) for index, group in enumerate(several))
+    if unit_tokens(read) > INT64_MAX:
+        tokens = [group.block_tokens for group in read]
+        raise ValueError(
+            f"blocks of {tokens} tokens end together only every {unit_tokens(read)} tokens; "
+            "give the groups block_tokens that divide each other"
+        )
+    return read
+
+
+def _read_group(index: int, group: object) -> BlockGroup:
+    if not isinstance(group, BlockGroup):
+        raise TypeError(f"groups[{index}] is a {type(group).__name__}; pass a BlockGroup")
+    most = {"num_pages": MOST_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
+    read: dict[str, Any] = {
+        name: read_int(f"{name} of group {index}", getattr(group, name), 1, most[name])
+        for name in most
+        if name != "window_tokens" or group.window_tokens is not None
+    }
+    if not isinstance(group.is_state, bool):
+        kind = type(group.is_state).__name__
+        raise TypeError(f"is_state of group {index} is a {kind}; it must be True or False")
+    if group.is_state and group.window_tokens is not None:
+        raise ValueError(f"group {index} has a state and a window; it can have one of them")
+    return replace(group, **read)
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:
-    """Of each group; None: all. Raises ValueError for more pages than there are."""
+    """Of each group; None: all. Raises TypeError for no numbers, ValueError for more pages than
+    there are."""
     every = [group.num_pages for group in groups]
-    several = every if ready is None else [ready] if isinstance(ready, int) else list(ready)
-    if len(several) != len(every) or not all(0 <= n <= every[g] for g, n in enumerate(several)):
+    if ready is None:
+        return every
+    several = [ready] if isinstance(ready, SupportsIndex) else ready
+    if not isinstance(several, Sequence) or isinstance(several, str | bytes):
+        raise TypeError(f"ready_pages is a {type(ready).__name__}; pass a number for each group")
+    if len(several) != len(every):
         raise ValueError(f"ready_pages is {ready}; the groups have {every} pages")
-    return several
+    return [
+        read_int(f"ready_pages of group {index}", pages, 0, every[index])
+        for index, pages in enumerate(several)
+    ]
 
 
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
+from torch_kvswap.arguments import NotCopyable, read_int, read_seconds
 from torch_kvswap.block_groups import (
     BlockGroup,
     needed_blocks,
@@ -27,35 +27,43 @@ from torch_kvswap.block_results import (
     Store,
     event_bits,
 )
-from torch_kvswap.digests import Keys, cut_digests, read_digests
-from torch_kvswap.native_blocks import POLICIES, NativeBlocks
+from torch_kvswap.digests import Keys, cut_digests, join_digests, read_digests
+from torch_kvswap.native_blocks import POLICIES, NativeBlocks, Numbers
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 
 __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
-
-class BlockManager:
+class BlockManager(NotCopyable):
     """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
     pages first and says afterwards how the copy ended.
 
-    groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers; then
-    keys, places and pages are lists with an entry for each. keys: the digests of
-    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`). They
-    stand for contents: whoever gives a key vouches that its block has it, and that a block behind
-    another one is not used without it.
-
-    ready_pages: how many of its pages, from the first on, each group can use already (a number, or
-    a list of them); None: all. grow() adds others.
-
-    policy: who is evicted, "lru" or "arc". store_threshold: a block is stored when so many lookups
-    asked for it. events: whether events() has any, or of which kinds ("stored", "evicted"; the
-    others always come with them). clock: seconds that never go back.
+    Keys stand for contents: whoever gives a key vouches that its block has it, and that a block
+    behind another one is not used without it. A prompt's keys are the digests of
+    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`).
 
     Until a Load or Store has ended, its pages are given to nobody else: every one must be ended
-    with complete() or fail(), after the copy, also after a reset. Any thread may call any method.
-    In a forked child every call raises RuntimeError. Nothing has to be closed.
+    with complete() or fail(), after the copy, also after a reset. Nothing has to be closed. A
+    manager cannot be copied or pickled, and in a forked child every call raises RuntimeError.
+
+    Any thread may call any method. Each call is atomic: what it answers was true at one moment. A
+    call with up to 1,024 keys keeps the GIL for some hundred microseconds at most, unless it has to
+    wait for another thread. With more keys it lets the GIL go, and reads lists of keys in slices.
+    Other calls go on while reset() prepares new tables.
+
+    Args:
+        groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers;
+            then keys, places and pages are lists with an entry for each.
+        ready_pages: how many of its pages, from the first on, each group can use already (a number,
+            or a list of them); None: all. grow() adds others.
+        policy: who is evicted, "lru" or "arc".
+        store_threshold: a block is stored when so many lookups asked for it.
+        events: whether events() has any, or of which kinds ("stored", "evicted"; the others always
+            come with them).
+        clock: seconds that never go back.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
     """
 
     def __init__(
@@ -72,12 +80,16 @@ class BlockManager:
         self.unit_tokens = unit_tokens(self.groups)
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
-        if not 1 <= store_threshold < 2**32:
-            raise ValueError(f"store_threshold is {store_threshold}; it is 1 at least")
-        self._is_list = not isinstance(groups, int)
+        threshold = read_int("store_threshold", store_threshold, 1, 2**32 - 1)
+        if not callable(clock):
+            raise TypeError(
+                f"clock is a {type(clock).__name__}; pass a function that gives seconds"
+            )
+        ready = read_ready_pages(self.groups, ready_pages)
+        self._is_list = not isinstance(groups, SupportsIndex)
         self._clock = clock
-        self._native = NativeBlocks(self.groups, policy, store_threshold, event_bits(events))
-        self.grow(ready_pages)
+        self._native = NativeBlocks(self.groups, policy, threshold, event_bits(events))
+        self._native.grow(ready)
 
     def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
         """From now on each group can use so many pages; None: all. A smaller number than before
@@ -100,7 +112,7 @@ class BlockManager:
         digests, counts = self._digests(keys)
         needed = [range(count) for count in counts]
         if prefix is not None:
-            needed = needed_blocks(self.groups, prefix)
+            needed = needed_blocks(self.groups, read_int("prefix", prefix))
             digests, counts = cut_digests(digests, counts, needed)
         job, pages = self._native.prepare_load(digests, counts)
         if job == 0:
@@ -123,14 +135,12 @@ class BlockManager:
     def complete(self, job: Load | Store) -> None:
         """The copy has ended well, or was a load that was cancelled. Stored blocks can be loaded
         now, loaded ones evicted. Raises ValueError for a job that has ended before."""
-        if job.id:
-            self._native.end(job.id, True)
+        self._end(job, True)
 
     def fail(self, job: Load | Store) -> None:
         """The copy has failed, or was a store that was cancelled: its blocks are forgotten, those
         of a load too, whose bytes nobody can vouch for. Raises ValueError like complete()."""
-        if job.id:
-            self._native.end(job.id, False)
+        self._end(job, False)
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """The blocks were used, such as in the GPU cache: those that are ready are evicted last."""
@@ -153,18 +163,22 @@ class BlockManager:
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
         """Keeps the blocks, ready or pending, from being evicted for so long, or until release(); a
         load needs its own prepare_load(). None when one of them is not cached."""
-        if not seconds > 0:
-            raise ValueError(f"a lease of {seconds} seconds; it has to be more than 0")
+        seconds = read_seconds("seconds", seconds)
+        if seconds == 0:
+            raise ValueError("seconds is 0; a lease must last longer")
         digests, counts = self._digests(keys)
         return self._native.lease(digests, counts, self._clock(), seconds) or None
 
     def release(self, lease: int | Store) -> bool:
         """Ends a lease. False when it has ended before, by itself or in a reset."""
-        return self._native.release(lease.lease if isinstance(lease, Store) else lease)
+        return self._native.release(
+            lease.lease if isinstance(lease, Store) else read_int("lease", lease)
+        )
 
     def reset(self) -> None:
         """Forgets all blocks and leases, at once. Pages of jobs that are not ended become free when
-        they are."""
+        they are. Takes the memory of a second manager for a moment; MemoryError leaves all as it
+        was."""
         self._native.reset()
 
     def events(self) -> list[BlockEvent]:
@@ -182,6 +196,12 @@ class BlockManager:
             stats.append(BlockStats(*(getattr(native, name) for name, *_ in native._fields_)))
         return stats if self._is_list else stats[0]
 
+    def _end(self, job: Load | Store, well: bool) -> None:
+        if not isinstance(job, Load | Store):
+            raise TypeError(f"job is a {type(job).__name__}; pass a Load or a Store")
+        if job.id:
+            self._native.end(job.id, well)
+
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
@@ -193,14 +213,16 @@ class BlockManager:
         if not self._is_list:
             digests = read_digests("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
-        if isinstance(keys, bytes | bytearray | memoryview | str) or len(keys) != len(self.groups):
+        if isinstance(keys, bytes | bytearray | memoryview | str) or not isinstance(keys, Sequence):
+            kind = type(keys).__name__
+            raise TypeError(f"keys is a {kind}; pass a list with the keys of each group")
+        if len(keys) != len(self.groups):
             raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
-        return b"".join(several), array("q", [len(one) // DIGEST_BYTES for one in several])
+        return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 
-    def _split(self, numbers: array[int], counts: array[int]) -> Any:
+    def _split(self, numbers: Numbers, counts: array[int]) -> Any:
         """Of each group, of what are the numbers of all groups one after another."""
-        every: Numbers = np.frombuffer(numbers, np.int64)
         if not self._is_list:
-            return every[: counts[0]]
-        return np.split(every[: sum(counts)], np.cumsum(counts)[:-1])
+            return numbers[: counts[0]]
+        return np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])

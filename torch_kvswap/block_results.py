@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,15 +11,18 @@ EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
-    """A bit for each kind that is asked for. Raises ValueError for what is no kind."""
+    """A bit for each kind that is asked for. Raises TypeError for no kinds at all, ValueError for
+    what is no kind."""
     if isinstance(events, bool):
         events = EVENT_KINDS if events else ()
-    wanted: set[str] = {events} if isinstance(events, str) else set(events)
-    unknown = sorted(map(repr, wanted.difference(EVENT_KINDS)))
+    if not isinstance(events, Iterable):
+        raise TypeError(f"events is a {type(events).__name__}; pass True, False or a list of kinds")
+    wanted: list[str] = [events] if isinstance(events, str) else list(events)
+    unknown = sorted(repr(kind) for kind in wanted if kind not in EVENT_KINDS)
     if unknown:
         raise ValueError(f"events has {', '.join(unknown)}; kinds are {', '.join(EVENT_KINDS)}")
     if wanted:
-        wanted |= {"cleared", "lost"}
+        wanted += ["cleared", "lost"]
     return sum(1 << number for number, kind in enumerate(EVENT_KINDS) if kind in wanted)
 
 

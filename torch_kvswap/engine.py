@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch_kvswap.block_groups import BlockGroup
+from torch_kvswap.after import After
+from torch_kvswap.arguments import NotCopyable
+from torch_kvswap.block_groups import BlockGroup, read_groups
 from torch_kvswap.block_manager import BlockManager
-from torch_kvswap.block_results import Load, Lookup, Store
+from torch_kvswap.block_results import EventKind, Load, Lookup, Store
 from torch_kvswap.digests import Keys
 from torch_kvswap.engine_pages import EnginePages
+from torch_kvswap.gate import Gate
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.ids import Ids
 from torch_kvswap.job import Job
@@ -26,18 +30,27 @@ class Preempted(NamedTuple):
     lease: int
 
 
-class OffloadEngine:
+class OffloadEngine(NotCopyable):
     """A BlockManager and an OffloadHandler that do what a scheduler needs in four calls: lookup(),
     load(), store() and finished().
 
-    groups: for a handler with several layouts a BlockGroup for each, with as many pages as its pool
-    has own_pages. A key stands for what one page holds, `blocks_per_page` GPU blocks. storing:
-    "eager", at once; "lazy", what is about to leave the GPU cache, which evict() says. The other
-    options are BlockManager's. Pools may be pinned in the background: pages are used as soon as
-    they are ready. Nobody else may use the handler's pages, or call its finished(). The engine
-    holds the handler, and closes nothing: close the handler, when all is done.
+    A key stands for what one page holds, `blocks_per_page` GPU blocks. Pools may be pinned in the
+    background: pages are used as soon as they are ready. Nobody else may use the handler's pages,
+    or call its finished(). The engine holds the handler, and closes nothing: close the handler,
+    when all is done.
 
-    Any thread may call any method.
+    Any thread may call any method. An engine cannot be copied or pickled.
+
+    Args:
+        handler: moves the blocks.
+        groups: for a handler with several layouts a BlockGroup for each, with as many pages as its
+            pool has own_pages.
+        storing: "eager" stores at once; "lazy" stores what is about to leave the GPU cache, when
+            evict() says so.
+        policy, store_threshold, events, clock: see BlockManager.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
     """
 
     def __init__(
@@ -46,8 +59,13 @@ class OffloadEngine:
         groups: Sequence[BlockGroup] | None = None,
         *,
         storing: Literal["eager", "lazy"] = "eager",
-        **options: Any,
+        policy: str = "lru",
+        store_threshold: int = 1,
+        events: bool | Collection[EventKind] = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not hasattr(handler, "pools"):
+            raise TypeError(f"handler is a {type(handler).__name__}; pass an OffloadHandler")
         if storing not in ("eager", "lazy"):
             raise ValueError(f"storing is {storing!r}; it can be eager or lazy")
         self.handler = handler
@@ -55,17 +73,24 @@ class OffloadEngine:
         counts = self._pages.counts
         if (groups is not None) != handler.native.groups.is_list:
             raise ValueError("a handler with a list of layouts, and no other, takes groups")
-        if groups is not None and [group.num_pages for group in groups] != counts:
-            named = [group.num_pages for group in groups]
-            raise ValueError(f"the groups have {named} pages, their pools {counts}")
+        if groups is not None:
+            named = [group.num_pages for group in read_groups(groups)]
+            if named != counts:
+                raise ValueError(f"the groups have {named} pages, their pools {counts}")
         self._ready = self._pages.ready
         self.manager = BlockManager(
-            counts[0] if groups is None else groups, ready_pages=self._ready, **options
+            counts[0] if groups is None else groups,
+            ready_pages=self._ready,
+            policy=policy,
+            store_threshold=store_threshold,
+            events=events,
+            clock=clock,
         )
         pools = handler.pools if storing == "lazy" else ()
         self._lazy = [LazyStoring(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
         self._jobs: dict[int, Load | Store] = {}
+        self._started: list[Job] = []  # by an evict() that raised: the next one returns them
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """BlockManager.lookup()."""
@@ -76,13 +101,23 @@ class OffloadEngine:
         keys: Keys | Sequence[Keys],
         gpu_block_ids: Ids | Sequence[Ids],
         prefix: int | None = None,
-        **options: Any,
+        *,
+        after: After = None,
+        layer_groups: int | None = None,
+        expedited: bool = False,
+        gate: Gate | None = None,
+        background: bool = False,
     ) -> Job | None:
         """Loads what the keys stand for, None when some of it is not ready.
 
-        gpu_block_ids: of all the keys; where it goes. prefix: only what is needed behind a prefix
-        of this length, such as `Lookup.ready`. options: of OffloadHandler.load(). Whoever uses the
-        blocks waits for the job; one that fails is forgotten by finished(), and looked up no more.
+        Whoever uses the blocks waits for the job. Blocks of a load that failed are forgotten by
+        finished(), and found no more.
+
+        Args:
+            gpu_block_ids: of all the keys; where it goes.
+            prefix (int): only what is needed behind a prefix of this length, such as
+                `Lookup.ready`.
+            after, layer_groups, expedited, gate, background: see OffloadHandler.load().
         """
         load = self.manager.prepare_load(keys, prefix)
         if load is None:
@@ -90,49 +125,98 @@ class OffloadEngine:
 
         def move() -> Job:
             blocks = self._pages.select(keys, gpu_block_ids, load.places)
-            return self.handler.load(self._pages.in_pools(load.pages), blocks, **options)
+            pages = self._pages.in_pools(load.pages)
+            return self.handler.load(
+                pages,
+                blocks,
+                after=after,
+                layer_groups=layer_groups,
+                expedited=expedited,
+                gate=gate,
+                background=background,
+            )
 
         return self._submit(load, move)
 
     def store(
-        self, keys: Keys | Sequence[Keys], gpu_block_ids: Ids | Sequence[Ids], **options: Any
+        self,
+        keys: Keys | Sequence[Keys],
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        background: bool = False,
     ) -> Job | None:
         """Stores what the host has not; None when that is nothing, or more than there is room for.
 
-        gpu_block_ids: of all the keys. options: of OffloadHandler.store(). Until the job has ended
-        the blocks must not change. They can be loaded when finished() has reported it. With lazy
-        storing this is noted, None, and what evict() stores; the options are given there.
+        Until the job has ended the blocks must not change. They can be loaded when finished() has
+        reported it. With lazy storing this is noted, None, and what evict() stores.
+
+        Args:
+            gpu_block_ids: of all the keys.
+            after, background: see OffloadHandler.store(). With lazy storing evict() takes them.
         """
         if not self._lazy:
             self._grow()
             store = self.manager.prepare_store(keys)
-            return self._store(store, gpu_block_ids, keys, options) if store else None
-        if options:
-            raise TypeError(f"with lazy storing evict() takes the options {', '.join(options)}")
+            return self._store(store, gpu_block_ids, keys, after, background) if store else None
+        if after is not None or background:
+            raise TypeError("with lazy storing evict() takes the options after and background")
         computed = self._pages.read(keys, gpu_block_ids)
+        for group, (_, blocks) in enumerate(computed):
+            self._check_blocks(group, blocks)
         with self._lock:
             for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
                 lazy.computed(digests, blocks)
         return None
 
-    def evict(self, gpu_block_ids: Ids | Sequence[Ids], **options: Any) -> list[Job]:
-        """With lazy storing stores what leaves the GPU, with all that is before it. Call it before
-        any GPU block is given to others, and let none change until these jobs have ended, such as
-        by Job.wait_on(). What there is no room for is not stored. options: of
-        OffloadHandler.store(). With eager storing there is nothing to do."""
-        leaving, jobs = self._pages.read_blocks(gpu_block_ids), []
-        for group, lazy in enumerate(self._lazy):
+    def evict(
+        self,
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        background: bool = False,
+    ) -> list[Job]:
+        """With lazy storing stores what leaves the GPU, with all that is before it.
+
+        Call it before any GPU block is given to others, and let none change until these jobs have
+        ended, such as by Job.wait_on(). What there is no room for is not stored. With eager storing
+        there is nothing to do.
+
+        When it raises, no block has left yet. Call it again: it goes on, and returns the jobs that
+        had been started before, too.
+
+        Args:
+            after, background: see OffloadHandler.store().
+        """
+        leaving = self._pages.read_blocks(gpu_block_ids)
+        with self._lock:
+            jobs, self._started = self._started, []
+        try:
+            for group, lazy in enumerate(self._lazy):
+                with self._lock:
+                    chains = lazy.chains_of(leaving[group])
+                for chain in chains:
+                    keys, blocks = (self._pages.only(group, its) for its in chain)
+                    self._grow()
+                    store = self.manager.prepare_store(keys)
+                    job = self._store(store, blocks, keys, after, background) if store else None
+                    jobs += [job] if job else []
+        except BaseException:
             with self._lock:
-                chains = lazy.evicting(leaving[group])
-            for chain in chains:
-                keys, blocks = (self._pages.only(group, its) for its in chain)
-                self._grow()
-                store = self.manager.prepare_store(keys)
-                jobs.append(self._store(store, blocks, keys, options) if store else None)
-        return [job for job in jobs if job is not None]
+                self._started += jobs
+            raise
+        with self._lock:
+            for group, lazy in enumerate(self._lazy):
+                lazy.forget(leaving[group])
+        return jobs
 
     def preempt(
-        self, keys: Keys | Sequence[Keys], gpu_block_ids: Ids | Sequence[Ids], **options: Any
+        self,
+        keys: Keys | Sequence[Keys],
+        gpu_block_ids: Ids | Sequence[Ids],
+        *,
+        after: After = None,
+        background: bool = False,
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
@@ -141,13 +225,17 @@ class OffloadEngine:
         if store is None:
             return None
         try:
-            return Preempted(self._store(store, gpu_block_ids, keys, options), store.lease)
+            job = self._store(store, gpu_block_ids, keys, after, background)
         except BaseException:
             self.manager.release(store)
             raise
+        return Preempted(job, store.lease)
 
     def release(self, preempted: Preempted) -> bool:
         """Whether its blocks were still held."""
+        if not isinstance(preempted, Preempted):
+            kind = type(preempted).__name__
+            raise TypeError(f"preempted is a {kind}; pass what preempt() returned")
         return self.manager.release(preempted.lease)
 
     def finished(self) -> list[Result]:
@@ -171,13 +259,25 @@ class OffloadEngine:
             self._ready = self._pages.ready
             self.manager.grow(self._ready)
 
-    def _store(self, store: Store, gpu_block_ids: Any, keys: Any, options: Any) -> Job | None:
+    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        count = self.handler.layouts[group].num_blocks
+        place = next((i for i, block in enumerate(blocks) if not 0 <= block < count), None)
+        if place is not None:
+            name = f"{self._pages.name(group)}[{place}]"
+            raise IndexError(
+                f"{name} is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
+            )
+
+    def _store(
+        self, store: Store, gpu_block_ids: Any, keys: Any, after: After, background: bool
+    ) -> Job | None:
         if store.id == 0:
             return None
 
         def move() -> Job:
             blocks = self._pages.select(keys, gpu_block_ids, store.places)
-            return self.handler.store(blocks, self._pages.in_pools(store.pages), **options)
+            pages = self._pages.in_pools(store.pages)
+            return self.handler.store(blocks, pages, after=after, background=background)
 
         return self._submit(store, move)
 

@@ -65,14 +65,17 @@ class EnginePages:
             return value
         return [value if index == group else [] for index in range(len(self._pools))]
 
+    def name(self, group: int) -> str:
+        """What a caller calls the GPU blocks of a group."""
+        return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
+
     def _each(self, act: Callable[..., Any], *of_pools: Any) -> Any:
         if not self._is_list:
-            return act(self._pools[0], "gpu_block_ids", *of_pools)
-        if any(len(several) != len(self._pools) for several in of_pools):
-            raise ValueError(
-                f"gpu_block_ids must have a list for each of {len(self._pools)} groups"
-            )
-        names = [f"gpu_block_ids[{group}]" for group in range(len(self._pools))]
+            return act(self._pools[0], self.name(0), *of_pools)
+        count = len(self._pools)
+        if not all(isinstance(several, Sequence) and len(several) == count for several in of_pools):
+            raise ValueError(f"keys and gpu_block_ids must have a list for each of {count} groups")
+        names = map(self.name, range(count))
         return [act(*one) for one in zip(self._pools, names, *of_pools, strict=True)]
 
 

@@ -34,9 +34,12 @@ class Groups:
         self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
         self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
         _check_match(self.layouts, self.pools)
+        for pool in self.pools:
+            pool.check_open()
         self.device: torch.device = self.layouts[0].device
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = Watch(self.layouts).check
+        self.check_unmoved()  # before anything is taken
         spaces = block_spaces(self.layouts)
         pools = {id(pool.usable): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have

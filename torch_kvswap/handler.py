@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch_kvswap import capi
 from torch_kvswap.after import After
+from torch_kvswap.arguments import NotCopyable, read_timeout
 from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_memory import HostPool
@@ -23,7 +24,7 @@ from torch_kvswap.result import Result, TransferError, direction_of
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 
 
-class OffloadHandler:
+class OffloadHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, without blocking.
 
     gpu: the cache. host: pages for the same planes. A hybrid model has a list of layouts, one for
@@ -140,20 +141,23 @@ class OffloadHandler:
         """Blocks the host until the jobs have ended; finished() still reports them.
 
         jobs: None is every job that finished() has not reported. timeout: seconds, None is for
-        ever. Raises TransferError with every one of them that failed or was cancelled, TimeoutError
-        when some still run after the timeout, ValueError for a job of another handler.
+        ever; signals are handled meanwhile. Raises TransferError with every one of them that failed
+        or was cancelled, TimeoutError when some still run after the timeout, ValueError for a job
+        of another handler.
         """
-        wait_for(self.native, None if jobs is None else self._own(jobs), timeout)
+        own = None if jobs is None else [self._own(job) for job in _several(jobs)]
+        wait_for(self.native, own, read_timeout("timeout", timeout))
 
     def cancel(self, job: Job) -> bool:
         """Whether the job is, or will be, reported as cancelled; False when it has ended before.
 
         A job that is queued ends at once and copies nothing. One that the driver has runs to its
-        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid."""
-        return self.native.cancel(self._own(job)[0])
+        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid. Takes
+        one job: TypeError for a list."""
+        return self.native.cancel(self._own(job))
 
     def gate(self, parts: int = 1) -> Gate:
-        """A gate, open, with this many parts."""
+        """A gate, open, with this many parts: 1 to the number of tensors of the cache."""
         return Gate(self.native, parts)
 
     def metrics(self) -> Metrics:
@@ -190,11 +194,13 @@ class OffloadHandler:
         self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
 
-    def _own(self, jobs: Job | Iterable[Job]) -> list[Job]:
-        several = [jobs] if isinstance(jobs, Job) or not isinstance(jobs, Iterable) else list(jobs)
-        for job in several:
-            if not isinstance(job, Job):
-                raise TypeError(f"store() and load() return Jobs, not {job!r}")
-            if job.handler is not self:
-                raise ValueError(f"{job.direction} {job.id} is of another handler")
-        return several
+    def _own(self, job: object) -> Job:
+        if not isinstance(job, Job):
+            raise TypeError(f"store() and load() return Jobs, not {job!r}")
+        if job.handler is not self:
+            raise ValueError(f"{job.direction} {job.id} is of another handler")
+        return job
+
+
+def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
+    return jobs if isinstance(jobs, Iterable) else [jobs]

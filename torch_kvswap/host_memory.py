@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from torch_kvswap import capi
+from torch_kvswap.arguments import NotCopyable, read_int, read_timeout
 from torch_kvswap.host_pages import Pages
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.mapping import map_pool
+from torch_kvswap.mapping import MOST_NODES, Mapping, map_pool
 from torch_kvswap.pinning import Pinning, Progress, check_pinned
-from torch_kvswap.pool_handle import PoolHandle
+from torch_kvswap.pool_handle import PoolHandle, check_handle
 from torch_kvswap.process import Process
 from torch_kvswap.registration import is_pinned
 
@@ -26,7 +27,45 @@ class User(Protocol):
     def close(self) -> None: ...
 
 
-class HostPool:
+class _Memory:
+    """The pages of a pool, which its views share: open or closed, pinned or not.
+
+    They are unpinned when neither the pool nor a view of it lives any more, at the latest.
+    """
+
+    def __init__(self, mapping: Mapping, pages: Pages) -> None:
+        self.process = Process()
+        self.mapping = mapping
+        self.pages: Tensor | None = pages.view(mapping.tensor)
+        # The native side reads it at each job.
+        self.usable = capi.UsablePages(pages.own.start, pages.own.stop, 1 << 62)
+        self.pinning: Pinning | None = None
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+
+    def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
+        self.pinning = Pinning(self.mapping, device, pages, self.usable)
+        weakref.finalize(self, self.pinning.close)
+        return self.pinning
+
+    def check_open(self) -> Tensor:
+        self.process.check("host pool")
+        if self.pages is None:
+            raise RuntimeError("the host pool is closed; make a new one")
+        return self.pages
+
+    def close(self) -> None:
+        self.process.check("host pool")
+        with contextlib.ExitStack() as users:
+            for user in list(self.users):
+                users.callback(user.close)
+        if self.pinning is not None:
+            self.pinning.close()
+        if self.pages is not None:
+            self.pages = None
+            self.mapping.let_go()
+
+
+class HostPool(NotCopyable):
     """Host pages, each with `blocks_per_page` blocks one after another, each block with all planes.
 
     layout: the cache whose blocks come here. num_pages, blocks_per_page: at least 1. pinned: None
@@ -36,7 +75,8 @@ class HostPool:
 
     background: returns when the first chunk is pinned, a thread pins the others. Pages become
     usable from the front (`ready_pages`, `wait_ready`); a job with another page is refused with
-    IndexError. on_progress(ready, all) is called after each chunk, by the thread that pins.
+    IndexError. on_progress(ready, all) is called after each chunk, by the thread that pins, and is
+    held until all is pinned; an exception of it ends the pinning, and wait_ready() raises.
     huge_pages: None takes what the kernel makes when asked, True what the machine has reserved,
     False none (`huge_bytes` is what was got). numa_node: None is that of the GPU. chunk_bytes: what
     the driver registers in one piece, at most.
@@ -72,26 +112,26 @@ class HostPool:
         handle: PoolHandle | None = None,
     ) -> None:
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
-        check_pinned(layout, pinned, chunk_bytes)
+        chunk_bytes = check_pinned(layout, pinned, chunk_bytes)
+        if numa_node is not None:
+            numa_node = read_int("numa_node", numa_node, 0, MOST_NODES - 1)
+        if on_progress is not None and not callable(on_progress):
+            raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
+        if handle is not None:
+            check_handle(handle).check(pages, world, replicated)
         self.device = layout.device
         self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
         self.page_bytes, self.nbytes = pages.size, pages.nbytes
         self.own_pages = pages.own
         self._shares = world, replicated
-        self._process = Process()
-        self._mapping = map_pool(pages.nbytes, world > 1, huge_pages, handle)
-        self.layout = pages.planes(self._mapping.tensor, layout)
-        self._pages: Tensor | None = pages.view(self._mapping.tensor)
-        self._users: weakref.WeakSet[User] = weakref.WeakSet()
-        # The native side reads it at each job.
-        self.usable = capi.UsablePages(pages.own.start, pages.own.stop, 1 << 62)
-        self._pinning: Pinning | None = None
+        mapping = map_pool(pages.nbytes, world > 1, huge_pages, handle)
+        self.layout = pages.planes(mapping.tensor, layout)
+        self._memory = _Memory(mapping, pages)
         if layout.device.type == "cuda" and pinned is not False:
             if handle is None or not replicated:  # what all of them pin, its maker has placed
-                self._mapping.place(layout.device, numa_node, pages.own_bytes)
-            self._pinning = Pinning(self._mapping, layout.device, pages, self.usable, on_progress)
-            weakref.finalize(self, self._pinning.close)
-            self._pinning.start(pinned is True, background, chunk_bytes)
+                mapping.place(layout.device, numa_node, pages.own_bytes)
+            pinning = self._memory.make_pinning(pages, layout.device)
+            pinning.start(pinned is True, background, chunk_bytes, on_progress)
 
     @classmethod
     def attach(
@@ -99,40 +139,47 @@ class HostPool:
     ) -> HostPool:
         """A pool on the memory of another process, for pages of the same size. options: as of
         HostPool. Raises ValueError when the handle is of other pages or of another world."""
-        if not isinstance(handle, PoolHandle):
-            raise TypeError(f"attach() takes a PoolHandle, not {type(handle).__name__}")
-        handle.check(layout, world)
+        check_handle(handle)
         options |= {"rank": rank, "world": world, "replicated": handle.replicated}
         return cls(layout, handle.num_pages, handle.blocks_per_page, handle=handle, **options)
 
     def share(self) -> PoolHandle:
         """What other processes attach to; send it to them. Raises ValueError for a pool that was
         made for one process."""
-        self._check_open()
-        if self._mapping.fd is None:
+        self._memory.check_open()
+        fd = self._memory.mapping.fd
+        if fd is None:
             raise ValueError("this pool is of one process; make it with world=, how many share it")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        return PoolHandle(os.dup(self._mapping.fd), *shape, *self._shares)
+        return PoolHandle(os.dup(fd), *shape, *self._shares)
 
     def seen_by(self, layout: PagedLayout) -> HostPool:
         """The same pages for another group of layers, whose blocks are no larger: a page has a
-        block of one or the other. Close only this one. Raises ValueError for larger blocks."""
-        self._check_open()
-        slot_bytes, pages = self.page_bytes // self.blocks_per_page, copy.copy(self)
+        block of one or the other. The view keeps the memory, and closing either closes both. Raises
+        ValueError for larger blocks, RuntimeError when the pool is closed."""
+        self._memory.check_open()
+        slot_bytes = self.page_bytes // self.blocks_per_page
+        sizes = Pages(layout, self.num_pages, self.blocks_per_page)
         if layout.block_bytes > slot_bytes:
             raise ValueError(
                 f"blocks of {layout.block_bytes} bytes do not go into pages for blocks of "
                 f"{slot_bytes}; make the pool from the layout with the largest blocks"
             )
-        sizes = Pages(layout, self.num_pages, self.blocks_per_page)
-        pages.layout = sizes.planes(self._mapping.tensor, layout, slot_bytes)
-        return pages
+        view = HostPool.__new__(HostPool)
+        vars(view).update(vars(self))
+        view.layout = sizes.planes(self._memory.mapping.tensor, layout, slot_bytes)
+        return view
 
     @property
     def pages(self) -> Tensor:
         """The memory, uint8 [num_pages, blocks_per_page, block_bytes]; a view stays valid after
         close(). Reading or writing it is ordered with no job: wait for them on the host first."""
-        return self._check_open()
+        return self._memory.check_open()
+
+    @property
+    def usable(self) -> capi.UsablePages:
+        """Which pages can be used now, as the native side reads it: one object for all views."""
+        return self._memory.usable
 
     @property
     def ready_pages(self) -> int:
@@ -147,53 +194,46 @@ class HostPool:
         """Waits until this many pages of own_pages, all by default, can be used; False when that
         takes more than `timeout` seconds. Raises RuntimeError when they never will: the driver pins
         no more, or the pool is closed. Releases the GIL; any thread may wait."""
-        self._process.check("host pool")
-        wanted = len(self.own_pages) if pages is None else min(pages, len(self.own_pages))
-        if self._pinning is None:
-            return True
-        return self._pinning.wait(self.own_pages.start + wanted, timeout)
+        self._memory.process.check("host pool")
+        own = self.own_pages
+        wanted = len(own) if pages is None else min(read_int("pages", pages), len(own))
+        timeout = read_timeout("timeout", timeout)
+        pinning = self._memory.pinning
+        return pinning is None or pinning.wait(own.start + wanted, timeout)
 
     @property
     def is_pinned(self) -> bool:
         """Whether the driver says that all of own_pages are pinned."""
-        if self._pages is None or not self.is_ready:
+        memory = self._memory
+        if memory.pages is None or not self.is_ready:
             return False
-        if self._pinning is not None:
-            return self._pinning.registration.is_known()
-        return is_pinned(self._pages[self.own_pages.start].data_ptr())
+        if memory.pinning is not None:
+            return memory.pinning.registration.is_known()
+        return is_pinned(memory.pages[self.own_pages.start].data_ptr())
 
     @property
     def huge_bytes(self) -> int:
         """How many bytes of the memory the kernel has put on huge pages so far."""
-        self._check_open()
-        return self._mapping.huge_bytes
+        self._memory.check_open()
+        return self._memory.mapping.huge_bytes
+
+    def check_open(self) -> None:
+        """Raises RuntimeError when the pool is closed, and in a forked child."""
+        self._memory.check_open()
 
     def used_by(self, user: User) -> None:
         """Lets close() close the handler first; keeps only a weak reference to it."""
-        self._check_open()
-        self._users.add(user)
+        self._memory.check_open()
+        self._memory.users.add(user)
 
     def close(self) -> None:
-        """Closes the handlers that use the pool, which waits for their jobs, then unpins and lets
-        the memory go: it is freed when the last view of it is, in all processes. Idempotent."""
-        self._process.check("host pool")
-        with contextlib.ExitStack() as users:
-            for user in list(self._users):
-                users.callback(user.close)
-        if self._pinning is not None:
-            self._pinning.close()
-        if self._pages is not None:
-            self._pages = None
-            self._mapping.let_go()
+        """Closes the handlers that use the pool or a view of it, which waits for their jobs, then
+        unpins and lets the memory go: it is freed when the last tensor on it is, in all processes.
+        Idempotent."""
+        self._memory.close()
 
     def __enter__(self) -> HostPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> Tensor:
-        self._process.check("host pool")
-        if self._pages is None:
-            raise RuntimeError("the host pool is closed; make a new one")
-        return self._pages

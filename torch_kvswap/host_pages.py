@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 
 import numpy as np
 from torch import Tensor
 
+from torch_kvswap.arguments import INT64_MAX, read_int
 from torch_kvswap.layout import Planes
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,13 +29,15 @@ class Pages:
     ) -> None:
         if not isinstance(layout, Planes):
             raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
-        count, blocks_per_page = operator.index(count), operator.index(blocks_per_page)
-        if count < 1 or blocks_per_page < 1:
+        count = read_int("num_pages", count, 1)
+        blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
+        world = read_int("world", world, 1)
+        rank = read_int("rank", rank, 0, world - 1)
+        if (nbytes := count * blocks_per_page * layout.block_bytes) > INT64_MAX:
             raise ValueError(
-                f"num_pages={count}, blocks_per_page={blocks_per_page}: both must be at least 1"
+                f"num_pages={count} with blocks_per_page={blocks_per_page} need {nbytes} bytes, "
+                "more than can be addressed; ask for fewer pages"
             )
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank}, world={world}: expected a rank from 0 to world - 1")
         if count < world and not replicated:
             raise ValueError(
                 f"num_pages={count} for world={world}: each process needs a page at least"
@@ -43,7 +45,7 @@ class Pages:
         self.count = count
         self.blocks_per_page = blocks_per_page
         self.size = blocks_per_page * layout.block_bytes
-        self.nbytes = count * self.size
+        self.nbytes = nbytes
         part = rank * count // world, (rank + 1) * count // world
         self.own = range(count) if replicated else range(*part)
         self.own_bytes = range(self.own.start * self.size, self.own.stop * self.size)

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from torch_kvswap.arguments import INT64_MIN, read_int
+
 _FEW = 32  # from here on packing is faster, 7 ns an id instead of 15
 
 Ids = Sequence[int] | npt.NDArray[Any] | Tensor
@@ -31,8 +33,8 @@ def read_ids(name: str, ids: Ids) -> array[int]:
         if len(ids) < _FEW:
             return array("q", ids)
         return array("q", struct.pack(f"{len(ids)}q", *ids))
-    except (TypeError, OverflowError, struct.error):
-        return _from_numpy(name, _as_numpy(name, ids))
+    except (TypeError, ValueError, OverflowError, struct.error):
+        return array("q", [_read_id(f"{name}[{at}]", id_) for at, id_ in enumerate(ids)])
 
 
 def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
@@ -46,11 +48,13 @@ def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
     return of_tensor
 
 
-def _as_numpy(name: str, ids: Sequence[int]) -> npt.NDArray[Any]:
+def _read_id(name: str, value: object) -> int:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"{name} is a {type(value).__name__}; the ids must have one dimension")
     try:
-        return np.asarray(ids)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must have one dimension: {error}") from error
+        return read_int(name, value, INT64_MIN)
+    except ValueError:
+        raise IndexError(f"{name} is {value}; no block has such a number") from None
 
 
 def _from_numpy(name: str, ids: npt.NDArray[Any]) -> array[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import torch
 
 from torch_kvswap import _extension, capi
 from torch_kvswap.after import resolve_waiting
+from torch_kvswap.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap.result import Direction, Result, TransferError, direction_of, result_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _release = _extension.library().kvswap_job_release  # __del__ may run when modules are gone
 
 
-class Job:
+class Job(NotCopyable):
     """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
 
     id: its number within the handler.
@@ -32,7 +32,8 @@ class Job:
         self.native = native
 
     def __del__(self) -> None:
-        _release(self.native)
+        if hasattr(self, "native"):  # else __init__ was not reached
+            _release(self.native)
 
     @property
     def direction(self) -> Direction:
@@ -56,10 +57,18 @@ class Job:
     def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
 
-        A stream of any device; None is the current stream of the cache's device. A job that is
-        still queued is first given to the driver, with all that is queued ahead of it; the host
-        waits for that, but for nothing on the GPU. Raises TransferError for a job that has failed
-        or was cancelled; what fails later, finished() and wait() tell.
+        A job that is still queued is first given to the driver, with all that is queued ahead of
+        it; the host waits for that, but for nothing on the GPU.
+
+        Args:
+            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
+                the cache's GPU.
+
+        Raises:
+            TransferError: the job has failed or was cancelled. What fails later, finished() and
+                wait() tell.
+            RuntimeError: the stream is capturing a CUDA graph, which could not hold the wait.
+                Raised whether or not the job has ended.
         """
         self._wait_on(-1, stream)
 
@@ -70,7 +79,7 @@ class Job:
         Raises IndexError for a layer that there is not.
         """
         layers = self.handler.native.groups.num_layers
-        layer = operator.index(layer)
+        layer = read_int("layer", layer, INT64_MIN)
         if not 0 <= layer < layers:
             raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
         self._wait_on(layer * self._ask().layer_groups // layers, stream)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from torch_kvswap.arguments import INT64_MIN, read_int
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -53,18 +56,23 @@ class PagedLayout(Planes):
     shape [2, num_blocks, ...], block_dim=1, two planes a tensor). The dimensions after it are one
     block: they must be dense in some order of dimensions; blocks may lie apart (padded strides).
 
-    The layout holds the tensors; nothing else may free or move their memory while it is in use.
-    Immutable, so any thread may read it. Raises TypeError for what is no list of tensors and
+    No two planes may have a byte in common. The layout holds the tensors; nothing else may free or
+    move their memory while it is in use. Immutable, so any thread may read it; a copy, or what was
+    pickled, is made anew from its tensors. Raises TypeError for what is no list of tensors and
     ValueError, naming the tensor, for what cannot be described.
     """
 
     def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
-        self.tensors = () if isinstance(tensors, Tensor) else tuple(tensors)
-        if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in self.tensors):
+        is_iterable = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
+        self.tensors = tuple(tensors) if is_iterable else ()
+        if not is_iterable or not all(isinstance(t, Tensor) for t in self.tensors):
             raise TypeError("tensors must be a list of tensors; pass [tensor] for a single one")
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
+        block_dim = read_int("block_dim", block_dim, INT64_MIN)
         for index, tensor in enumerate(self.tensors):
+            if tensor.layout != torch.strided:
+                raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
             problem = _problem(tensor, self.tensors[0], block_dim)
             if problem:
                 raise ValueError(
@@ -85,21 +93,27 @@ class PagedLayout(Planes):
         )
         self.tensor_of_plane = np.repeat(np.arange(len(planes), dtype=np.int64), planes)
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        _, planes_of, times = np.unique(self.bases, return_index=True, return_counts=True)
-        if len(planes_of) < len(self.bases):
-            plane = int(planes_of[np.argmax(times > 1)])
+        self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
+        if overlap := _overlapping_planes(self):
+            first, second = (int(self.tensor_of_plane[plane]) for plane in overlap)
             raise ValueError(
-                f"plane {plane} of {len(self.bases)} begins where another one does: a load would "
-                "write their blocks twice; pass each tensor once"
+                f"tensors[{first}] and tensors[{second}] share memory, so that a load would write "
+                "some bytes twice; pass tensors that do not overlap, each once"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PagedLayout, (self.tensors, self.block_dim)  # whose copies lie elsewhere
 
     def check_unmoved(self) -> None:
         """Raises RuntimeError when a tensor no longer has the memory that it had here."""
-        for index, (tensor, address) in enumerate(zip(self.tensors, self.addresses, strict=True)):
-            if tensor.data_ptr() != address:
+        for index, tensor in enumerate(self.tensors):
+            problem = _storage_problem(tensor, self.storage_ends[index])
+            if problem is None and tensor.data_ptr() != self.addresses[index]:
+                problem = f"has moved from {self.addresses[index]:#x} to {tensor.data_ptr():#x}"
+            if problem:
                 raise RuntimeError(
-                    f"tensors[{index}] has moved from {address:#x} to {tensor.data_ptr():#x} since "
-                    "the layout was made; make a new layout and pass it to rebind()"
+                    f"tensors[{index}] {problem} since the layout was made; make a new layout and "
+                    "pass it to rebind()"
                 )
 
 
@@ -127,7 +141,43 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
             f"is not dense within a block (dimensions {block_dim + 1} to {tensor.dim() - 1}); "
             "make it so, or put the dimension with the gaps before block_dim"
         )
+    if problem := _storage_problem(tensor, _storage_end(tensor)):
+        return f"{problem}: bring its memory back first"
     return _overlap(tensor, block_dim)
+
+
+def _storage_end(tensor: Tensor) -> int:
+    """The bytes of its storage up to the last one of the tensor."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int(last + 1) * tensor.element_size()
+
+
+def _storage_problem(tensor: Tensor, end: int) -> str | None:
+    storage = tensor.untyped_storage().nbytes()
+    if storage >= end:
+        return None
+    return f"reaches to byte {end} of its storage, which was freed or resized to {storage}"
+
+
+def _overlapping_planes(planes: Planes) -> tuple[int, int] | None:
+    """Two planes that have a byte in common."""
+    order = np.argsort(planes.bases, kind="stable")
+    bases, strides, sizes = planes.bases[order], planes.strides[order], planes.sizes[order]
+    ends = bases + (planes.num_blocks - 1) * strides + sizes
+    begin_before = np.searchsorted(bases, ends)
+    for plane in np.flatnonzero(begin_before > np.arange(1, len(bases) + 1)):
+        others = slice(plane + 1, begin_before[plane])
+        shared = np.ones(others.stop - others.start, bool)
+        if planes.num_blocks > 1:
+            # Blocks may lie between those of another plane, as K and V in turn. All distances
+            # between blocks of the two planes are the same, modulo what divides both strides.
+            unit = np.gcd(strides[plane], strides[others])
+            offset = (bases[others] - bases[plane]) % unit
+            shared = (offset < sizes[plane]) | (offset + sizes[others] > unit)
+        if shared.any():
+            return int(order[plane]), int(order[plane + 1 + np.argmax(shared)])
+    return None
 
 
 def _block_numel(tensor: Tensor, block_dim: int) -> int:

@@ -14,6 +14,7 @@ from torch_kvswap.host_pages import SYSTEM_PAGE
 from torch_kvswap.limits import check_room
 from torch_kvswap.pool_handle import PoolHandle
 
+MOST_NODES = 1024  # NUMA nodes that the kernel's masks of csrc/host_memory.cpp have room for
 _ALIGNMENT = 2 << 20  # of huge pages
 _MOST_THREADS = 16  # a guess at what fills the memory bus; benchmarks/host_memory.py measures it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -76,11 +77,13 @@ class Mapping:
     def touch(self, first: int, last: int) -> None:
         """Gives memory to the bytes from `first` to `last`, by several threads, without changing
         them. Raises RuntimeError when there is none."""
+        held = self.tensor  # the pool may be closed meanwhile, by what follows the pinning
         cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
         threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         how = threads, self._collapse, cpus, len(cpus)
         capi.call("kvswap_host_touch", address, last - first, *how)
+        del held
 
 
 def map_pool(

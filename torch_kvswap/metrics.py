@@ -112,9 +112,12 @@ class Metrics:
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
         """The text that a Prometheus server scrapes (format 0.0.4). labels: names and values that
-        every sample gets beside its own; ValueError for a name that it cannot have."""
+        every sample gets beside its own; TypeError for what is no string, ValueError for a name
+        that a label cannot have."""
         given = dict(labels or {})
-        for name in given:
+        for name, text in given.items():
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise TypeError(f"label {name!r} is {text!r}; both must be strings")
             if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name, re.ASCII) or name in _TAKEN:
                 raise ValueError(
                     f"a label cannot be named {name!r}: letters, digits and _ are allowed, not a "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_kvswap import _extension, capi
+from torch_kvswap.arguments import NotCopyable
 from torch_kvswap.groups import Groups
 from torch_kvswap.metrics import Metrics, read_metrics
 from torch_kvswap.process import Process
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 _native = _extension.library()
 _submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
 _result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
-_release = _native.kvswap_job_release
+_release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
 _AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 
 
-class NativeHandler:
+class NativeHandler(NotCopyable):
     """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
 
     def __init__(self, groups: Groups, threaded: bool, options: capi.PathOptions) -> None:
@@ -43,13 +44,21 @@ class NativeHandler:
             threaded,
             ctypes.byref(options),
         )
+        try:
+            self._warn_of_missing_kernels()
+        except BaseException:  # the caller has turned warnings into errors
+            self.close()
+            _native.kvswap_handler_destroy(self._pointer)
+            raise
+
+    def _warn_of_missing_kernels(self) -> None:
         problem = _native.kvswap_handler_path_problem(self._pointer).decode()
         if problem:
             warnings.warn(
                 f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
                 "engines do all of them (docs/paths.md)",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     @property
@@ -119,8 +128,9 @@ class NativeHandler:
             if left <= seconds and deadline is not None:
                 return None
 
-    def wait_on(self, job: int, layer_group: int, stream: int | None, is_current: bool) -> None:
-        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, is_current)
+    def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
+        """stream, device: as `resolve_waiting` gives them."""
+        capi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: Job) -> bool:
         return bool(capi.call("kvswap_job_cancel", self.pointer, job.native))
@@ -128,6 +138,11 @@ class NativeHandler:
     def make_gate(self, parts: int) -> int:
         gate: int = capi.call("kvswap_gate_create", self.pointer, parts)
         return gate
+
+    def release_gate(self, gate: int) -> None:
+        """Nobody has the gate any more. Does nothing in a fork, which has none."""
+        if self._process.is_current:
+            _release_gate(gate)
 
     def metrics(self) -> Metrics:
         pointer = self.pointer

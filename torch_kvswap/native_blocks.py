@@ -5,21 +5,30 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_kvswap import _extension, capi
+from torch_kvswap.arguments import NotCopyable
 from torch_kvswap.block_groups import BlockGroup, unit_tokens
+from torch_kvswap.digests import SLICE
 from torch_kvswap.prefix_hash import DIGEST_BYTES
 from torch_kvswap.process import Process
 
 POLICIES = ("lru", "arc")
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
-_native = _extension.library()
-_lookup, _prepare_load = _native.kvswap_blocks_lookup, _native.kvswap_blocks_prepare_load
-_prepare_store, _end = _native.kvswap_blocks_prepare_store, _native.kvswap_blocks_end
-_touch, _lease = _native.kvswap_blocks_touch, _native.kvswap_blocks_lease
+# The calls that take keys or end jobs are made with the GIL held; they answer _BUSY when they would
+# have to wait or to take long, and are made again without it (csrc/capi_blocks.h).
+_holding = _extension.holding()
+_lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
+_prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
+_touch, _lease = _holding.kvswap_blocks_touch, _holding.kvswap_blocks_lease
+_release, _order = _holding.kvswap_blocks_release, _holding.kvswap_blocks_order
+_BUSY = -2
 EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DIGEST_BYTES}")])
 _EVENTS_AT_ONCE = 1024
 
@@ -59,7 +68,7 @@ class Stats(ctypes.Structure):
     )
 
 
-class NativeBlocks:
+class NativeBlocks(NotCopyable):
     """Owns it. `digests`: those of all groups, one after another; `counts`: how many each group
     has. grow() is called first. Methods raise RuntimeError in a fork, whose pages are not its."""
 
@@ -93,78 +102,80 @@ class NativeBlocks:
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
         found = array("q", (0, 0, 0))  # faster than a Found
-        places = counts.buffer_info()[0], found.buffer_info()[0]
-        if not _lookup(self.pointer, digests, places[0], again, places[1]):
-            capi.fail()
+        place, into = counts.buffer_info()[0], found.buffer_info()[0]
+        answer = _lookup(self.pointer, digests, place, again, into, False)
+        if answer < 0:
+            _go_on(answer, "lookup", self.pointer, digests, place, again, into)
         return found[0], found[1], found[2]
 
-    def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, array[int]]:
+    def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Numbers]:
         """The job, 0 for none, and its pages."""
-        pages = array("q", bytes(len(digests) // DIGEST_BYTES * 8))
+        pages, into = _room(len(digests) // DIGEST_BYTES)
         place = counts.buffer_info()[0]
-        job: int = _prepare_load(self.pointer, digests, place, pages.buffer_info()[0])
+        job: int = _prepare_load(self.pointer, digests, place, into, False)
         if job < 0:
-            capi.fail()
+            job = _go_on(job, "prepare_load", self.pointer, digests, place, into)
         return job, pages
 
     def prepare_store(
         self, digests: bytes, counts: array[int], now: float, keep: bool
-    ) -> tuple[int, int, array[int], array[int], array[int]] | None:
+    ) -> tuple[int, int, Numbers, Numbers, array[int]] | None:
         """Job and lease, 0 for none; places and pages, of which the first are used; how many of
         them each group has. None when there is no room."""
-        empty = bytes(len(digests) // DIGEST_BYTES * 8)
-        places, pages, new = array("q", empty), array("q", empty), array("q", counts)
-        ids = array("q", (0, 0))
+        count = len(digests) // DIGEST_BYTES
+        numbers, into = _room(2 * count)
+        new, ids = array("q", counts), array("q", (0, 0))
         job = ids.buffer_info()[0]
-        done: int = _prepare_store(
-            self.pointer,
-            digests,
-            counts.buffer_info()[0],
-            now,
-            keep,
-            places.buffer_info()[0],
-            pages.buffer_info()[0],
-            new.buffer_info()[0],
-            job,
-            job + ids.itemsize,
+        arguments = (
+            *(self.pointer, digests, counts.buffer_info()[0], now, keep, into, into + 8 * count),
+            *(new.buffer_info()[0], job, job + 8),
         )
+        done: int = _prepare_store(*arguments, False)
         if done < 0:
-            capi.fail()
-        return (ids[0], ids[1], places, pages, new) if done else None
+            done = _go_on(done, "prepare_store", *arguments)
+        return (ids[0], ids[1], numbers[:count], numbers[count:], new) if done else None
 
     def end(self, job: int, well: bool) -> None:
-        if not _end(self.pointer, job, well):
-            capi.fail()
+        answer = _end(self.pointer, job, well, False)
+        if answer < 0:
+            _go_on(answer, "end", self.pointer, job, well)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
-        if not _touch(self.pointer, digests, counts.buffer_info()[0]):
-            capi.fail()
+        place = counts.buffer_info()[0]
+        answer = _touch(self.pointer, digests, place, False)
+        if answer < 0:
+            _go_on(answer, "touch", self.pointer, digests, place)
 
     def order(self, digests: bytes, counts: array[int], renew: bool) -> None:
-        capi.call("kvswap_blocks_order", self.pointer, digests, counts.buffer_info()[0], renew)
+        place = counts.buffer_info()[0]
+        answer = _order(self.pointer, digests, place, renew, False)
+        if answer < 0:
+            _go_on(answer, "order", self.pointer, digests, place, renew)
 
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
         place = counts.buffer_info()[0]
-        lease: int = _lease(self.pointer, digests, place, now, seconds)
+        lease: int = _lease(self.pointer, digests, place, now, seconds, False)
         if lease < 0:
-            capi.fail()
+            lease = _go_on(lease, "lease", self.pointer, digests, place, now, seconds)
         return lease
 
     def release(self, lease: int) -> bool:
-        return bool(capi.call("kvswap_blocks_release", self.pointer, lease))
+        released: int = _release(self.pointer, lease, False)
+        if released < 0:
+            released = _go_on(released, "release", self.pointer, lease)
+        return released == 1
 
     def reset(self) -> None:
         capi.call("kvswap_blocks_reset", self.pointer)
 
-    def take_events(self) -> list[tuple[int, int, bytes]]:
+    def take_events(self) -> Iterator[tuple[int, int, bytes]]:
         """Kind, group and key of each."""
-        taken: list[tuple[int, int, bytes]] = []
         events = np.empty(_EVENTS_AT_ONCE, EVENT)
         while True:
             count = capi.call("kvswap_blocks_events", self.pointer, events.ctypes.data, len(events))
-            taken += events[:count].tolist()
+            yield from events[:count].tolist()
             if count < len(events):
-                return taken
+                return
 
     def stats(self, group: int, now: float) -> Stats:
         stats = Stats()
@@ -172,6 +183,28 @@ class NativeBlocks:
         return stats
 
 
+def _room(count: int) -> tuple[Numbers, int]:
+    """Memory for so many numbers, and its address."""
+    if count <= SLICE:
+        few = array("q", bytes(count * 8))
+        return np.frombuffer(few, np.int64), few.buffer_info()[0]
+    many = np.empty(count, np.int64)  # writes nothing to it while it holds the GIL
+    return many, many.ctypes.data
+
+
+def _go_on(answer: int, name: str, *arguments: Any) -> int:
+    """What a call answers in the end that answered less than 0 with the GIL held.
+
+    Raises:
+        ValueError, MemoryError: the call has failed.
+    """
+    if answer == _BUSY:
+        answer = getattr(_extension.library(), f"kvswap_blocks_{name}")(*arguments, True)
+    if answer < 0:
+        capi.fail()
+    return answer
+
+
 def _destroy(pointer: int, process: Process) -> None:
     if process.is_current:
-        _native.kvswap_blocks_destroy(pointer)
+        _extension.library().kvswap_blocks_destroy(pointer)

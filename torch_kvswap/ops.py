@@ -21,7 +21,7 @@ stops in front of it and goes on behind it, and ``fullgraph=True`` and ``torch.e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,15 +82,56 @@ def _fake_expand(
     return block_ids.new_empty(outputs if count is None else _torch.sym_min(outputs, count))
 
 
+def _check_torch() -> None:
+    """Raises ImportError when this torch lacks what _register_write() needs.
+
+    torch.library registers a kernel that counts versions up, but has no public name for what lies
+    below that kernel, where the call has to go on. PyTorch's own mutable ops in Python
+    (torch/_library/custom_ops.py) name it as we do, so the names change together with the way it
+    is done, and not alone. A torch that lacks one is refused at import, not at the first call.
+    """
+    needed = {
+        "torch._C._AutoDispatchBelowADInplaceOrView": hasattr(
+            torch._C, "_AutoDispatchBelowADInplaceOrView"
+        ),
+        "torch._C._after_ADInplaceOrView_keyset": hasattr(
+            torch._C, "_after_ADInplaceOrView_keyset"
+        ),
+        "torch._ops.OpOverload.redispatch": hasattr(_torch._ops.OpOverload, "redispatch"),
+    }
+    missing = [name for name, is_there in needed.items() if not is_there]
+    if missing:
+        raise ImportError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, by which torch_kvswap tells "
+            "autograd what its ops write; install another version of torch or of torch_kvswap"
+        )
+
+
+def _check_no_leaf(tensor: Tensor) -> None:
+    """In PyTorch's words for its own in-place ops (check_inplace)."""
+    if not tensor.requires_grad:
+        return
+    if tensor.is_leaf:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    if tensor._is_view() and tensor._base is not None and tensor._base.is_leaf:
+        raise RuntimeError(
+            "a view of a leaf Variable that requires grad is being used in an in-place operation."
+        )
+
+
 def _register_write(name: str, written: int | str) -> None:
     """An op that writes its operand `written`: autograd is told, as of every in-place op."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_torch.ops.torch_kvswap, packet), overload or "default")
 
     def count_version(keys: Any, *operands: Any, **named: Any) -> None:
-        torch.autograd.graph.increment_version(
-            operands[written] if isinstance(written, int) else named[written]
-        )
+        changed = operands[written] if isinstance(written, int) else named[written]
+        if torch.is_grad_enabled():
+            for tensor in [changed] if isinstance(changed, Tensor) else changed:
+                _check_no_leaf(tensor)
+        torch.autograd.graph.increment_version(changed)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
 
@@ -98,10 +139,17 @@ def _register_write(name: str, written: int | str) -> None:
     _torch.library.register_fake(f"torch_kvswap::{name}", _fake_write, lib=_library)
 
 
+_check_torch()
 _register_write("swap_blocks", written=1)
 _register_write("swap_kv_blocks", written=1)
 _register_write("expand_block_ids.out", written="out")
 _torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib=_library)
+
+
+def _refuse_none(**operands: object) -> NoReturn:
+    """PyTorch hands None to an op as a tensor without memory, and names no argument."""
+    name = next(name for name, operand in operands.items() if operand is None)
+    raise TypeError(f"{name} is None; it must be a tensor")
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
@@ -121,8 +169,10 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
 
     Raises RuntimeError, before anything is copied, for ids out of range, blocks that overlap, sizes
     that differ and tensors that are not as described; and for errors of the driver. Nothing is
-    differentiable: autograd sees an in-place write.
+    differentiable: autograd sees an in-place write, and refuses one into a leaf that requires grad.
     """
+    if src is None or dst is None or block_mapping is None:
+        _refuse_none(src=src, dst=dst, block_mapping=block_mapping)
     torch.ops.torch_kvswap.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
@@ -137,6 +187,8 @@ def swap_kv_blocks(
     ``src_block_ids[i]`` becomes block ``dst_block_ids[i]``. Streams, threads and errors are as in
     :func:`swap_blocks`.
     """
+    if src_block_ids is None or dst_block_ids is None:
+        _refuse_none(src_block_ids=src_block_ids, dst_block_ids=dst_block_ids)
     torch.ops.torch_kvswap.swap_kv_blocks(src, dst, src_block_ids, dst_block_ids)
 
 
@@ -168,6 +220,8 @@ def swap_blocks_batch(
     device, before anything is copied; and for errors of the driver, after which what came before
     the index may have been copied.
     """
+    if src_ptrs is None or dst_ptrs is None or sizes is None:
+        _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
 
@@ -189,6 +243,8 @@ def expand_block_ids(
 
     Raises RuntimeError for a factor below 1 and for counts out of range.
     """
+    if block_ids is None:
+        _refuse_none(block_ids=block_ids)
     if out is None:
         result: Tensor = torch.ops.torch_kvswap.expand_block_ids(
             block_ids, block_size_factor, skip_count, count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
 import re
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_kvswap import _extension, capi
+from torch_kvswap.arguments import INT64_MAX, read_int
 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_suffix(".json")
 GENERIC = "NVIDIA H200"  # of the shipped figures, for a GPU that has none
 _SMALLEST = 512  # bytes of a fragment: the first entry of the native table
+_MOST_MICROSECONDS = 1e12
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,27 @@ class PathCosts:
         return capi.PathCosts(self.start, self.block, table)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> PathCosts:
-        fragment = {int(size): float(us) / 1e6 for size, us in content["fragment_us"].items()}
-        if not fragment or min(fragment) < 1:
-            raise ValueError("fragment_us needs at least one size, in bytes")
-        return cls(float(content["start_us"]) / 1e6, float(content["block_us"]) / 1e6, fragment)
+    def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> PathCosts:
+        """The costs that to_json() has written.
+
+        Args:
+            name (str): where they are in the file, for errors.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: they cannot be read.
+        """
+        start, block = (
+            _read_microseconds(f"{name}.{field}", content[field]) / 1e6
+            for field in ("start_us", "block_us")
+        )
+        fragment = {}
+        for size, microseconds in content["fragment_us"].items():
+            field = f"{name}.fragment_us.{size}"
+            nbytes = read_int(f"the size of {field}", int(size), 1, INT64_MAX)
+            fragment[nbytes] = _read_microseconds(field, microseconds) / 1e6
+        if not fragment:
+            raise ValueError(f"{name}.fragment_us needs at least one size, in bytes")
+        return cls(start, block, fragment)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,14 +102,28 @@ class Figures:
 
 
 def read_figures(gpu: str) -> Figures:
-    """Those of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else for
-    GENERIC. Raises ValueError, naming the file, for one that cannot be read."""
+    """The figures of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else
+    for GENERIC. A cache that this process cannot look at is passed over, with a warning in the log.
+
+    Raises:
+        ValueError: KVSWAP_PATH_COSTS names a file that cannot be opened, or a file has no costs.
+    """
     given = os.environ.get("KVSWAP_PATH_COSTS")
     if given:
-        return Figures(_read(Path(given)), given)
-    cached = cache_file(gpu)
-    if cached.exists():
-        return Figures(_read(cached), str(cached))
+        try:
+            content = Path(given).read_bytes()
+        except OSError as error:
+            raise _unreadable(Path(given), error) from error
+        return Figures(_read(Path(given), content), given)
+    try:
+        cached = cache_file(gpu)
+        content = cached.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # nothing was measured here
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        _log.warning("shipped costs of the paths are used, the cache cannot be read: %s", error)
+    else:
+        return Figures(_read(cached, content), str(cached))
     shipped = json.loads(SHIPPED.read_text())
     name = gpu if gpu in shipped else GENERIC
     return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}")
@@ -104,31 +138,50 @@ def write_figures(gpu: str, costs: Costs) -> Path:
     file = cache_file(gpu)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.rename(file)  # at once: another process may read it
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.rename(file)  # at once: another process may read it
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     return file
 
 
 def cache_file(gpu: str) -> Path:
-    """Of this GPU and this driver, in XDG_CACHE_HOME."""
+    """Of this GPU and this driver, in XDG_CACHE_HOME. Raises RuntimeError when there is no home."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = _extension.library().kvswap_driver_version()
     return folder / "torch_kvswap" / f"path-costs-{name}-{driver}.json"
 
 
-def _read(file: Path) -> Costs:
+def _read(file: Path, content: bytes) -> Costs:
     try:
-        return _parse(json.loads(file.read_text()))
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"the costs of the paths cannot be read from {file}: {type(error).__name__}: {error}; "
-            "remove it, or let `python -m torch_kvswap calibrate` write it anew"
-        ) from error
+        return _parse(json.loads(content))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"the costs of the paths cannot be read from {file}: {type(error).__name__}: {error}; "
+        "remove it; `python -m torch_kvswap calibrate` writes another one"
+    )
 
 
 def _parse(content: Mapping[str, Any]) -> Costs:
     return {
-        direction: {path: PathCosts.from_json(of) for path, of in content[direction].items()}
+        direction: {
+            path: PathCosts.from_json(of_path, f"{direction}.{path}")
+            for path, of_path in content[direction].items()
+        }
         for direction in DIRECTIONS
     }
+
+
+def _read_microseconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of microseconds")
+    if not 0 <= value <= _MOST_MICROSECONDS:  # nor is NaN
+        raise ValueError(f"{name} is {value}; it must be 0 to {_MOST_MICROSECONDS:g} microseconds")
+    return float(value)

@@ -7,6 +7,7 @@ import os
 import torch
 
 from torch_kvswap import capi
+from torch_kvswap.arguments import read_int
 from torch_kvswap.metrics import PATHS
 from torch_kvswap.path_costs import DIRECTIONS, Figures, read_figures
 
@@ -22,11 +23,9 @@ def path_options(path: str | None, staging_bytes: int, device: torch.device) -> 
     path = path if path is not None else os.environ.get("KVSWAP_PATH") or AUTO
     if path not in CHOICES:
         raise ValueError(f"{name}={path!r}; expected one of {', '.join(CHOICES)}")
-    if staging_bytes < 0:
-        raise ValueError(f"staging_bytes={staging_bytes}; expected 0 or more")
     options = capi.PathOptions()
     options.path = -1 if path == AUTO else PATHS.index(path)
-    options.staging_bytes = staging_bytes
+    options.staging_bytes = read_int("staging_bytes", staging_bytes)
     figures = None if device.type == "cpu" else figures_of(device)
     for direction, costs in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_path in enumerate(PATHS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torch_kvswap import _extension
+from torch_kvswap.arguments import read_int
 from torch_kvswap.capi import UsablePages
 from torch_kvswap.host_pages import Pages
 from torch_kvswap.layout import PagedLayout
@@ -37,27 +40,28 @@ class Pinning:
         device: torch.device,
         pages: Pages,
         usable: UsablePages,
-        on_progress: Progress | None,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
         self._device = device
         self._pages = pages
         self._usable = usable
-        self._on_progress = on_progress
         self._chunk = 1
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._process = Process()
 
-    def start(self, required: bool, background: bool, chunk_bytes: int) -> None:
+    def start(
+        self, required: bool, background: bool, chunk_bytes: int, on_progress: Progress | None
+    ) -> None:
+        """on_progress: is not kept here. A finalizer keeps this object, and a callback that refers
+        to the pool would keep that for ever."""
         pages, own = self._pages, self._pages.own
         self._chunk = min(pages.chunk_of(chunk_bytes), 1 << (own.stop - 1).bit_length())
-        self._usable.last_page = own.start
-        self._usable.chunk_blocks = self._chunk * pages.blocks_per_page
-        chunks = self._chunks()
+        self._publish(own.start)
+        chunks = self._chunks(on_progress)
         try:
             next(chunks)
             if not background:
@@ -82,11 +86,13 @@ class Pinning:
         def is_over() -> bool:
             return self._usable.last_page >= page or self._error is not None or self._stopping
 
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout)
         if in_time and self._usable.last_page < page:
-            why = self._error or "the pool was closed"
-            raise RuntimeError(f"{self._state()}, and no more will be: {why}")
+            why = "the pool was closed" if self._error is None else _words(self._error)
+            raise RuntimeError(f"{self._state()}, and no more will be: {why}") from self._error
         return in_time
 
     def close(self) -> None:
@@ -99,7 +105,7 @@ class Pinning:
             self._thread.join()
         self.registration.remove()
 
-    def _chunks(self) -> Iterator[None]:
+    def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Stops after each chunk that has been pinned."""
         own, begin = self._pages.own, self._pages.own.start
         with ThreadPoolExecutor(1, "torch_kvswap touching") as ahead:
@@ -111,11 +117,18 @@ class Pinning:
                 touched = ahead.submit(self._touch, end, self._end_of(end))
                 begin = self._register(begin, end)
                 with self._changed:
-                    self._usable.last_page = begin
+                    self._publish(begin)
                     self._changed.notify_all()
-                if self._on_progress is not None:
-                    self._on_progress(begin - own.start, len(own))
+                if on_progress is not None:
+                    on_progress(begin - own.start, len(own))
                 yield
+
+    def _publish(self, last_page: int, chunk_blocks: int | None = None) -> None:
+        """Lets jobs use the pages before last_page, and tells them in what pieces these are pinned.
+        Only native stores order what was registered before them, on every machine."""
+        blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
+        usable = ctypes.byref(self._usable)
+        _extension.library().kvswap_usable_pages_publish(usable, last_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """Where the chunk ends in which this page is."""
@@ -134,24 +147,35 @@ class Pinning:
             if self._chunk <= self._pages.chunk_of(_LEAST_CHUNK_BYTES):
                 raise _RefusedError(reason)
             self._chunk //= 2
-            self._usable.chunk_blocks = self._chunk * self._pages.blocks_per_page
             end = self._end_of(begin)
 
     def _go_on(self, chunks: Iterator[None]) -> None:
-        def work() -> None:
-            try:
-                for _ in chunks:
-                    pass
-            except Exception as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                text = f"{self._state()}, and the others cannot be used: {error}; {self._advice()}"
-                warnings.warn(text, RuntimeWarning, stacklevel=1)
-
         name = "torch_kvswap pinning"
-        self._thread = threading.Thread(target=work, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._pin_rest, args=(chunks,), name=name, daemon=True
+        )
         self._thread.start()
+
+    def _pin_rest(self, chunks: Iterator[None]) -> None:
+        """What the thread does."""
+        try:
+            for _ in chunks:
+                pass
+        except BaseException as error:  # SystemExit too: else wait() would wait for ever
+            self._fail(error.with_traceback(None))  # whose frames hold the callback
+        finally:
+            if self._stopping:  # a finalizer that ran in this thread could not wait for it
+                self.registration.remove()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        warnings.warn(
+            f"{self._state()}, and the others cannot be used: {_words(error)}; {self._advice()}",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 
     def _state(self) -> str:
         own, last = self._pages.own, self._usable.last_page
@@ -169,8 +193,7 @@ class Pinning:
 
     def _degrade(self, error: Exception) -> None:
         """All pages are usable, and every copy is the driver's to stage."""
-        self._usable.chunk_blocks = 1 << 62
-        self._usable.last_page = self._pages.own.stop
+        self._publish(self._pages.own.stop, 1 << 62)
         warnings.warn(
             f"{self._refusal(error)}. The pages are pageable now: the driver copies them through "
             "memory of its own and holds up the thread that submits, and no kernel reaches them",
@@ -179,15 +202,18 @@ class Pinning:
         )
 
 
-class _RefusedError(Exception):
+class _RefusedError(RuntimeError):
     """The driver registers no more."""
 
 
-def check_pinned(layout: PagedLayout, pinned: bool | None, chunk_bytes: int) -> None:
-    """Raises ValueError for what cannot be asked for."""
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, RuntimeError) else repr(error)
+
+
+def check_pinned(layout: PagedLayout, pinned: bool | None, chunk_bytes: object) -> int:
+    """The bytes of a chunk. Raises TypeError and ValueError for what cannot be asked for."""
     if pinned and layout.device.type != "cuda":
         raise ValueError(
             f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
         )
-    if not 1 <= chunk_bytes <= MOST_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes={chunk_bytes}: expected 1 to {MOST_CHUNK_BYTES}")
+    return read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)

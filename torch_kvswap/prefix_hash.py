@@ -12,15 +12,23 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from torch_kvswap.arguments import UINT64_MAX, read_int
 
 DIGEST_BYTES = 32
 # The first byte of what is hashed, so that no digest of one kind is ever one of another.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
 _BLOCK_HEAD = struct.Struct("<II")  # tokens; media that begin in the block
 _MEDIUM_HEAD = struct.Struct("<IQ")  # first token in the block; tokens
+_UINT32_MAX = 2**32 - 1
+_SLICE = 1 << 14  # tokens that are read in one call of Python's C code: others may run in between
+
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 def encode(value: Hashable) -> bytes:
@@ -61,22 +69,46 @@ def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Medium:
-    """What placeholder tokens stand for, such as an image. key: the hash of its content."""
+    """What placeholder tokens stand for, such as an image.
+
+    Args:
+        first_token (int), num_tokens (int): where they are in the prompt.
+        key (bytes): the hash of its content.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, or is negative or too large.
+    """
 
     first_token: int
     num_tokens: int
     key: bytes
+
+    def __post_init__(self) -> None:
+        read_int("first_token", self.first_token)
+        read_int("num_tokens", self.num_tokens, 0, UINT64_MAX)
+        if not isinstance(self.key, bytes):
+            raise TypeError(f"key is a {type(self.key).__name__}; it must be bytes")
 
 
 class PrefixHasher:
     """Makes the keys of prompts that may share blocks: equal keys are equal tokens, from the first
     one on, under equal settings, and nothing else.
 
-    model: with its revision, if it can change. dtype: of the cache. block_tokens: in a block.
-    adapter: LoRA or such; None for none. salt: of a tenant, None for what all may share; those
-    with different salts never share a block. group: of layers, where a model has several. extra:
-    what else decides the bytes of a block. Raises TypeError for what `encode` does not take,
-    ValueError for block_tokens below 1. Any thread may call.
+    Any thread may call.
+
+    Args:
+        model (str): with its revision, if it can change.
+        dtype (str): of the cached values.
+        block_tokens (int): tokens per block.
+        adapter: LoRA or such; None for none.
+        salt (str or bytes): of a tenant. Prompts with different salts never share a block; None is
+            for what all may share.
+        group (int): of layers, where a model has several.
+        extra: what else decides the bytes of a block.
+
+    Raises:
+        TypeError: an argument has a wrong type, see encode().
+        ValueError: block_tokens is below 1, or a number is too large.
     """
 
     def __init__(
@@ -90,45 +122,51 @@ class PrefixHasher:
         group: int = 0,
         extra: Hashable = None,
     ) -> None:
-        if block_tokens < 1:
-            raise ValueError(f"block_tokens is {block_tokens}; a block has at least 1 token")
-        self.block_tokens = block_tokens
-        fields = ("torch_kvswap", 1, model, dtype, block_tokens, adapter, salt, group, extra)
+        self.block_tokens = int(read_int("block_tokens", block_tokens, 1, _UINT32_MAX))
+        group = int(read_int("group", group))
+        for name, value in (("model", model), ("dtype", dtype)):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is a {type(value).__name__}; it must be a str")
+        if not isinstance(salt, str | bytes | None):
+            raise TypeError(f"salt is a {type(salt).__name__}; it must be a str, bytes or None")
+        for name, part in (("adapter", adapter), ("extra", extra)):
+            try:
+                encode(part)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from error
+        fields = ("torch_kvswap", 1, model, dtype, self.block_tokens, adapter, salt, group, extra)
         self._root = sha256(_ROOT + encode(fields)).digest()
 
-    def keys(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], media: Sequence[Medium] = ()
-    ) -> bytes:
+    def keys(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
         """The digests of all full blocks, one after another: what can be stored.
 
-        Raises IndexError for a token that is not in 0 to 2**32 - 1, ValueError for a medium that
-        begins outside of the tokens.
+        Raises:
+            TypeError: tokens are no integers, or no sequence; media are no Medium.
+            IndexError: a token is not in 0 to 2**32 - 1.
+            ValueError: a medium begins outside of the tokens, or the tokens have several
+                dimensions.
         """
-        return self._digests(tokens, media, len(tokens) // self.block_tokens)
+        content = _token_bytes(tokens)
+        return self._digests(content, media, len(content) // 4 // self.block_tokens)
 
-    def lookup_keys(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], media: Sequence[Medium] = ()
-    ) -> bytes:
+    def lookup_keys(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
         """keys() without the block that has the last token: what a prompt can reuse, and so what it
         looks up. A prompt of n tokens gets n - 1 of them from a cache at most."""
-        return self._digests(tokens, media, reusable_blocks(len(tokens), self.block_tokens))
+        content = _token_bytes(tokens)
+        return self._digests(content, media, reusable_blocks(len(content) // 4, self.block_tokens))
 
-    def partial_key(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], media: Sequence[Medium] = ()
-    ) -> bytes:
+    def partial_key(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
         """The digest of the last block, which is part full: of a request that is preempted. Its
         number of tokens is in it, so it is no prefix of a full one. Empty when it is full."""
-        full, blocks = len(tokens) // self.block_tokens, -(-len(tokens) // self.block_tokens)
-        return self._digests(tokens, media, blocks)[full * DIGEST_BYTES :]
+        content = _token_bytes(tokens)
+        num_tokens = len(content) // 4
+        full, blocks = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
+        return self._digests(content, media, blocks)[full * DIGEST_BYTES :]
 
-    def _digests(
-        self,
-        tokens: Sequence[int] | npt.NDArray[np.integer],
-        media: Sequence[Medium],
-        blocks: int,
-    ) -> bytes:
-        of_block = self._media_of_blocks(media, len(tokens)) if media else {}
-        content, size = _token_bytes(tokens), self.block_tokens * 4
+    def _digests(self, content: bytes, media: Sequence[Medium], blocks: int) -> bytes:
+        """Of the first blocks. content: the tokens, as 32-bit words."""
+        of_block = self._media_of_blocks(media, len(content) // 4) if media != () else {}
+        size = self.block_tokens * 4
         parent, digests = self._root, []
         head = _BLOCK + _BLOCK_HEAD.pack(self.block_tokens, 0)
         for block in range(blocks):
@@ -145,6 +183,11 @@ class PrefixHasher:
     def _media_of_blocks(self, media: Sequence[Medium], num_tokens: int) -> dict[int, list[bytes]]:
         """For each block what begins in it. Later blocks have it from their parent."""
         of_block: dict[int, list[bytes]] = {}
+        if not isinstance(media, Sequence):
+            raise TypeError(f"media is a {type(media).__name__}; pass a list of Medium")
+        for place, medium in enumerate(media):
+            if not isinstance(medium, Medium):
+                raise TypeError(f"media[{place}] is a {type(medium).__name__}; pass a Medium")
         for medium in sorted(media, key=lambda its: (its.first_token, its.num_tokens, its.key)):
             if not 0 <= medium.first_token < num_tokens:
                 raise ValueError(
@@ -156,19 +199,34 @@ class PrefixHasher:
         return of_block
 
 
-def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+def _token_bytes(tokens: Tokens) -> bytes:
+    """The tokens as 32-bit words."""
+    if not isinstance(tokens, Sequence | np.ndarray) and hasattr(tokens, "__array__"):
+        tokens = np.asarray(tokens)  # a tensor
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens has shape {tokens.shape}; it must have one dimension")
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"tokens is an array of {tokens.dtype}; tokens must be integers")
+        if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= _UINT32_MAX):
+            return tokens.astype("<u4").tobytes()
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
+        raise TypeError(f"tokens is a {type(tokens).__name__}; pass a list or an array of integers")
     try:
-        if isinstance(tokens, np.ndarray):
-            if tokens.ndim == 1 and tokens.dtype.kind in "iu" and _fit(tokens):
-                return tokens.astype("<u4").tobytes()
-            tokens = tokens.tolist()
-        return array("I", tokens).tobytes()
-    except OverflowError:
-        place, token = next(
-            (place, token) for place, token in enumerate(tokens) if not 0 <= token < 2**32
-        )
-        raise IndexError(f"tokens[{place}] is {token}; a token is 0 to 4294967295") from None
-
-
-def _fit(tokens: npt.NDArray[np.integer]) -> bool:
-    return not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) < 2**32)
+        if len(tokens) <= _SLICE:
+            return array("I", tokens).tobytes()
+        words, every = array("I"), iter(tokens)
+        while some := list(islice(every, _SLICE)):
+            words.extend(array("I", some))
+        return words.tobytes()
+    except (TypeError, OverflowError):
+        for place, token in enumerate(tokens):
+            if not isinstance(token, SupportsIndex):
+                kind = type(token).__name__
+                raise TypeError(f"tokens[{place}] is a {kind}; a token is an integer") from None
+            if not 0 <= token < 2**32:
+                raise IndexError(
+                    f"tokens[{place}] is {token}; a token is 0 to 4294967295"
+                ) from None
+        raise

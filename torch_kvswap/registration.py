@@ -44,18 +44,19 @@ class Registration:
 
     def remove(self) -> None:
         """Unregisters all pieces. A fork has the memory, but not the registrations."""
-        native = _extension.library()
+        native, kept, reason = _extension.library(), 0, ""
         while self._process.is_current and self._bytes:
             address, nbytes = self._bytes.popitem()
             if not native.kvswap_host_unregister(self._device.index, address):
-                warnings.warn(
-                    f"the driver did not unpin {nbytes} bytes of host memory: "
-                    f"{native.kvswap_last_error().decode()}; they stay locked until the process "
-                    "ends",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                kept, reason = kept + nbytes, native.kvswap_last_error().decode()
         self._held = None
+        if kept:  # at the end: the caller may have turned warnings into errors
+            warnings.warn(
+                f"the driver did not unpin {kept} bytes of host memory: {reason}; they stay locked "
+                "until the process ends",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def is_pinned(address: int, device: torch.device | None = None) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from torch_kvswap import capi
 from torch_kvswap.after import resolve_after
+from torch_kvswap.arguments import INT64_MIN, read_int
 from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.ids import read_ids
@@ -46,9 +48,8 @@ class Request:
         else:
             blocks = read_ids("gpu_block_ids", gpu_block_ids)
             pages = read_ids("page_ids", page_ids)
-            if type(first_block) is not int:
-                first_block = _first_blocks(first_block, 1)[0]
-            counts = array("q", (len(blocks), len(pages), first_block))
+            first = read_int("first_block", first_block, INT64_MIN)
+            counts = array("q", (len(blocks), len(pages), first))
         self._held = blocks, pages, counts
         self.native = capi.Request(
             began,
@@ -56,7 +57,7 @@ class Request:
             parts,
             after_kind,
             groups.is_list,
-            background,
+            bool(background),
             after_handle,
             native_gate,
             blocks.buffer_info()[0],
@@ -69,15 +70,13 @@ def _layer_parts(
     handler: NativeHandler, parts: int | None, gate: Gate | None
 ) -> tuple[int, int | None]:
     """In how many groups of layers, and the native gate."""
+    if gate is not None and not isinstance(gate, Gate):
+        raise TypeError(f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns")
     if gate is not None and gate.handler is not handler:
         raise ValueError("the gate was made by another handler than this load's")
     if parts is None:
         parts = 1 if gate is None else gate.parts
-    parts, layers = operator.index(parts), handler.groups.num_layers
-    if not 1 <= parts <= layers:
-        raise ValueError(
-            f"layer_groups={parts} of a cache with {layers} tensors; expected 1 to {layers}"
-        )
+    parts = read_int("layer_groups", parts, 1, handler.groups.num_layers)
     if gate is None:
         return parts, None
     if gate.parts != parts:
@@ -88,7 +87,7 @@ def _layer_parts(
 
 
 def _read_lists(
-    groups: Groups, gpu_block_ids: Any, page_ids: Any, first_block: int | Sequence[int]
+    groups: Groups, gpu_block_ids: Any, page_ids: Any, first_block: object
 ) -> tuple[array[int], array[int], array[int]]:
     """The ids of all groups, one after the other, and for each how many, and its first block."""
     blocks, num_blocks = _join("gpu_block_ids", gpu_block_ids, groups)
@@ -100,12 +99,16 @@ def _read_lists(
     return blocks, pages, counts
 
 
-def _first_blocks(first_block: int | Sequence[int], groups: int) -> Sequence[int]:
-    if not isinstance(first_block, Sequence):
-        return [operator.index(first_block)] * groups
+def _first_blocks(first_block: object, groups: int) -> list[int]:
+    """For each group. The native side checks them against the blocks of a page."""
+    if not isinstance(first_block, Sequence | np.ndarray):
+        return [read_int("first_block", first_block, INT64_MIN)] * groups
     if len(first_block) != groups:
         raise ValueError(f"first_block has {len(first_block)} entries for {groups} groups")
-    return first_block
+    return [
+        read_int(f"first_block[{group}]", of_group, INT64_MIN)
+        for group, of_group in enumerate(first_block)
+    ]
 
 
 def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch_kvswap import capi
 from torch_kvswap.metrics import PATHS
@@ -49,11 +49,14 @@ class Result:
 
 
 class TransferError(RuntimeError):
-    """Jobs that were asked for have failed or were cancelled. results: theirs."""
+    """Jobs that were asked for have failed or were cancelled. results: theirs. Can be pickled."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = list(results)
-        super().__init__("; ".join(map(_sentence, results)))
+        super().__init__("; ".join(map(_sentence, self.results)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.results,), self.__dict__  # an exception's own has the text alone
 
 
 def _sentence(result: Result) -> str:

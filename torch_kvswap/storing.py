@@ -45,20 +45,21 @@ class LazyStoring:
             self._blocks[key], self._parent[key] = blocks, parent
             parent = key
 
-    def evicting(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
+    def chains_of(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
         """What to store before these blocks are given to others, or change."""
-        leaving = list(gpu_block_ids)
-        keys = [self._key[block] for block in leaving if block in self._key]
+        keys = [self._key[block] for block in gpu_block_ids if block in self._key]
         chains = {key: self._chain_to(key) for key in keys if key in self._blocks}
         inner = {key for chain in chains.values() for key in chain[:-1]}
-        found = [
+        return [
             Chain(b"".join(chain), [block for key in chain for block in self._blocks[key]])
             for last, chain in chains.items()
             if last not in inner
         ]
-        for block in leaving:
+
+    def forget(self, gpu_block_ids: Iterable[int]) -> None:
+        """Their chains are stored, or need not be: the blocks have left."""
+        for block in gpu_block_ids:
             self._forget(block)
-        return found
 
     def _chain_to(self, key: bytes) -> list[bytes]:
         """From the first page on; from the first one that is still on the GPU if some have gone,

@@ -17,7 +17,8 @@ class Watch:
 
     `.data =`, `set_()`, `resize_()` of the tensor or of its storage, and `share_memory_()` give a
     tensor other memory and tell nobody; only `set_()` and `resize_()` count its version up. So
-    every address is read every time: by the native side, from references of its own, in 5 ns a
+    every address and the size of every storage are read every time (a storage that shrank twice
+    may be back at its address): by the native side, from references of its own, in nanoseconds a
     tensor, where `Tensor.data_ptr` takes 70. Does not keep the memory when it is dropped.
     """
 
@@ -25,7 +26,9 @@ class Watch:
         self._layouts = layouts
         tensors = [tensor for layout in layouts for tensor in layout.tensors]
         addresses = [address for layout in layouts for address in layout.addresses]
-        self._native: int = _extension.ops.torch_kvswap._watch_cache(tensors, addresses)
+        ends = [end for layout in layouts for end in layout.storage_ends]
+        watch_cache = _extension.ops.torch_kvswap._watch_cache
+        self._native: int = watch_cache(tensors, addresses, ends)
         # Not at exit: other threads may still submit.
         weakref.finalize(self, _release, self._native).atexit = False
 

@@ -75,13 +75,6 @@ void Arc::use(uint32_t page) {
   ++sizes_[side];
 }
 
-void Arc::clear() {
-  for (List& ghosts : ghosts_) {
-    while (ghosts.size() > 0) drop_ghost(ghosts.oldest());
-  }
-  target_ = 0;
-}
-
 void Arc::drop_ghost(uint32_t ghost) {
   table_.erase(ghost);
   ghosts_[table_.nodes[ghost].list].remove(table_.nodes, ghost);

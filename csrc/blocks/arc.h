@@ -22,7 +22,6 @@ class Arc final : public Policy {
   size_t num_idle() const override { return idle_[kRecent].size() + idle_[kFrequent].size(); }
   void use(uint32_t page) override;
   void grow(size_t num_pages) override { num_pages_ = num_pages; }
-  void clear() override;
 
  private:
   enum Side : uint8_t { kRecent = 0, kFrequent = 1 };

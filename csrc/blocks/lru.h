@@ -26,7 +26,6 @@ class Lru final : public Policy {
   size_t num_idle() const override { return idle_.size(); }
   void use(uint32_t) override {}
   void grow(size_t) override {}
-  void clear() override {}
 
  private:
   Table& table_;

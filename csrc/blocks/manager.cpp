@@ -18,13 +18,22 @@ int64_t next_id() {
 }  // namespace
 
 Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options)
-    : events_(options.events), store_threshold_(options.store_threshold) {
-  for (const GroupOptions& group : groups) {
-    const auto index = static_cast<int32_t>(groups_.size());
-    auto pages = std::make_unique<Pages>(index, group.num_pages, options.policy, events_);
-    groups_.push_back({group, std::move(pages), {}, {}});
-  }
+    : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
+  for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
+  for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
   if (store_threshold_ > 1) asked_.emplace(options.asked_capacity);
+}
+
+std::unique_ptr<Pages> Manager::make_pages(size_t group) {
+  const size_t num_pages = groups_[group].options.num_pages;
+  return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, events_);
+}
+
+std::unique_lock<std::mutex> Manager::enter(size_t visits, bool wait) {
+  if (wait) return std::unique_lock(mutex_);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (visits > kFewKeys || !lock) throw Busy{};
+  return lock;
 }
 
 void Manager::grow(const int64_t* ready_pages) {
@@ -32,8 +41,8 @@ void Manager::grow(const int64_t* ready_pages) {
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t Manager::prepare_load(const Keys& keys, int64_t* pages) {
-  const std::lock_guard lock(mutex_);
+int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+  const auto lock = enter(total(keys), wait);
   find(keys, true);
   Job job{false, {}};
   job.pins.reserve(found_.size());
@@ -55,20 +64,26 @@ int64_t Manager::prepare_load(const Keys& keys, int64_t* pages) {
 }
 
 std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
-                                             int64_t* places, int64_t* pages, int64_t* counts) {
-  const std::lock_guard lock(mutex_);
+                                             int64_t* places, int64_t* pages, int64_t* counts,
+                                             bool wait) {
+  const auto lock = enter(total(keys), wait);
+  expire(now, wait);
   check_distinct(keys);
-  expire(now);
   find(keys, true);
   if (!has_room(keys, keep)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
   placed_.resize(found_.size());
-  std::vector<Pin> pins;
+  std::vector<Pin> pins, kept;
   pins.reserve(found_.size());
+  if (keep) kept.reserve(found_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
-  Job& job = jobs_.emplace(stored.job, Job{true, {}}).first->second;
-  std::vector<Pin>* lease = keep ? &leases_[stored.lease] : nullptr;
-  if (keep) lease->reserve(found_.size());
+  const auto job = jobs_.emplace(stored.job, Job{true, {}}).first;
+  try {
+    if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
+  } catch (...) {
+    jobs_.erase(job);
+    throw;
+  }
   size_t at = 0, written = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     Group& group = groups_[g];
@@ -91,22 +106,24 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   }
   if (keep) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
-    *lease = pins;
+    kept = pins;
+    leases_.find(stored.lease)->second = std::move(kept);
   }
-  job.pins = std::move(pins);
+  job->second.pins = std::move(pins);
   if (written > 0) return stored;
-  release_all(job.pins);
-  jobs_.erase(stored.job);
+  release_all(job->second.pins);
+  jobs_.erase(job);
   return Stored{0, stored.lease};
 }
 
-void Manager::end(int64_t id, bool well) {
-  const std::lock_guard lock(mutex_);
+void Manager::end(int64_t id, bool well, bool wait) {
+  const auto lock = enter(0, wait);
   const auto found = jobs_.find(id);
   if (found == jobs_.end()) {
     fail<ValueError>("job ", id, " has ended before, or is another manager's");
   }
   const Job& job = found->second;
+  if (!wait && job.pins.size() > kFewKeys) throw Busy{};
   for (const Pin& pin : job.pins) {
     Group& group = groups_[pin.group];
     if (well && pin.fills) {
@@ -122,8 +139,8 @@ void Manager::end(int64_t id, bool well) {
   jobs_.erase(found);
 }
 
-void Manager::touch(const Keys& keys) {
-  const std::lock_guard lock(mutex_);
+void Manager::touch(const Keys& keys, bool wait) {
+  const auto lock = enter(total(keys), wait);
   find(keys, true);
   // Its first block is the newest then: without it no other is of use.
   size_t end = found_.size();
@@ -135,8 +152,8 @@ void Manager::touch(const Keys& keys) {
   }
 }
 
-void Manager::order(const Keys& keys, bool renew) {
-  const std::lock_guard lock(mutex_);
+void Manager::order(const Keys& keys, bool renew, bool wait) {
+  const auto lock = enter(total(keys), wait);
   find(keys, true);
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
@@ -151,9 +168,9 @@ void Manager::order(const Keys& keys, bool renew) {
   }
 }
 
-int64_t Manager::lease(const Keys& keys, double now, double seconds) {
-  const std::lock_guard lock(mutex_);
-  expire(now);
+int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  expire(now, wait);
   find(keys, true);
   if (std::find(found_.begin(), found_.end(), kNone) != found_.end()) return 0;
   const int64_t id = next_id();
@@ -169,21 +186,32 @@ int64_t Manager::lease(const Keys& keys, double now, double seconds) {
   return id;
 }
 
-bool Manager::release(int64_t id) {
-  const std::lock_guard lock(mutex_);
+bool Manager::release(int64_t id, bool wait) {
+  const auto lock = enter(0, wait);
   const auto found = leases_.find(id);
   if (found == leases_.end()) return false;
+  if (!wait && found->second.size() > kFewKeys) throw Busy{};
   release_all(found->second);
   leases_.erase(found);
   return true;
 }
 
 void Manager::reset() {
+  // New pages are made, and the old ones freed, while other calls go on.
+  std::vector<std::unique_ptr<Pages>> pages;
+  for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
+  decltype(leases_) leases;
+  decltype(ends_) ends;
   const std::lock_guard lock(mutex_);
-  for (Group& group : groups_) group.pages->forget_all();
-  for (const auto& [id, pins] : leases_) release_all(pins);
-  leases_.clear();
-  ends_ = {};
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    pages[g]->follow(*groups_[g].pages);
+    groups_[g].pages.swap(pages[g]);
+  }
+  for (const auto& [id, job] : jobs_) {
+    for (const Pin& pin : job.pins) groups_[pin.group].pages->keep_held(pin.page);
+  }
+  leases_.swap(leases);
+  ends_.swap(ends);
   events_.record(EventKind::kCleared, -1, {});
 }
 
@@ -192,10 +220,11 @@ void Manager::release_all(const std::vector<Pin>& pins) {
   for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
 }
 
-void Manager::expire(double now) {
-  while (!ends_.empty() && ends_.top().first <= now) {
+void Manager::expire(double now, bool wait) {
+  for (size_t visits = 0; !ends_.empty() && ends_.top().first <= now; ends_.pop()) {
     const auto found = leases_.find(ends_.top().second);
-    ends_.pop();
+    visits += 1 + (found == leases_.end() ? 0 : found->second.size());
+    if (!wait && visits > kFewKeys) throw Busy{};
     if (found == leases_.end()) continue;
     release_all(found->second);
     leases_.erase(found);

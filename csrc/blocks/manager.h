@@ -48,31 +48,43 @@ struct Counters {
   uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
 };
 
+// What a call throws that may not wait and would take long, with nothing changed that anyone sees.
+struct Busy {};
+
 // Which prefix block is on which host page. Any thread may call.
+//
+// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread
+// nor visits more than kFewKeys keys or held pages; it throws Busy instead, and is made again
+// without the GIL. That costs more for few keys: a thread that computes in Python gives the GIL
+// back only after milliseconds.
 class Manager {
  public:
+  // At a million pages a call takes less than a millisecond for as many keys.
+  static constexpr size_t kFewKeys = 1024;
+
   Manager(const std::vector<GroupOptions>& groups, const Options& options);
 
   // Of each group the first so many pages can be used from now on: none until then, and never fewer
   // than before.
   void grow(const int64_t* ready_pages);
   // again: the same question as before, which is not counted.
-  Found lookup(const Keys& keys, bool again);
+  Found lookup(const Keys& keys, bool again, bool wait);
   // The job, or 0 when some key is not ready.
-  int64_t prepare_load(const Keys& keys, int64_t* pages);
+  int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Writes for each group the places of those keys that are to be stored, and their pages. Nothing
   // is changed when there is no room. keep: all the keys are stored, and leased without an end.
   std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* places,
-                                      int64_t* pages, int64_t* counts);
-  void end(int64_t job, bool well);
-  void touch(const Keys& keys);
+                                      int64_t* pages, int64_t* counts, bool wait);
+  void end(int64_t job, bool well, bool wait);
+  void touch(const Keys& keys, bool wait);
   // Of each group each block is evicted before the one in front of it. renew: all of them after
   // those of others, though they were not used once more.
-  void order(const Keys& keys, bool renew);
+  void order(const Keys& keys, bool renew, bool wait);
   // The lease, or 0 when some key is not there.
-  int64_t lease(const Keys& keys, double now, double seconds);
+  int64_t lease(const Keys& keys, double now, double seconds, bool wait);
   // Whether it had not ended.
-  bool release(int64_t lease);
+  bool release(int64_t lease, bool wait);
+  // Others wait while the pages of running jobs are marked, however many pages there are.
   void reset();
   size_t take_events(Event* events, size_t capacity);
 
@@ -96,6 +108,9 @@ class Manager {
     Counters counters;
     std::vector<uint32_t> wanted;  // places of keys that are to be stored
   };
+  std::unique_ptr<Pages> make_pages(size_t group);
+  // The lock, for a call that visits so many keys or pages.
+  std::unique_lock<std::mutex> enter(size_t visits, bool wait);
   size_t total(const Keys& keys) const;
   // The page of each key, up to the first miss where nothing behind it counts.
   void find(const Keys& keys, bool all);
@@ -104,10 +119,11 @@ class Manager {
   void check_distinct(const Keys& keys);
   bool has_room(const Keys& keys, bool keep);
   void release_all(const std::vector<Pin>& pins);
-  void expire(double now);
+  void expire(double now, bool wait);
 
   std::mutex mutex_;
   Events events_;
+  const PolicyKind policy_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<Asked> asked_;

@@ -78,8 +78,8 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
   return units;
 }
 
-Found Manager::lookup(const Keys& keys, bool again) {
-  const std::lock_guard lock(mutex_);
+Found Manager::lookup(const Keys& keys, bool again, bool wait) {
+  const auto lock = enter(total(keys), wait);
   find(keys, false);
   Found found{longest(keys, false), longest(keys, true), 0};
   size_t at = 0;
@@ -154,7 +154,7 @@ size_t Manager::take_events(Event* events, size_t capacity) {
 void Manager::stats(size_t group, double now,
                     const std::function<void(const Counters&, const Pages&)>& read) {
   const std::lock_guard lock(mutex_);
-  expire(now);
+  expire(now, true);
   read(groups_.at(group).counters, *groups_.at(group).pages);
 }
 

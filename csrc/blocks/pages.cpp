@@ -13,8 +13,20 @@ Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
       admissions_(num_pages) {}
 
 void Pages::grow(size_t ready_pages) {
-  for (; num_ready_ < ready_pages; ++num_ready_) free(static_cast<uint32_t>(num_ready_));
+  num_ready_ = std::max(num_ready_, ready_pages);
   policy_->grow(num_ready_);
+}
+
+void Pages::follow(const Pages& before) {
+  grow(before.num_ready_);
+  num_evicted_ = before.num_evicted_;
+}
+
+void Pages::keep_held(uint32_t page) {
+  Node& node = table_.nodes[page];
+  if (++node.count > 1) return;  // another job holds it, too
+  set_state(page, PageState::kForgotten);
+  ++num_kept_;
 }
 
 void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
@@ -59,8 +71,8 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, u
   const size_t count = places.size();
   for (size_t i = 0; i < count; ++i) {
     admissions_[i] = policy_->admit(digest_at(digests, places[i]));
-    if (free_.size() > 0) {
-      pages[i] = free_.take_oldest(table_.nodes);
+    if (num_free() > 0) {
+      pages[i] = take_free();
     } else {
       pages[i] = policy_->evict(admissions_[i]);
       events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
@@ -90,15 +102,6 @@ void Pages::forget(uint32_t page) {
   if (state(page) == PageState::kReady) {
     events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
   }
-  drop_key(page);
-}
-
-void Pages::forget_all() {
-  for (size_t page = 0; page < num_pages_; ++page) drop_key(static_cast<uint32_t>(page));
-  policy_->clear();
-}
-
-void Pages::drop_key(uint32_t page) {
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   if (is_idle(page)) policy_->remove_idle(page);
   policy_->leave(page);
@@ -113,9 +116,22 @@ void Pages::set_state(uint32_t page, PageState state) {
   num_filling_ += state == PageState::kFilling;
 }
 
+uint32_t Pages::take_free() {
+  while (num_tried_ < num_ready_) {
+    const auto page = static_cast<uint32_t>(num_tried_++);
+    if (state(page) == PageState::kFree) return page;
+    --num_kept_;  // in the list when it is released
+  }
+  return free_.take_oldest(table_.nodes);
+}
+
 void Pages::free(uint32_t page) {
   set_state(page, PageState::kFree);
-  free_.append(table_.nodes, page);
+  if (page < num_tried_) {
+    free_.append(table_.nodes, page);
+  } else {
+    --num_kept_;  // take_free() comes to it
+  }
 }
 
 }  // namespace kvswap::blocks

@@ -20,6 +20,11 @@ class Pages {
 
   // The first so many pages can be given to keys from now on; never fewer than before.
   void grow(size_t ready_pages);
+  // Takes over what a reset keeps: which pages are ready, and how many were evicted. For pages that
+  // are new.
+  void follow(const Pages& before);
+  // Of pages that are new: a job that began before the reset holds this one.
+  void keep_held(uint32_t page);
 
   // The page of each key, or kNone.
   void find_all(const uint8_t* digests, size_t count, uint32_t* pages) const;
@@ -31,7 +36,7 @@ class Pages {
   bool is_idle(uint32_t page) const { return is_ready(page) && table_.nodes[page].count == 0; }
 
   size_t num_ready() const { return num_ready_; }
-  size_t num_free() const { return free_.size(); }
+  size_t num_free() const { return free_.size() + num_ready_ - num_tried_ - num_kept_; }
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_; }
   uint64_t num_evicted() const { return num_evicted_; }
@@ -53,11 +58,9 @@ class Pages {
   bool fill(uint32_t page);
   // From now on the key is on no page.
   void forget(uint32_t page);
-  // The same for all keys, without an event for each.
-  void forget_all();
 
  private:
-  void drop_key(uint32_t page);
+  uint32_t take_free();
   void set_state(uint32_t page, PageState state);
   void free(uint32_t page);
 
@@ -66,7 +69,10 @@ class Pages {
   size_t num_ready_ = 0;
   Events& events_;
   Table table_;
+  // Free are the pages of the list, and those from num_tried_ on that are ready, but for num_kept_
+  // that keep_held() has named: growing to a million pages touches none of them.
   List free_;
+  size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<Policy> policy_;
   std::vector<Admission> admissions_;  // of the keys that are being placed: never grows
   size_t num_filling_ = 0;

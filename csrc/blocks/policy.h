@@ -42,8 +42,6 @@ class Policy {
   virtual void use(uint32_t page) = 0;
   // So many pages can be given to keys now, never fewer than before.
   virtual void grow(size_t num_pages) = 0;
-  // Forgets what it knows of keys without a page. No page has a key but held ones.
-  virtual void clear() = 0;
 };
 
 enum class PolicyKind { kLru = 0, kArc = 1 };

@@ -38,13 +38,13 @@ void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream
 
 // The other calls refuse memory of two GPUs that was mapped by its owner's device only, as
 // expandable segments are.
-void copy_between_devices(const std::vector<Fragment>& fragments, cuda::Stream stream,
-                          const BatchOptions& options) {
-  const cuda::Context src = cuda::primary_context(options.src_device);
-  const cuda::Context dst = cuda::primary_context(options.device);
+void copy_between_devices(const std::vector<Fragment>& fragments, const cuda::StreamRef& stream,
+                          int src_device) {
+  const cuda::Context src = cuda::primary_context(src_device);
+  const cuda::Context dst = cuda::primary_context(stream.device);
   for (const Fragment& fragment : fragments) {
     const cuda::Result result = cuda::driver().copy_peer_async(fragment.dst, dst, fragment.src, src,
-                                                               fragment.bytes, stream);
+                                                               fragment.bytes, stream.handle);
     if (result != cuda::kSuccess) fail_at("cuMemcpyPeerAsync", result, fragment);
   }
 }
@@ -106,31 +106,33 @@ bool is_legacy(cuda::Stream stream) { return stream == nullptr || stream == cuda
 
 // The batch call refuses the legacy default stream: a stream of our own takes its place in the
 // order.
-void copy_beside_legacy_stream(const std::vector<Fragment>& fragments, cuda::Stream legacy,
-                               const BatchOptions& options) {
-  const cuda::Stream side = cuda::side_stream(options.device);
+void copy_beside_legacy_stream(const std::vector<Fragment>& fragments,
+                               const cuda::StreamRef& legacy, const BatchOptions& options) {
+  const cuda::StreamRef side = cuda::side_stream(legacy.device);
   cuda::order_after(legacy, side);
-  cuda::run_before(side, legacy, [&] { copy_in_batches(fragments, side, options); });
+  cuda::run_before(side, legacy, [&] { copy_in_batches(fragments, side.handle, options); });
 }
 
-void submit(const std::vector<Fragment>& fragments, cuda::Stream stream,
+void submit(const std::vector<Fragment>& fragments, const cuda::StreamRef& stream,
             const BatchOptions& options, bool capturing) {
   const bool one_by_one = capturing || options.has_pageable || fragments.size() < 2 ||
                           !options.environment.batch || cuda::driver().copy_batch_async == nullptr;
   if (options.src_device >= 0) {
-    copy_between_devices(fragments, stream, options);
+    copy_between_devices(fragments, stream, options.src_device);
   } else if (one_by_one) {
-    copy_one_by_one(fragments, stream);
-  } else if (is_legacy(stream)) {
+    copy_one_by_one(fragments, stream.handle);
+  } else if (is_legacy(stream.handle)) {
     copy_beside_legacy_stream(fragments, stream, options);
   } else {
-    copy_in_batches(fragments, stream, options);
+    copy_in_batches(fragments, stream.handle, options);
   }
 }
 
 }  // namespace
 
-void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options) {
+void copy_batch(const FragmentList& fragments, const cuda::StreamRef& stream,
+                const BatchOptions& options) {
+  const cuda::ContextGuard context(stream.device);
   const bool capturing = cuda::is_capturing(stream);
   KVSWAP_CHECK(
       !capturing || !options.has_pageable,
@@ -140,11 +142,11 @@ void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchO
     submit(fragments.items(), stream, options, capturing);
   } catch (...) {
     // The caller may free its memory as soon as the error reaches it.
-    if (options.wait) cuda::driver().synchronize_stream(stream);
+    if (options.wait) cuda::driver().synchronize_stream(stream.handle);
     throw;
   }
   if (options.wait) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().synchronize_stream(stream), "cuStreamSynchronize");
+    KVSWAP_DRIVER_CHECK(cuda::driver().synchronize_stream(stream.handle), "cuStreamSynchronize");
   }
 }
 

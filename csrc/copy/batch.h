@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../cuda_driver.h"
+#include "../cuda_context.h"
 #include "../environment.h"
 #include "fragment.h"
 
@@ -11,7 +11,6 @@ struct BatchOptions {
       : environment(environment) {}
 
   Environment environment;
-  int device = 0;                      // whose context and stream are used
   int src_device = -1;                 // of the sources, where they lie on another GPU
   bool has_pageable = false;           // some address is pageable host memory
   bool wait = false;                   // return when the bytes have been read and written
@@ -19,13 +18,14 @@ struct BatchOptions {
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 
-// Copies on `stream`, whose device's context is current: one driver call per batch_limit
+// Copies on `stream`: one driver call per batch_limit
 // fragments where the driver has the batch call and it is on, else a call per fragment. While the
 // stream is being captured, pinned and device memory are recorded as one graph node per fragment,
 // and pageable memory is refused.
 //
 // A driver error names the call, the fragment's index, both addresses and the size; what was
 // submitted before it may still be copied, with `wait` before the error is thrown.
-void copy_batch(const FragmentList& fragments, cuda::Stream stream, const BatchOptions& options);
+void copy_batch(const FragmentList& fragments, const cuda::StreamRef& stream,
+                const BatchOptions& options);
 
 }  // namespace kvswap

@@ -15,7 +15,7 @@ uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment
 
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                cuda::Stream stream, BatchOptions options) {
+                const cuda::StreamRef& stream, BatchOptions options) {
   options.one_call = true;  // the piece before is on the link
   const uint64_t size = copy.block_bytes();
   FragmentList fragments(end / size - begin / size + 1);
@@ -63,7 +63,7 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
       if (stream == streams.kernels) {
         pack(copy, begin, end, packed, kernels, stream);
       } else {
-        copy_pages(copy, begin, end, packed, stream, options);
+        copy_pages(copy, begin, end, packed, {streams.device, stream}, options);
       }
     };
     move(first);

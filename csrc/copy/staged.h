@@ -9,8 +9,9 @@
 
 namespace kvswap {
 
-// The streams of a staged copy: the copy engine's and the kernels'.
+// The streams of a staged copy: the copy engine's and the kernels', of one device.
 struct StagedStreams {
+  int device;
   cuda::Stream copies, kernels;
 };
 

@@ -58,7 +58,7 @@ void Copier::stage(const TransferPart& part, const Transfer& transfer,
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, transfer.start, 0),
                         "cuStreamWaitEvent");
   }
-  staging_->copy(packed(part, groups[part.group], planes), {copies_, kernels_},
+  staging_->copy(packed(part, groups[part.group], planes), {device_, copies_, kernels_},
                  cuda::kernels(device_), batch_options(groups));
 }
 
@@ -67,7 +67,7 @@ void Copier::send(FragmentList& fragments, const std::vector<Group>& groups) {
   if (device_ < 0) {
     copy_on_host(fragments);
   } else {
-    copy_batch(fragments, copies_, batch_options(groups));
+    copy_batch(fragments, {device_, copies_}, batch_options(groups));
   }
   fragments = FragmentList(0);
 }
@@ -104,7 +104,6 @@ void Copier::check(const Transfer& transfer, int layer_group, const std::vector<
 
 BatchOptions Copier::batch_options(const std::vector<Group>& groups) const {
   BatchOptions options(environment_);
-  options.device = device_;
   options.has_pageable = any_is_pageable(groups);
   return options;
 }

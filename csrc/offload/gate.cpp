@@ -1,10 +1,29 @@
 #include "gate.h"
 
-#include "../cuda_context.h"
+#include <algorithm>
+#include <optional>
 
 namespace kvswap {
 
-Gate::Gate(int device, int parts) : device(device), parts(parts) {
+volatile uint64_t* GateWords::take(int count) {
+  constexpr int kSlab = 512;  // a page
+  if (left_ < count) {
+    const int size = std::max(count, kSlab);
+    void* memory = nullptr;
+    KVSWAP_DRIVER_CHECK(
+        cuda::driver().allocate_host(&memory, size * sizeof(uint64_t), cuda::kRegisterPortable),
+        "cuMemHostAlloc of a gate");
+    next_ = static_cast<volatile uint64_t*>(memory);
+    left_ = size;
+  }
+  volatile uint64_t* const taken = next_;
+  for (int i = 0; i < count; ++i) taken[i] = 1;
+  next_ += count;
+  left_ -= count;
+  return taken;
+}
+
+Gate::Gate(int device, int parts, GateWords& words) : device(device), parts(parts) {
   const cuda::Driver& driver = cuda::driver();
   int supported = 0;
   KVSWAP_DRIVER_CHECK(
@@ -19,19 +38,31 @@ Gate::Gate(int device, int parts) : device(device), parts(parts) {
     for (cuda::Event* event : {&closed_, &opened_}) {
       KVSWAP_DRIVER_CHECK(driver.create_event(event, cuda::kEventDisableTiming), "cuEventCreate");
     }
-    void* memory = nullptr;
-    KVSWAP_DRIVER_CHECK(
-        driver.allocate_host(&memory, parts * sizeof(uint64_t), cuda::kRegisterPortable),
-        "cuMemHostAlloc of a gate");
-    words_ = static_cast<volatile uint64_t*>(memory);
+    words_ = words.take(parts);
   } catch (...) {
-    for (const cuda::Event event : {closed_, opened_}) {
-      if (event != nullptr) driver.destroy_event(event);
-    }
-    if (opener_ != nullptr) driver.destroy_stream(opener_);
+    destroy();
     throw;
   }
-  for (int part = 0; part < parts; ++part) words_[part] = 1;
+}
+
+Gate::~Gate() { destroy(); }
+
+void Gate::release(Gate* gate) {
+  if (gate->references_.fetch_sub(1) > 1) return;
+  std::optional<cuda::ContextGuard> context;
+  try {
+    context.emplace(gate->device);
+  } catch (const std::exception&) {  // a lost device, where there is nothing to free any more
+  }
+  delete gate;
+}
+
+// The driver keeps what is destroyed until the work that uses it has ended.
+void Gate::destroy() {
+  for (const cuda::Event event : {closed_, opened_}) {
+    if (event != nullptr) cuda::driver().destroy_event(event);
+  }
+  if (opener_ != nullptr) cuda::driver().destroy_stream(opener_);
 }
 
 void Gate::set(int part, uint64_t value, cuda::Stream stream) const {
@@ -40,14 +71,14 @@ void Gate::set(int part, uint64_t value, cuda::Stream stream) const {
                       "cuStreamWriteValue64");
 }
 
-void Gate::close(cuda::Stream current) {
-  const cuda::Driver& driver = cuda::driver();
-  if (used_) KVSWAP_DRIVER_CHECK(driver.wait_event(current, opened_, 0), "cuStreamWaitEvent");
+void Gate::close(const cuda::StreamRef& current) {
+  const cuda::ContextGuard context(current.device);
+  if (used_) cuda::wait_event(current, opened_);
   try {
-    for (int part = 0; part < parts; ++part) set(part, 0, current);
-    KVSWAP_DRIVER_CHECK(driver.record_event(closed_, current), "cuEventRecord");
+    for (int part = 0; part < parts; ++part) set(part, 0, current.handle);
+    KVSWAP_DRIVER_CHECK(cuda::driver().record_event(closed_, current.handle), "cuEventRecord");
   } catch (...) {
-    for (int part = 0; part < parts; ++part) set(part, 1, current);
+    for (int part = 0; part < parts; ++part) set(part, 1, current.handle);
     throw;
   }
 }
@@ -89,9 +120,10 @@ void Gate::let_through() {
   busy = false;
 }
 
-void Gate::wait(int part, cuda::Stream stream) const {
+void Gate::wait(int part, const cuda::StreamRef& stream) const {
+  const cuda::ContextGuard context(stream.device);
   const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream, address, 1, cuda::kWaitUntilAtLeast),
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream.handle, address, 1, cuda::kWaitUntilAtLeast),
                       "cuStreamWaitValue64");
 }
 

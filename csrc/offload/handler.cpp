@@ -1,5 +1,8 @@
 #include "handler.h"
 
+#include <algorithm>
+#include <functional>
+
 #include "../cuda_context.h"
 #include "../cuda_stream.h"
 #include "clock.h"
@@ -7,7 +10,7 @@
 namespace kvswap {
 namespace {
 
-void refuse_capture(cuda::Stream stream, const char* noun) {
+void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
   KVSWAP_CHECK(
       !cuda::is_capturing(stream), noun,
       " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
@@ -20,6 +23,8 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool thr
                  const kvswap_path_options& options)
     : dispatcher_(std::move(groups), layers, device, threaded, options),
       reader_(dispatcher_.groups) {}
+
+Handler::~Handler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
 
 void Handler::check_open() const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
@@ -66,17 +71,17 @@ JobRef Handler::submit(const kvswap_request& request) {
 Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
   if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
   if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
-  return channel.moment_of_stream(stream_of(request));
+  return channel.moment_of_stream(stream_of(request).handle);
 }
 
-cuda::Stream Handler::stream_of(const kvswap_request& request) const {
+cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
   const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
-  return is_given ? request.after : cuda::current_stream(device());
+  return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
 }
 
 void Handler::close_gate(Lock& lock, const kvswap_request& request) {
   Gate* gate = static_cast<Gate*>(request.gate);
-  const cuda::Stream stream = cuda::current_stream(device());
+  const cuda::StreamRef stream = cuda::current_stream(device());
   refuse_capture(stream, "the stream on which the gate is to be closed");
   dispatcher_.progress.wait(lock, [&] { return !gate->busy; });
   check_open();
@@ -95,16 +100,22 @@ bool Handler::cancel(Job* job) {
   return dispatcher_.cancel(JobRef(job));
 }
 
-void Handler::wait_on(Job* job, int layer_group, cuda::Stream stream) {
+void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) {
   const JobRef held(job);
   Lock lock(dispatcher_.mutex);
   dispatcher_.advance();
+  try {
+    // Whether or not the job has ended: that is a matter of timing.
+    if (dispatcher_.lost().empty()) refuse_capture(stream, "the stream that is to wait");
+  } catch (const std::exception& error) {
+    dispatcher_.check_alive(error.what());
+    if (dispatcher_.lost().empty()) throw;
+  }
   if (!job->ended()) dispatcher_.flush(lock, held);
   if (job->ended()) return;
-  refuse_capture(stream, "the stream that is to wait");
   const std::vector<cuda::Event>& ends = job->transfer->ends;
   const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, end, 0), "cuStreamWaitEvent");
+  cuda::wait_event(stream, end);
 }
 
 void Handler::rebind(std::vector<Group> groups) {
@@ -120,7 +131,13 @@ void Handler::rebind(std::vector<Group> groups) {
 Gate* Handler::make_gate(int parts) {
   const Lock lock(dispatcher_.mutex);
   check_open();
-  return new Gate(device(), parts);
+  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->busy; };
+  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
+  std::for_each(over, gates_.end(), Gate::release);
+  gates_.erase(over, gates_.end());
+  gates_.reserve(gates_.size() + 1);
+  gates_.push_back(new Gate(device(), parts, gate_words_));
+  return gates_.back();
 }
 
 kvswap_metrics Handler::metrics(int number) {

@@ -17,6 +17,7 @@ class Handler {
   // The context of the device is current.
   Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
           const kvswap_path_options& options);
+  ~Handler();
 
   JobRef submit(const kvswap_request& request);
   // Reads the jobs that have ended and were not reported, which they are now: so many at most.
@@ -43,7 +44,7 @@ class Handler {
 
   int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
   bool cancel(Job* job);
-  void wait_on(Job* job, int layer_group, cuda::Stream stream);
+  void wait_on(Job* job, int layer_group, const cuda::StreamRef& stream);
   // Reads what has become of the job, without asking the device.
   template <typename Read>
   auto look(const Job* job, const Read& read) {
@@ -70,7 +71,7 @@ class Handler {
   void check_open() const;
   Moment* moment(Channel& channel, const kvswap_request& request);
   // Whose work is to come first.
-  cuda::Stream stream_of(const kvswap_request& request) const;
+  cuda::StreamRef stream_of(const kvswap_request& request) const;
   // Looks for the end of what a thread waits for without the lock, so that nobody who submits
   // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
   void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
@@ -78,6 +79,8 @@ class Handler {
 
   Dispatcher dispatcher_;
   RequestReader reader_;
+  GateWords gate_words_;
+  std::vector<Gate*> gates_;  // that a caller has, or that are busy
   int64_t last_id_ = -1;
   int looking_ = 0;                          // threads that use an event without the lock
   bool closed_ = false;                      // takes no more jobs

@@ -12,8 +12,8 @@ namespace kvswap {
 // A point in a stream that jobs start behind.
 struct Moment {
   cuda::Event event;
-  cuda::Stream stream;
-  int users;  // jobs
+  cuda::Stream stream;  // a handle of the channel's device
+  int users;            // jobs
 };
 
 // The moments of the jobs of a channel.
@@ -23,7 +23,8 @@ struct Moment {
 // than it asked for. No stream can wait for that job yet, so that this cannot come full circle:
 // whoever waits for a job has it enqueued first, and it waits for the moment as it is then.
 //
-// Not thread safe: the handler has a lock. The context of the device is current.
+// Not thread safe: the handler has a lock. All streams are of the handler's device, whose context
+// is current.
 class Moments {
  public:
   // Behind all that the stream was given so far; null when that is over.

@@ -31,7 +31,8 @@ RESULTS = {
 class Driver:
     """The stub, in its first state. It is one for the process: a second object is the same stub.
 
-    Streams are named by their handles; any number is a stream from its first use.
+    Streams are named by their handles; any number is a stream of GPU 0 from its first use, but 0, 1
+    and 2, which are default streams of the GPU that `on` says.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,18 @@ class Driver:
         self.library.stub_add(
             ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes), kind, device
         )
+
+    # Contexts.
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """The test's own calls are in the context of this GPU, in every thread; else of GPU 0. Those
+        of the library are in the context that the library makes current."""
+        before = self.library.stub_set_context(device)
+        try:
+            yield
+        finally:
+            self.library.stub_set_context(before)
 
     # When work is done.
 
@@ -144,6 +157,7 @@ class Driver:
 
     def set_stream(self, device: int, stream: int) -> None:
         """What PyTorch says is the current stream, in every thread."""
+        self.library.stub_adopt_stream(ctypes.c_uint64(stream), device)
         self.torch_cuda.stub_set_stream(device, ctypes.c_size_t(stream))
 
     def set_initialized(self, value: bool) -> None:

@@ -71,7 +71,8 @@ class Workers:
         atexit.register(self.close)
 
     def call(self, module: str, name: str, arguments: dict[str, Any]) -> str | None:
-        self._worker = self._worker or Worker()
+        fuzz = float(os.environ.get("KVSWAP_FUZZ_SECONDS", "0"))
+        self._worker = self._worker or Worker(60 + fuzz)
         failure = self._worker.call(module, name, arguments)
         # A failed test may leave threads and streams behind, an accepted one other line numbers.
         if failure is not None or os.environ.get("EXPECTTEST_ACCEPT"):

@@ -29,4 +29,10 @@ Call::~Call() {
   device().changed.notify_all();  // there may be work for the thread
 }
 
+std::shared_ptr<Stream> Call::stream(const void* handle) {
+  const auto found = device().stream_in_context(reinterpret_cast<uint64_t>(handle));
+  if (found == nullptr) result = current_context() == kNoContext ? kInvalidContext : kInvalidHandle;
+  return found;
+}
+
 }  // namespace stub

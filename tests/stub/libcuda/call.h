@@ -23,6 +23,9 @@ class Call {
 
   std::unique_lock<std::mutex> lock;
   int result;  // unless success, what the function returns at once
+
+  // What a handle means, or null, and why: what the function returns.
+  std::shared_ptr<Stream> stream(const void* handle);
 };
 
 }  // namespace stub

@@ -29,13 +29,17 @@ int retain_primary_context(void** context, int ordinal) {
 int push_context(void* context) {
   const Call call("cuCtxPushCurrent");
   if (call.result) return call.result;
-  device().log.add("push context of device ", reinterpret_cast<uintptr_t>(context) - 1);
+  contexts.push_back(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1);
+  device().log.add("push context of device ", contexts.back());
   return kSuccess;
 }
 
-int pop_context(void**) {
+int pop_context(void** context) {
   const Call call("cuCtxPopCurrent");
   if (call.result) return call.result;
+  if (contexts.empty()) return kInvalidContext;
+  *context = reinterpret_cast<void*>(uintptr_t(contexts.back()) + 1);
+  contexts.pop_back();
   device().log.add("pop context");
   return kSuccess;
 }

@@ -9,10 +9,10 @@ bool can_copy(unsigned long long dst, unsigned long long src, size_t bytes) {
 }
 
 int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, void* handle) {
-  const Call call("cuMemcpyAsync");
+  Call call("cuMemcpyAsync");
   if (call.result) return call.result;
-  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   if (device().faults.copy_fails() || !can_copy(dst, src, bytes)) return kInvalidValue;
   device().log.add("copy ", bytes, " bytes on stream ", device().name(handle));
   Operation operation;
@@ -22,9 +22,19 @@ int copy_async(unsigned long long dst, unsigned long long src, size_t bytes, voi
   return kSuccess;
 }
 
-int copy_peer_async(unsigned long long, void*, unsigned long long, void*, size_t, void*) {
-  const Call call("cuMemcpyPeerAsync");
-  return kInvalidValue;  // no test copies between two GPUs of the stub
+int copy_peer_async(unsigned long long dst, void*, unsigned long long src, void*, size_t bytes,
+                    void* handle) {
+  Call call("cuMemcpyPeerAsync");
+  if (call.result) return call.result;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
+  if (device().faults.copy_fails()) return kInvalidValue;
+  Operation operation;
+  operation.copies.push_back({dst, src, bytes, {}});
+  operation.name = "copy " + std::to_string(bytes) + " bytes between GPUs";
+  device().log.add(operation.name, " on stream ", device().name(handle));
+  stream->push(std::move(operation));
+  return kSuccess;
 }
 
 // CUDA_MEMCPY3D.
@@ -48,10 +58,10 @@ struct StridedCopy {
 };
 
 int copy_strided_async(const StridedCopy* of, void* handle) {
-  const Call call("cuMemcpy3DAsync");
+  Call call("cuMemcpy3DAsync");
   if (call.result) return call.result;
-  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   for (const StridedSide* side : {&of->src, &of->dst}) {
     if (side->pitch < of->width || side->pitch > 0x7fffffff) return kInvalidValue;
   }
@@ -79,11 +89,11 @@ struct Attributes {
 int copy_batch_async(unsigned long long* dsts, unsigned long long* srcs, size_t* sizes,
                      size_t count, Attributes* attributes, size_t* starts, size_t attribute_count,
                      size_t* failed, void* handle) {
-  const Call call("cuMemcpyBatchAsync");
+  Call call("cuMemcpyBatchAsync");
   if (call.result) return call.result;
   if (reinterpret_cast<uintptr_t>(handle) <= 1) return kInvalidValue;
-  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   std::ostringstream orders;
   for (size_t i = 0; i < attribute_count; ++i) {
     orders << " " << attributes[i].order << " from " << starts[i];

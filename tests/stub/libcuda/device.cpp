@@ -1,9 +1,22 @@
 #include "device.h"
 
+#include <algorithm>
+#include <atomic>
+
 namespace stub {
 namespace {
 
 constexpr uint64_t kEpoch = 1000000, kFirstStream = 100, kFirstEvent = 500000;
+constexpr uint64_t kLegacy = 1, kPerThread = 2;  // handles of default streams; 0 is legacy, too
+// A key of a default stream: its device and, if it is that of a thread, the thread's number. Device
+// 0's legacy stream has 0; handles are smaller than the others.
+constexpr int kDeviceShift = 56, kThreadShift = 40;
+
+uint64_t number_of_thread() {
+  static std::atomic<uint64_t> last{0};
+  static thread_local const uint64_t number = ++last;
+  return number;
+}
 
 }  // namespace
 
@@ -15,6 +28,7 @@ Device& device() {
 uint64_t Device::create_stream() {
   const uint64_t handle = epoch_ * kEpoch + kFirstStream + ++streams_made_;
   streams_[handle] = std::make_shared<Stream>();
+  streams_[handle]->device = current_context();
   streams_[handle]->created = true;
   streams_[handle]->capturing = capturing_;
   return handle;
@@ -24,24 +38,52 @@ uint64_t Device::create_event(bool timed) {
   const uint64_t handle = epoch_ * kEpoch + kFirstEvent + ++events_made_;
   events_[handle] = std::make_shared<Event>();
   events_[handle]->number = static_cast<int>(events_made_);
+  events_[handle]->device = current_context();
   events_[handle]->timed = timed;
   return handle;
 }
 
-std::string Device::name(const void* stream) const {
-  const auto handle = reinterpret_cast<uint64_t>(stream);
-  return std::to_string(handle / kEpoch == epoch_ ? handle % kEpoch : handle);
+uint64_t Device::key(uint64_t handle) const {
+  if (handle > kPerThread) return handle;
+  const uint64_t thread = handle == kPerThread ? number_of_thread() : 0;
+  return uint64_t(current_context()) << kDeviceShift | thread << kThreadShift;
+}
+
+std::string Device::name(const void* handle) const {
+  const auto number = reinterpret_cast<uint64_t>(handle);
+  if (number > kPerThread) return name_of_key(number);
+  const std::string of = current_context() > 0 ? " of GPU " + std::to_string(contexts.back()) : "";
+  return std::to_string(number) + of;
+}
+
+std::string Device::name_of_key(uint64_t key) const {
+  if (key > 0 && key >> kThreadShift == 0) {
+    return std::to_string(key / kEpoch == epoch_ ? key % kEpoch : key);
+  }
+  const uint64_t of = key >> kDeviceShift, thread = (key >> kThreadShift) & 0xffff;
+  return (thread > 0 ? "2" : "0") + (of > 0 ? " of GPU " + std::to_string(of) : std::string());
 }
 
 std::shared_ptr<Stream> Device::stream(uint64_t handle) {
-  auto& found = streams_[handle == 1 ? 0 : handle];  // both are the legacy default stream
+  if (current_context() == kNoContext && handle <= kPerThread) return nullptr;
+  auto& found = streams_[key(handle)];
   if (found == nullptr) {
     found = std::make_shared<Stream>();
+    found->device = std::max(current_context(), 0);
     found->capturing = capturing_;
   }
   if (!found->destroyed) return found;
   log.violation("use of stream ", name(reinterpret_cast<void*>(handle)), ", which was destroyed");
   return nullptr;
+}
+
+std::shared_ptr<Stream> Device::stream_in_context(uint64_t handle) {
+  const auto found = stream(handle);
+  const int current = current_context();
+  if (found == nullptr || current == kNoContext || found->device == current) return found;
+  log.violation("stream ", name(reinterpret_cast<void*>(handle)), " of GPU ", found->device,
+                " is used in the context of GPU ", current);
+  return found;
 }
 
 std::shared_ptr<Event> Device::event(uint64_t handle) {
@@ -71,27 +113,27 @@ int Device::destroy_event(uint64_t handle) {
 
 void Device::set_capturing(bool value) {
   capturing_ = value;
-  for (const auto& [handle, stream] : streams_) stream->capturing = value;
+  for (const auto& [key, stream] : streams_) stream->capturing = value;
 }
 
 int Device::live_streams() const {
   int count = 0;
-  for (const auto& [handle, stream] : streams_) count += stream->created && !stream->destroyed;
+  for (const auto& [key, stream] : streams_) count += stream->created && !stream->destroyed;
   return count;
 }
 
 std::string Device::pending() const {
   std::string text;
-  for (const auto& [handle, stream] : streams_) {
+  for (const auto& [key, stream] : streams_) {
     for (const Operation& operation : stream->queue) {
-      text += "stream " + name(reinterpret_cast<void*>(handle)) + ": " + operation.name + "\n";
+      text += "stream " + name_of_key(key) + ": " + operation.name + "\n";
     }
   }
   return text;
 }
 
 bool Device::in_use(uint64_t begin, uint64_t end) const {
-  for (const auto& [handle, stream] : streams_) {
+  for (const auto& [key, stream] : streams_) {
     for (const Operation& operation : stream->queue) {
       if (operation.touches(begin, end)) return true;
     }
@@ -100,7 +142,7 @@ bool Device::in_use(uint64_t begin, uint64_t end) const {
 }
 
 bool Device::is_idle() const {
-  for (const auto& [handle, stream] : streams_) {
+  for (const auto& [key, stream] : streams_) {
     if (!stream->queue.empty()) return false;
   }
   return true;
@@ -108,12 +150,12 @@ bool Device::is_idle() const {
 
 void Device::lose(int code) {
   faults.lose(code);
-  for (const auto& [handle, stream] : streams_) stream->drop();
+  for (const auto& [key, stream] : streams_) stream->drop();
   changed.notify_all();
 }
 
 void Device::reset() {
-  for (const auto& [handle, stream] : streams_) stream->drop();
+  for (const auto& [key, stream] : streams_) stream->drop();
   streams_.clear();
   events_.clear();
   ++epoch_;
@@ -126,6 +168,7 @@ void Device::reset() {
   initialized = 1;
   global_capture = capture_spoilt = 0;
   capturing_ = false;
+  test_context = 0;
   mode_ = Mode::kImmediate;
   clock = 0;
   set_patience(10000);

@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "faults.h"
 #include "log.h"
@@ -21,7 +22,33 @@ enum class Mode {
   kThreaded,   // a thread of the stub runs it, the streams in a random order
 };
 
-// All state of the driver. Whoever reads or changes it has locked `mutex`.
+// The contexts of the calling thread, each named by its device, whose primary context it is. The
+// last is current.
+inline thread_local std::vector<int> contexts;
+constexpr int kNoContext = -1;
+inline int current_context() { return contexts.empty() ? kNoContext : contexts.back(); }
+
+// Makes the context of a device current for calls of the test, which log nothing.
+class InContext {
+ public:
+  explicit InContext(int device) { contexts.push_back(device); }
+  ~InContext() { contexts.pop_back(); }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+};
+
+// All state of the driver, of all GPUs. Whoever reads or changes it has locked `mutex`.
+//
+// Handles 0 and 1 (the legacy default stream) and 2 (that of the thread) mean a stream of the
+// context that is current, as in CUDA: the same handle is another stream in another context. CUDA
+// takes every other stream, and every event, in any context, but records an event only in a stream
+// of its own device, and launches kernels only in a stream of the current context. The simulator
+// also writes down when a stream is given work or asked in another context than its own: the same
+// call with handle 0 would mean another stream.
+//
+// What is not simulated: contexts other than the primary ones, the work of the legacy default
+// stream and of blocking streams waiting for each other, and the calls that need a context but
+// neither a stream nor an event.
 class Device {
  public:
   std::mutex mutex;
@@ -31,37 +58,44 @@ class Device {
   Faults faults;
   std::map<int, int> attributes;
   int initialized = 1, global_capture = 0, capture_spoilt = 0;
-  double clock = 0;  // milliseconds; each copy takes one
+  double clock = 0;      // milliseconds; each copy takes one
+  int test_context = 0;  // in which the test calls
 
   // Handles are never used twice, so one from before a reset is known as such.
   uint64_t create_stream();
   uint64_t create_event(bool timed);
   int destroy_stream(uint64_t handle);
   int destroy_event(uint64_t handle);
-  // Null, and a line in the log, for one that was destroyed.
+  // What a handle means in the current context: a number that no other stream has.
+  uint64_t key(uint64_t handle) const;
+  // Null for a default stream without a context; null, and a line in the log, for one that was
+  // destroyed. A number that is new, above those of
+  // the default streams, becomes a stream of the current context.
   std::shared_ptr<Stream> stream(uint64_t handle);
+  // The same for a call of the driver: the context should be that of the stream.
+  std::shared_ptr<Stream> stream_in_context(uint64_t handle);
   std::shared_ptr<Event> event(uint64_t handle);
   void set_capturing(bool value);  // of all streams, also those to come
   int live_streams() const;
   int live_events() const { return static_cast<int>(events_.size()); }
   // As the log has it: the numbers begin again after a reset.
-  std::string name(const void* stream) const;
+  std::string name(const void* handle) const;
   std::string pending() const;
   bool in_use(uint64_t begin, uint64_t end) const;
 
   bool step(Stream& stream);
   int run(Stream& stream);
   int run();
-  std::shared_ptr<bool> hold(uint64_t stream);
+  std::shared_ptr<bool> hold(Stream& stream);
   void settle() { mode_ == Mode::kImmediate ? run() : 0; }
-  // Waits, and lets `stream` and what it waits for go on, until `done()` or the device is lost.
+  // Waits, and lets the stream and what it waits for go on, until `done()` or the device is lost.
   // Aborts the process when that takes too long.
   template <typename Done>
-  int wait(std::unique_lock<std::mutex>& lock, const std::string& what, uint64_t stream,
+  int wait(std::unique_lock<std::mutex>& lock, const std::string& what, uint64_t key,
            const Done& done) {
     const auto deadline = std::chrono::steady_clock::now() + patience_;
     while (!faults.lost() && !done()) {
-      if (mode_ != Mode::kThreaded && advance(stream, 0)) continue;
+      if (mode_ != Mode::kThreaded && advance(key, 0)) continue;
       if (std::chrono::steady_clock::now() > deadline) give_up(what);
       changed.wait_for(lock, std::chrono::milliseconds(1));
     }
@@ -78,12 +112,14 @@ class Device {
  private:
   void execute(Stream& stream);
   void execute_a_part(Stream& stream);
-  bool advance(uint64_t stream, size_t depth);
+  bool advance(uint64_t key, size_t depth);
   bool is_idle() const;
   void work();
   [[noreturn]] void give_up(const std::string& what) const;
 
-  std::map<uint64_t, std::shared_ptr<Stream>> streams_;
+  std::string name_of_key(uint64_t key) const;
+
+  std::map<uint64_t, std::shared_ptr<Stream>> streams_;  // by their keys
   std::map<uint64_t, std::shared_ptr<Event>> events_;
   uint64_t epoch_ = 0, streams_made_ = 0, events_made_ = 0;
   std::chrono::milliseconds patience_{10000};

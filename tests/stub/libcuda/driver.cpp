@@ -1,5 +1,6 @@
 // Stands in for libcuda.so.1: a CUDA driver for machines without one, and what tests ask of it.
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "calls.h"
@@ -28,7 +29,13 @@ bool is_left_out(const std::string& name) {
 
 std::vector<std::shared_ptr<bool>> holds;
 
-using Lock = std::lock_guard<std::mutex>;
+// A call of the test: it has the lock, and the context that the test has chosen.
+struct Lock {
+  explicit Lock(std::mutex& mutex) : guard(mutex), context(device().test_context) {}
+
+  std::lock_guard<std::mutex> guard;
+  stub::InContext context;
+};
 
 const char* keep(std::string text) {
   thread_local std::string kept;
@@ -72,9 +79,11 @@ bool stub_step(uint64_t handle) {
   const auto stream = device().stream(handle);
   return stream && device().step(*stream);
 }
-int stub_hold(uint64_t stream) {
+int stub_hold(uint64_t handle) {
   const Lock lock(device().mutex);
-  holds.push_back(device().hold(stream));
+  const auto stream = device().stream(handle);
+  if (stream == nullptr) return -1;
+  holds.push_back(device().hold(*stream));
   return static_cast<int>(holds.size()) - 1;
 }
 void stub_release(int number) {
@@ -122,6 +131,24 @@ int stub_calls_here(const char* name) {
   return device().faults.calls_here(name);
 }
 bool stub_knows(const char* name) { return functions().count(name) > 0; }
+
+// In which context the test calls; returns the one before.
+int stub_set_context(int ordinal) {
+  const Lock lock(device().mutex);
+  return std::exchange(device().test_context, ordinal);
+}
+// Around a call that the test makes of the driver.
+void stub_enter() {
+  const std::lock_guard<std::mutex> lock(device().mutex);
+  stub::contexts.push_back(device().test_context);
+}
+void stub_leave() { stub::contexts.pop_back(); }
+// A stream of the test's own numbering, in the context of a device.
+void stub_adopt_stream(uint64_t handle, int ordinal) {
+  const Lock lock(device().mutex);
+  const stub::InContext context(ordinal);
+  device().stream(handle);
+}
 
 void stub_set_initialized(int value) {
   const Lock lock(device().mutex);

@@ -10,6 +10,7 @@ uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle);
 int create(void** handle, unsigned flags) {
   const Call call("cuEventCreate");
   if (call.result) return call.result;
+  if (current_context() == kNoContext) return kInvalidContext;
   *handle = reinterpret_cast<void*>(device().create_event((flags & kDisableTiming) == 0));
   return kSuccess;
 }
@@ -20,13 +21,19 @@ int destroy(void* handle) {
 }
 
 int record(void* handle, void* stream_handle) {
-  const Call call("cuEventRecord");
+  Call call("cuEventRecord");
   if (call.result) return call.result;
   const auto event = device().event(number(handle));
-  const auto stream = device().stream(number(stream_handle));
-  if (event == nullptr || stream == nullptr) return kInvalidHandle;
-  const uint64_t legacy = number(stream_handle) == 1 ? 0 : number(stream_handle);
-  event->latest = std::make_shared<Record>(Record{legacy, stream->capturing});
+  const auto stream = call.stream(stream_handle);
+  if (stream == nullptr) return call.result;
+  if (event == nullptr) return kInvalidHandle;
+  if (event->device != stream->device) {
+    device().log.violation("record of event ", event->number, " of GPU ", event->device,
+                           " in a stream of GPU ", stream->device);
+    return kInvalidHandle;
+  }
+  const uint64_t key = device().key(number(stream_handle));
+  event->latest = std::make_shared<Record>(Record{key, stream->capturing});
   Operation operation{Operation::kRecord};
   operation.record = event->latest;
   operation.name = "record event " + std::to_string(event->number);
@@ -43,11 +50,12 @@ bool was_recorded(const Event& event, const char* what) {
 }
 
 int wait(void* stream_handle, void* handle, unsigned) {
-  const Call call("cuStreamWaitEvent");
+  Call call("cuStreamWaitEvent");
   if (call.result) return call.result;
   const auto event = device().event(number(handle));
-  const auto stream = device().stream(number(stream_handle));
-  if (event == nullptr || stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(stream_handle);
+  if (stream == nullptr) return call.result;
+  if (event == nullptr) return kInvalidHandle;
   if (!was_recorded(*event, "wait for")) return kSuccess;
   if (stream->capturing && !event->latest->captured) return kCaptureIsolation;
   Operation operation{Operation::kWait};
@@ -87,6 +95,7 @@ int elapsed(float* milliseconds, void* start_handle, void* end_handle) {
   for (const auto& event : {start, end}) {
     if (event == nullptr || !event->timed || event->latest == nullptr) return kInvalidHandle;
   }
+  if (start->device != end->device) return kInvalidHandle;
   if (!start->latest->happened || !end->latest->happened) return kNotReady;
   *milliseconds = static_cast<float>(end->latest->time - start->latest->time);
   return kSuccess;

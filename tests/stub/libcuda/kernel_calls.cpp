@@ -51,10 +51,11 @@ std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
 
 int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, unsigned, unsigned,
            unsigned shared, void* handle, void** arguments, void**) {
-  const Call call("cuLaunchKernel");
+  Call call("cuLaunchKernel");
   if (call.result) return call.result;
-  const auto stream = device().stream(reinterpret_cast<uint64_t>(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
+  if (stream->device != current_context()) return kInvalidHandle;
   if (ctas == 0 || threads == 0) return kInvalidValue;
   const auto* name = static_cast<const char*>(function);
   if (name == kNames[2]) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -30,7 +31,8 @@ uint64_t allocate(size_t bytes, unsigned type) {
   void* address = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(address, 0xcd, bytes);
   const auto begin = reinterpret_cast<uint64_t>(address);
-  device().memory.add({begin, begin + bytes, type, 0, Range::kAllocated});
+  device().memory.add(
+      {begin, begin + bytes, type, std::max(current_context(), 0), Range::kAllocated});
   device().log.add("allocate ", bytes, noun(type));
   return begin;
 }

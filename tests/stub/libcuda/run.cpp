@@ -48,25 +48,23 @@ int Device::run() {
   int total = 0;
   for (int count = 1; count > 0; total += count) {
     count = 0;
-    for (const auto& [handle, stream] : streams_) count += run(*stream);
+    for (const auto& [key, stream] : streams_) count += run(*stream);
   }
   return total;
 }
 
-std::shared_ptr<bool> Device::hold(uint64_t handle) {
+std::shared_ptr<bool> Device::hold(Stream& stream) {
   const auto released = std::make_shared<bool>(false);
-  if (const auto found = stream(handle)) {
-    Operation operation{Operation::kHold};
-    operation.released = released;
-    operation.name = "hold";
-    found->push(std::move(operation));
-  }
+  Operation operation{Operation::kHold};
+  operation.released = released;
+  operation.name = "hold";
+  stream.push(std::move(operation));
   return released;
 }
 
 // Runs one operation that the stream needs to go on; false when there is none.
-bool Device::advance(uint64_t handle, size_t depth) {
-  const auto entry = streams_.find(handle);
+bool Device::advance(uint64_t key, size_t depth) {
+  const auto entry = streams_.find(key);
   if (entry == streams_.end() || entry->second->queue.empty()) return false;
   if (step(*entry->second)) return true;
   const Operation& blocked = entry->second->queue.front();
@@ -74,7 +72,7 @@ bool Device::advance(uint64_t handle, size_t depth) {
   if (blocked.kind == Operation::kWait) return advance(blocked.record->stream, depth + 1);
   if (blocked.kind != Operation::kWaitValue) return false;
   for (const auto& [other, stream] : streams_) {
-    if (other == handle) continue;  // what it writes later does not let it go on
+    if (other == key) continue;  // what it writes later does not let it go on
     for (const Operation& operation : stream->queue) {
       const bool writes = operation.kind == Operation::kWriteValue;
       if (writes && operation.address == blocked.address) return advance(other, depth + 1);
@@ -115,7 +113,7 @@ void Device::work() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopping_) {
     std::vector<std::shared_ptr<Stream>> ready;
-    for (const auto& [handle, stream] : streams_) {
+    for (const auto& [key, stream] : streams_) {
       if (stream->ready()) ready.push_back(stream);
     }
     if (ready.empty()) {

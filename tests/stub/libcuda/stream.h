@@ -10,6 +10,7 @@ namespace stub {
 
 // Work in the order of submission.
 struct Stream {
+  int device = 0;  // whose context it belongs to
   std::deque<Operation> queue;
   uint64_t submitted = 0, ended = 0;  // operations so far
   bool created = false;               // by a call; others exist from their first use

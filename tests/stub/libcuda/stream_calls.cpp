@@ -14,6 +14,7 @@ int create(void** handle, unsigned, int priority) {
   constexpr int kMostUrgent = -5;
   const Call call("cuStreamCreateWithPriority");
   if (call.result) return call.result;
+  if (current_context() == kNoContext) return kInvalidContext;
   *handle = reinterpret_cast<void*>(device().create_stream());
   const std::string urgency =
       priority < 0 ? ", of priority " + std::to_string(std::max(priority, kMostUrgent)) : "";
@@ -29,19 +30,19 @@ int destroy(void* handle) {
 }
 
 int is_capturing(void* handle, int* status) {
-  const Call call("cuStreamIsCapturing");
+  Call call("cuStreamIsCapturing");
   if (call.result) return call.result;
-  const auto stream = device().stream(number(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   *status = stream->capturing;
   return kSuccess;
 }
 
 int query(void* handle) {
-  const Call call("cuStreamQuery");
+  Call call("cuStreamQuery");
   if (call.result) return call.result;
-  const auto stream = device().stream(number(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
   return stream->queue.empty() ? kSuccess : kNotReady;
 }
@@ -49,21 +50,22 @@ int query(void* handle) {
 int synchronize(void* handle) {
   Call call("cuStreamSynchronize");
   if (call.result) return call.result;
-  const auto stream = device().stream(number(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   const std::string what = "synchronize stream " + device().name(handle);
   device().log.add(what);
   if (stream->capturing) return ++device().capture_spoilt, kCaptureUnsupported;
   const uint64_t last = stream->submitted;
-  return device().wait(call.lock, what, number(handle), [&] { return stream->ended >= last; });
+  return device().wait(call.lock, what, device().key(number(handle)),
+                       [&] { return stream->ended >= last; });
 }
 
 // Checks what the two calls with a value need, and submits it.
 int push(const char* name, void* handle, Operation operation) {
-  const Call call(name);
+  Call call(name);
   if (call.result) return call.result;
-  const auto stream = device().stream(number(handle));
-  if (stream == nullptr) return kInvalidHandle;
+  const auto stream = call.stream(handle);
+  if (stream == nullptr) return call.result;
   if (!device().attributes[kStreamMemoryOperations]) return kNotSupported;
   if (device().memory.find(operation.address).type == 0) return kInvalidValue;
   device().log.add(operation.name, " on stream ", device().name(handle));

@@ -1,0 +1,345 @@
+"""Each wrong argument of a public call is refused by its name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_kvswap import (
+    HostPool,
+    OffloadHandler,
+    PagedLayout,
+    PoolHandle,
+    expand_block_ids,
+    swap_blocks,
+    swap_blocks_batch,
+    swap_kv_blocks,
+)
+
+INTEGER = "it must be an integer"
+WRONG_INTEGERS: list[tuple[Any, type[Exception]]] = [
+    ("1", TypeError),
+    (1.5, TypeError),
+    (None, TypeError),
+    ([1], TypeError),
+    (np.array([1, 2]), TypeError),
+    (2**63, ValueError),
+    (2**64 + 1, ValueError),
+    (-(2**63) - 1, ValueError),
+]
+
+
+def make_layout(tensors: int = 2) -> PagedLayout:
+    return PagedLayout([torch.zeros(8, 16, dtype=torch.uint8) for _ in range(tensors)])
+
+
+@pytest.fixture
+def handler() -> OffloadHandler:
+    layout = make_layout()
+    return OffloadHandler(layout, HostPool(layout, 4, blocks_per_page=2))
+
+
+@pytest.fixture
+def hybrid() -> OffloadHandler:
+    layouts = [make_layout(), make_layout()]
+    return OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
+
+
+def is_refused(
+    name: str, error: type[Exception], call: Callable[..., object], **given: Any
+) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b") as raised:
+        call(**given)
+    assert type(raised.value) is error, raised.value
+
+
+# Integers
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes", "rank", "world"])
+def test_an_integer_of_a_pool(name: str, value: Any, error: type[Exception]) -> None:
+    given = {"num_pages": 4, name: value}
+    is_refused(name, error, lambda **options: HostPool(make_layout(), **options), **given)
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_a_numa_node(value: Any, error: type[Exception]) -> None:
+    if value is not None:
+        is_refused("numa_node", error, lambda: HostPool(make_layout(), 4, numa_node=value))
+
+
+def test_more_bytes_than_can_be_addressed() -> None:
+    with pytest.raises(ValueError, match=r"num_pages=4611686018427387904.*more than can be"):
+        HostPool(make_layout(), 2**62, blocks_per_page=2)
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_block_dimension_of_a_layout(value: Any, error: type[Exception]) -> None:
+    is_refused("block_dim", error, lambda: PagedLayout([torch.zeros(4, 4)], value))
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_staging_memory_of_a_handler(value: Any, error: type[Exception]) -> None:
+    layout = make_layout()
+    if isinstance(value, int) and value > 2**64:
+        value = 2**64 + 2**20  # 1 MiB, once truncated
+    with HostPool(layout, 4) as pool:
+        is_refused(
+            "staging_bytes", error, lambda: OffloadHandler(layout, pool, staging_bytes=value)
+        )
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_parts_of_a_gate(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
+    is_refused("parts", error, lambda: handler.gate(value))
+
+
+@pytest.mark.parametrize("value", [0, 3, 1 << 31, 1 << 32])
+def test_a_gate_has_no_more_parts_than_the_cache_has_tensors(
+    handler: OffloadHandler, value: int
+) -> None:
+    with pytest.raises(ValueError, match=f"^parts is {value}; it must be 1 to 2$"):
+        handler.gate(value)
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+@pytest.mark.parametrize("name", ["first_block", "layer_groups"])
+def test_an_integer_of_a_job(
+    handler: OffloadHandler, name: str, value: Any, error: type[Exception]
+) -> None:
+    if value is None and name == "layer_groups":
+        return
+    is_refused(name, error, lambda: handler.load([0], [0], **{name: value}))
+    assert handler.finished() == []
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_first_block_of_a_group(
+    hybrid: OffloadHandler, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"^first_block\[1\] "):
+        hybrid.store([[0], [0]], [[0], [0]], first_block=[0, value])
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_layer_of_a_job(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
+    is_refused("layer", error, lambda: handler.store([0], [0]).wait_layer(value))
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_the_pages_that_are_waited_for(value: Any, error: type[Exception]) -> None:
+    if value is not None:
+        is_refused("pages", error, lambda: HostPool(make_layout(), 4).wait_ready(0, pages=value))
+
+
+@pytest.mark.parametrize("option", ["background", "expedited"])
+@pytest.mark.parametrize("value", [2**40, np.True_, "yes"])
+def test_a_truth_value_is_not_truncated(handler: OffloadHandler, option: str, value: Any) -> None:
+    job = handler.load([0], [0], **{option: value})
+    handler.wait(job)
+
+
+# Ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "said"),
+    [
+        ([2**63, 1], IndexError, r"\[0\] is 9223372036854775808; no block has such a number"),
+        ([1, 2**64], IndexError, r"\[1\] is 18446744073709551616; no block has such a number"),
+        ([0, -1], IndexError, r"\[1\] is -1; there are"),
+        ([0, 8], IndexError, r"\[1\] is 8; there are"),
+        ([0, 1.0], TypeError, rf"\[1\] is a float; {INTEGER}"),
+        ([0, "1"], TypeError, rf"\[1\] is a str; {INTEGER}"),
+        ([0, [1]], ValueError, r"\[1\] is a list; the ids must have one dimension"),
+        (None, TypeError, " is a NoneType; pass a list, numpy array or CPU tensor"),
+        ("01", TypeError, " is a str; pass a list, numpy array or CPU tensor"),
+        (np.array([0.5]), TypeError, " is of float64; ids must be integers"),
+        (torch.zeros(1, 1, dtype=torch.int64), ValueError, " has shape"),
+    ],
+    ids=repr,
+)
+def test_ids_are_refused_with_their_position(
+    handler: OffloadHandler, ids: Any, error: type[Exception], said: str
+) -> None:
+    for name, call in (
+        ("gpu_block_ids", lambda: handler.store(ids, [0])),
+        ("gpu_block_ids", lambda: handler.load([0], ids)),
+        ("page_ids", lambda: handler.store([0, 1, 2, 3], ids)),
+        ("page_ids", lambda: handler.load(ids, [0, 1, 2, 3])),
+    ):
+        with pytest.raises(error, match=f"^{name}{said}"):
+            call()
+    assert handler.finished() == []
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(float("nan"), ValueError), (-1, ValueError), (-0.5, ValueError), ("1", TypeError)],
+)
+@pytest.mark.parametrize("what", ["handler", "pool"])
+def test_a_timeout(handler: OffloadHandler, what: str, value: Any, error: type[Exception]) -> None:
+    if what == "handler":
+        handler.store([0], [0])
+        is_refused("timeout", error, lambda: handler.wait(timeout=value))
+    else:
+        is_refused("timeout", error, lambda: handler.pools[0].wait_ready(timeout=value))
+
+
+def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None:
+    job = handler.store([0], [0])
+    for timeout in (float("inf"), 1e300, 10**400):
+        handler.wait(job, timeout=timeout)
+        assert handler.pools[0].wait_ready(timeout)
+
+
+# Objects
+
+
+def test_a_gate_that_is_none(handler: OffloadHandler) -> None:
+    with pytest.raises(TypeError, match=r"^gate is a str; pass what OffloadHandler\.gate\(\)"):
+        handler.load([0], [0], gate="x")  # type: ignore[arg-type]
+
+
+def test_a_point_in_time_that_is_none(handler: OffloadHandler) -> None:
+    for after in ("x", 0, [], (1,)):
+        with pytest.raises(TypeError, match=r"^after= "):
+            handler.store([0], [0], after=after)  # type: ignore[arg-type]
+
+
+def test_a_stream_that_is_none(handler: OffloadHandler) -> None:
+    job = handler.store([0], [0])
+    for wait in (job.wait_on, lambda stream: job.wait_layer(0, stream)):
+        with pytest.raises(TypeError, match=r"a torch\.cuda\.Stream .* int cannot"):
+            wait(5)
+
+
+def test_what_is_no_job(handler: OffloadHandler) -> None:
+    job, other = handler.store([0], [0]), handler.store([1], [1])
+    for call in (
+        lambda: handler.cancel([job, other]),  # type: ignore[arg-type]
+        lambda: handler.cancel([]),  # type: ignore[arg-type]
+        lambda: handler.cancel(None),  # type: ignore[arg-type]
+        lambda: handler.cancel(job.id),  # type: ignore[arg-type]
+        lambda: handler.wait(job.id),  # type: ignore[arg-type]
+        lambda: handler.wait([job, None]),  # type: ignore[list-item]
+        lambda: handler.wait("job"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"store\(\) and load\(\) return Jobs, not "):
+            call()
+    handler.wait(iter([job, other]))
+
+
+def test_a_path_that_is_none() -> None:
+    layout = make_layout()
+    for path in ("fast", 5, ["auto"]):
+        with pytest.raises(ValueError, match=r"^path="):
+            OffloadHandler(layout, HostPool(layout, 4), path=path)  # type: ignore[arg-type]
+
+
+def test_a_pool_of_something_else() -> None:
+    layout = make_layout()
+    for wrong in (None, [torch.zeros(4, 4)], "x"):
+        with pytest.raises(TypeError, match=r"PagedLayout"):
+            HostPool(wrong, 4)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"PagedLayout"):
+            HostPool(layout, 4).seen_by(wrong)  # type: ignore[arg-type]
+    for make in (
+        lambda: HostPool(layout, 4, handle="x"),  # type: ignore[arg-type]
+        lambda: HostPool.attach(layout, "x", 0, 2),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
+            make()
+    with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
+        HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"num_pages": 5}, "has 5 pages|num_pages=5"),
+        ({"blocks_per_page": 2, "num_pages": 2}, "pages of"),
+        ({"replicated": True}, "replicated=True"),
+        ({"world": 3}, "world=3"),
+    ],
+)
+def test_a_handle_of_other_pages(wrong: dict[str, Any], said: str) -> None:
+    layout = make_layout()
+    with HostPool(layout, 4, world=2) as pool:
+        options = {"num_pages": 4, "rank": 1, "world": 2, **wrong}
+        with pytest.raises(ValueError, match=said):
+            HostPool(layout, handle=pool.share(), **options)
+
+
+@pytest.mark.parametrize("name", ["fd", "num_pages", "blocks_per_page", "page_bytes", "world"])
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_a_number_of_a_handle(name: str, value: Any, error: type[Exception]) -> None:
+    numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1, "world": 1}
+    given = {**numbers, name: value}
+    is_refused(name, error, lambda: PoolHandle(**given, replicated=False))
+
+
+def test_a_layout_of_what_has_no_blocks() -> None:
+    for tensors in (5, None, torch.zeros(4, 4), [1], "x"):
+        with pytest.raises(TypeError, match=r"^tensors must be a list of tensors"):
+            PagedLayout(tensors)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):
+        PagedLayout([torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()])
+
+
+@pytest.mark.parametrize("labels", [{"rank": 5}, {5: "rank"}, {"rank": None}])
+def test_a_label_that_is_no_string(handler: OffloadHandler, labels: Any) -> None:
+    with pytest.raises(TypeError, match=r"^label .* is .*; both must be strings"):
+        handler.metrics().prometheus(labels)
+
+
+# The ops: PyTorch checks types against the schema, and names the argument
+
+
+ROWS = torch.zeros(4, 8, dtype=torch.uint8)
+PAIRS = torch.tensor([[0, 1]])
+IDS = torch.tensor([0])
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5, [ROWS, None]], ids=repr)
+@pytest.mark.parametrize(
+    ("op", "given"),
+    [
+        (
+            swap_blocks,
+            {"src": ROWS, "dst": ROWS, "block_size_in_bytes": 8, "block_mapping": PAIRS},
+        ),
+        (
+            swap_kv_blocks,
+            {"src": [ROWS], "dst": [ROWS], "src_block_ids": IDS, "dst_block_ids": IDS},
+        ),
+        (swap_blocks_batch, {"src_ptrs": IDS, "dst_ptrs": IDS, "sizes": IDS}),
+        (expand_block_ids, {"block_ids": IDS, "block_size_factor": 2, "skip_count": 0}),
+    ],
+)
+def test_an_operand_of_another_type(
+    op: Callable[..., Any], given: dict[str, Any], value: Any
+) -> None:
+    for name in given:
+        with pytest.raises((TypeError, RuntimeError), match=rf"\b{name}\b"):
+            op(**{**given, name: value})
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64 + 8, -(2**63) - 1])
+def test_an_integer_of_an_op(value: int) -> None:
+    for name, call in (
+        ("block_size_in_bytes", lambda: swap_blocks(ROWS, ROWS, value, PAIRS)),
+        ("block_size_factor", lambda: expand_block_ids(IDS, value)),
+        ("skip_count", lambda: expand_block_ids(IDS, 2, value)),
+        ("count", lambda: expand_block_ids(IDS, 2, 0, value)),
+    ):
+        with pytest.raises(RuntimeError, match=f"'{name}'.*\n.*\n*.*{value}"):
+            call()
