@@ -36,12 +36,10 @@ def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]
         "preload": options.preload,
     }
     host = int(options.cpu_gib * 2**30)
-    ours = SPEC | {"load_after": "nothing"}
     engines = {
         "plain": {},
         "vLLM's own": small | connector(host),
         "ours": small | connector(host, **SPEC),
-        "ours, load_after=nothing": small | connector(host, **ours),
         "hits": small | connector(hits_pages(options) * block_bytes(options), **SPEC),
     }
     return {name: common | of_engine for name, of_engine in engines.items()}

@@ -106,6 +106,14 @@ int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* count
   });
 }
 
+int64_t kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts, bool renew,
+                            bool wait) {
+  return answer([&] {
+    manager_at(blocks).order(read_keys(keys, counts), renew, wait);
+    return 1;
+  });
+}
+
 int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts, double now,
                             double seconds, bool wait) {
   return answer(

@@ -69,6 +69,10 @@ KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t job, bool well, bool 
 KVSWAP_API int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts,
                                        bool wait);
 
+// Each block is evicted before the one in front of it. renew: all of them after those of others. 1.
+KVSWAP_API int64_t kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts,
+                                       bool renew, bool wait);
+
 // The lease; 0 when some key is not there.
 KVSWAP_API int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts,
                                        double now, double seconds, bool wait);

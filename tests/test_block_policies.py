@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_kvswap.block_manager import BlockManager
+from torch_kvswap.prefix_hash import key_digest
 
 CAPACITY = 40
 
@@ -199,3 +200,62 @@ def test_arc_survives_sides_of_which_all_pages_are_held():
     stats = manager.stats()
     assert stats.hits > 100
     assert stats.evicted > 100
+
+
+def fill(manager: BlockManager, keys: Sequence[int]) -> None:
+    store = manager.prepare_store(keys)
+    assert store is not None
+    manager.complete(store)
+
+
+def evicted_by(manager: BlockManager, count: int) -> list[int]:
+    """Who goes for new blocks, in order."""
+    known = {key_digest(n): n for n in range(100)}
+    for new in range(1000, 1000 + count):
+        fill(manager, [new])
+    return [known[event.key] for event in manager.events()]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("names", ["all keys so far", "new keys, then their order"])
+def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names):
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt = list(range(6))
+    for first in (0, 2, 4):
+        last = first + 2
+        fill(manager, prompt[:last] if names == "all keys so far" else prompt[first:last])
+        if names != "all keys so far":
+            manager.order(prompt[max(first - 1, 0) : last])
+    assert evicted_by(manager, 6) == prompt[::-1]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
+    """The control of the test above."""
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt = list(range(6))
+    for first in (0, 2, 4):
+        fill(manager, prompt[first : first + 2])
+    assert evicted_by(manager, 2) == [prompt[1], prompt[0]]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt, other = [0, 1, 2], [10, 11, 12]
+    fill(manager, prompt)
+    fill(manager, other)
+    manager.order(prompt, renew=True)
+    assert evicted_by(manager, 6) == other[::-1] + prompt[::-1]
+
+
+def test_blocks_that_are_held_or_not_there_keep_their_order():
+    manager = BlockManager(4, events=["evicted"])
+    prompt = list(range(4))
+    fill(manager, prompt)
+    load = manager.prepare_load(prompt[1:2])
+    assert load is not None
+    manager.order([prompt[3], prompt[1], 99, prompt[0], prompt[3]], renew=True)
+    manager.order([prompt[3], prompt[1], 99, prompt[0]])
+    manager.complete(load)
+    assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[3], prompt[1]]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_engine import (
+    HAS_REPLICAS,
     SPEC,
     CPULoadStoreSpec,
     KVSwapManager,
@@ -51,6 +52,49 @@ def test_the_spec_can_be_imported_in_a_process_without_a_gpu_and_leaves_cuda_alo
 def test_the_number_of_pages_follows_from_the_bytes_of_all_workers(world, chunk, nbytes, pages):
     spec = KVSwapOffloadingSpec(config(world, chunk, cpu_bytes_to_use=nbytes))
     assert spec.num_pages == pages
+
+
+MLA_BYTES = 61 * 64 * 576 * 2  # a block of 64 tokens in 61 layers
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
+@pytest.mark.parametrize(("replicated", "pages"), [(True, 15279), (False, 1909)])
+def test_what_all_workers_have_is_kept_once(replicated, pages):
+    """As many chunks as vLLM's own spec has, which takes a whole page of memory for each."""
+    settings = config(8, 1, MLA_BYTES, replicated=replicated, cpu_bytes_to_use=64 << 30)
+    spec = KVSwapOffloadingSpec(settings)
+    assert (spec.num_pages, spec.replicated_layout) == (pages, replicated)
+    assert (64 << 30) // (-(-MLA_BYTES // 4096) * 4096 * (1 if replicated else 8)) == pages
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
+def test_workers_with_the_same_cache_load_what_rank_0_has_stored():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from vllm_engine import caches
+
+    def worker_of(rank: int) -> Any:
+        # The caches of the ranks differ, so that a load is seen.
+        canonical = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
+        for one in canonical.tensors:
+            one.tensor.add_(rank)
+        settings = config(3, 1, 128, rank=rank, replicated=True, cpu_bytes_to_use=10 * 128)
+        return KVSwapOffloadingSpec(settings).get_worker(canonical), canonical.tensors
+
+    with ThreadPoolExecutor(3) as threads:
+        workers = list(threads.map(worker_of, range(3)))
+    gpu = base.GPULoadStoreSpec([3, 4], group_sizes=[2], block_indices=[0])
+    assert workers[0][0].submit_store(1, gpu, CPULoadStoreSpec([7, 8]))
+    workers[0][0].wait({1})
+    assert [one.success for one in workers[0][0].get_finished()] == [True]
+    for worker, tensors in workers[1:]:
+        assert worker.submit_load(2, CPULoadStoreSpec([7, 8]), gpu)
+        worker.wait({2})
+        for one, first in zip(tensors, workers[0][1], strict=True):
+            assert torch.equal(one.tensor[[3, 4]], first.tensor[[3, 4]])
+            assert not torch.equal(one.tensor[5], first.tensor[5])
+    for worker, _ in workers:
+        worker.shutdown()
 
 
 def test_too_few_bytes_for_a_chunk_are_refused():

@@ -152,6 +152,19 @@ def test_a_load_of_what_is_not_stored_is_an_error():
             ours.prepare_load(keys(number), request("r"))
 
 
+def test_open_loads_of_the_same_keys_are_counted(policy):
+    ours, twice = manager(policy=policy), request("twice")
+    stored(ours, 1, 2)
+    for _ in range(2):
+        ours.prepare_load(keys(1, 2), twice)
+    ours.complete_load(set(keys(1, 2)), twice)
+    assert ours.prepare_store(keys(5, 6, 7), request()) is None, "the second one reads them"
+    ours.complete_load(set(keys(1, 2)), twice)
+    assert len(ours.prepare_store(keys(5, 6, 7), request()).evicted_keys) == 1
+    with pytest.raises(RuntimeError, match="request twice: no load of these 2 chunks is open"):
+        ours.complete_load(set(keys(1, 2)), twice)
+
+
 def test_a_load_of_nothing_has_no_pages():
     ours = manager()
     assert pages(ours.prepare_load([], request())) == []

@@ -17,7 +17,6 @@ def test_what_is_not_said_has_a_default():
         manager="torch_kvswap",
         path=None,
         staging_bytes=32 << 20,
-        load_after="step",
     )
 
 
@@ -29,7 +28,6 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "manager": "vllm",
         "path": "strided",
         "staging_bytes": 0,
-        "load_after": "nothing",
     }
     of_vllm = {
         "spec_name": "x",
@@ -43,7 +41,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "canonical_layout": False,
     }
     read = read_options(ours | of_vllm)
-    assert read == Options(7, "arc", 2, "vllm", "strided", 0, "nothing")
+    assert read == Options(7, "arc", 2, "vllm", "strided", 0)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -59,7 +57,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         ({"cpu_bytes_to_use": 1, "staging_bytes": -1}, "staging_bytes is -1"),
         ({"cpu_bytes_to_use": 1, "store_threshold": "2"}, "store_threshold is '2'"),
         ({"cpu_bytes_to_use": 1, "manager": "ours"}, "has to be torch_kvswap or vllm"),
-        ({"cpu_bytes_to_use": 1, "load_after": None}, "has to be step or nothing"),
+        ({"cpu_bytes_to_use": 1, "load_after": "nothing"}, "has load_after, which"),
         ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "canonical_layout is for vLLM's own"),
     ],
 )

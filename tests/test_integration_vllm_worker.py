@@ -305,35 +305,36 @@ def kernels_of(milliseconds: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_load_waits_for_the_step_before_and_not_for_the_one_that_has_begun():
+@pytest.mark.parametrize("expedited", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
+    """waits: False is the control, a load that waits for nothing: it is zeroed."""
     rig = Rig(GROUPS["a tensor for each layer"], "cuda")
     rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
+    for one in rig.caches.tensors:
+        one.tensor[2].zero_()  # loads the kernel
+    for expected in rig.expected:
+        expected[2] = 0
     torch.cuda.synchronize()
     rig.worker.get_finished()  # the step before ends here
-    kernels_of(400)
-    load = rig.submit("load", [([3], [5], 0)])
-    began = time.monotonic()
-    rig.worker.wait({load})
-    assert time.monotonic() - began < 0.1
-    rig.worker.get_finished()  # now the kernels are of the step before
-    load = rig.submit("load", [([4], [6], 0)])
-    rig.worker.wait({load})
-    assert torch.cuda.current_stream().query(), "it should have waited for the kernels"
+    load = rig.worker._handler.load
+    if not waits:
+        rig.worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
+    kernels_of(300)
+    for one in rig.caches.tensors:
+        one.tensor[3].zero_()
+    gpu = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
+    more = {"expedited": True} if expedited else {}
+    assert rig.worker.submit_load(100, CPULoadStoreSpec([5]), gpu, **more)
+    rig.worker.wait({100})
+    was_busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    rig._move("load", rig.groups[0], 3, 5, 0)
+    assert was_busy is not waits, "the load waits for the stream, and only the control does not"
+    if not waits:
+        for expected in rig.expected:
+            expected[3] = 0
     assert rig.is_right()
-    rig.worker.shutdown()
-
-
-@pytest.mark.gpu
-def test_a_load_that_is_told_to_waits_for_nothing():
-    rig = Rig(GROUPS["a tensor for each layer"], "cuda", load_after="nothing")
-    rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
-    torch.cuda.synchronize()
-    kernels_of(400)
-    rig.worker.get_finished()
-    began = time.monotonic()
-    rig.worker.wait({rig.submit("load", [([3], [5], 0)])})
-    assert time.monotonic() - began < 0.1
-    torch.cuda.synchronize()
     rig.worker.shutdown()
 
 
@@ -467,26 +468,17 @@ def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(rig):
     assert loads == [True]
 
 
-def test_a_load_is_ordered_behind_the_last_step_that_was_finished(rig, monkeypatch):
-    """The event is recorded when a step is over, never between that and a load of the next."""
-    calls: list[str] = []
+def test_loads_start_behind_the_stream_that_the_model_runs_on(rig, monkeypatch):
+    """No moment before is named, so that what the step has launched by now is waited for."""
+    load, named = rig.worker._handler.load, []
 
-    class Event:
-        def record(self, stream: object = None) -> None:
-            calls.append("recorded")
+    def noted(*ids: Any, **options: Any) -> Any:
+        named.append(options.get("after"))
+        return load(*ids, **options)
 
-    def load(*ids: Any, after: Any, **options: Any) -> Any:
-        calls.append("load behind it" if after is rig.worker._step else "load behind nothing")
-        return begin(*ids, after=(), **options)
-
-    begin = rig.worker._handler.load
-    monkeypatch.setattr(rig.worker._handler, "load", load)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    rig.worker._step = Event()
+    monkeypatch.setattr(rig.worker._handler, "load", noted)
     rig.submit("load", [([3], [5], 0)])
     rig.worker.get_finished()
-    rig.submit("load", [([4], [6], 0)])
-    assert calls == ["load behind it", "recorded", "load behind it"]
-    rig.worker._step = None
-    rig.submit("load", [([5], [7], 0)])
-    assert calls[-1] == "load behind nothing"
+    gpu = base.GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    assert rig.worker.submit_load(9, CPULoadStoreSpec([6]), gpu, expedited=True)
+    assert named == [None, None]

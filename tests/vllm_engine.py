@@ -41,11 +41,21 @@ def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def config(world: int = 1, chunk: int = 1, block_bytes: int = 1000, **extra: Any) -> Any:
+HAS_REPLICAS = "replicated_layout" in offload_config.OffloadingConfig.__dataclass_fields__  # 0.33
+
+
+def config(
+    world: int = 1,
+    chunk: int = 1,
+    block_bytes: int = 1000,
+    rank: int = 0,
+    replicated: bool = False,
+    **extra: Any,
+) -> Any:
     """Of one group of blocks with this many bytes in a worker."""
     group: dict[str, Any] = {"tokens_per_block": 16, "layer_names": ("a", "b")}
     parallel: dict[str, Any] = dict.fromkeys(("pp_size", "pcp_size", "dcp_size"), 1)
-    parallel |= {"rank": 0, "world_size": world, "tp_size": world, "data_parallel_index": 0}
+    parallel |= {"rank": rank, "world_size": world, "tp_size": world, "data_parallel_index": 0}
     parallel["is_parallelism_agnostic"] = False
     if "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__:  # 0.33
         group["group_id"] = 0
@@ -59,6 +69,7 @@ def config(world: int = 1, chunk: int = 1, block_bytes: int = 1000, **extra: Any
         model=offload_config.OffloadingModelConfig("model", "bfloat16"),
         cache=offload_config.OffloadingCacheConfig(16, chunk),
         parallel=offload_config.OffloadingParallelConfig(**parallel),
+        **({"replicated_layout": True} if replicated else {}),
     )
 
 

@@ -146,6 +146,20 @@ class BlockManager(NotCopyable):
         """The blocks were used, such as in the GPU cache: those that are ready are evicted last."""
         self._native.touch(*self._digests(keys))
 
+    def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
+        """Orders the eviction of a prompt that was stored in several steps: its end goes first.
+
+        A store that names the whole prompt so far needs no such call. Nothing counts as a use, so
+        that "arc" takes no block for one that is asked for often.
+
+        Args:
+            keys: a part of the prompt, in its order. Each block is evicted before the one in front
+                of it. Blocks that are not cached, or that a job holds, are left out.
+            renew: evict all of them after the blocks of others; False leaves the first one where it
+                is, so that what was just stored goes before what was stored earlier.
+        """
+        self._native.order(*self._digests(keys), renew)
+
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
         """Keeps the blocks, ready or pending, from being evicted for so long, or until release(); a
         load needs its own prepare_load(). None when one of them is not cached."""

@@ -27,7 +27,7 @@ _holding = _extension.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
 _touch, _lease = _holding.kvswap_blocks_touch, _holding.kvswap_blocks_lease
-_release = _holding.kvswap_blocks_release
+_release, _order = _holding.kvswap_blocks_release, _holding.kvswap_blocks_order
 _BUSY = -2
 EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DIGEST_BYTES}")])
 _EVENTS_AT_ONCE = 1024
@@ -145,6 +145,12 @@ class NativeBlocks(NotCopyable):
         answer = _touch(self.pointer, digests, place, False)
         if answer < 0:
             _go_on(answer, "touch", self.pointer, digests, place)
+
+    def order(self, digests: bytes, counts: array[int], renew: bool) -> None:
+        place = counts.buffer_info()[0]
+        answer = _order(self.pointer, digests, place, renew, False)
+        if answer < 0:
+            _go_on(answer, "order", self.pointer, digests, place, renew)
 
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
         place = counts.buffer_info()[0]

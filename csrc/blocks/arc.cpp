@@ -62,6 +62,12 @@ void Arc::add_idle(uint32_t page) { idle_[table_.nodes[page].list].append(table_
 
 void Arc::remove_idle(uint32_t page) { idle_[table_.nodes[page].list].remove(table_.nodes, page); }
 
+void Arc::move_idle(uint32_t page, uint32_t newer) {
+  List& idle = idle_[table_.nodes[page].list];
+  idle.remove(table_.nodes, page);
+  idle.insert(table_.nodes, page, newer);
+}
+
 void Arc::use(uint32_t page) {
   uint8_t& side = table_.nodes[page].list;
   --sizes_[side];

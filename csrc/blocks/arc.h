@@ -18,6 +18,7 @@ class Arc final : public Policy {
   void leave(uint32_t page) override;
   void add_idle(uint32_t page) override;
   void remove_idle(uint32_t page) override;
+  void move_idle(uint32_t page, uint32_t newer) override;
   size_t num_idle() const override { return idle_[kRecent].size() + idle_[kFrequent].size(); }
   void use(uint32_t page) override;
   void grow(size_t num_pages) override { num_pages_ = num_pages; }

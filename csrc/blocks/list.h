@@ -20,6 +20,16 @@ class List {
     ++size_;
   }
 
+  // Directly before a node of this list, which is newer.
+  void insert(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
+    const uint32_t older = nodes[newer].before;
+    nodes[node].before = older;
+    nodes[node].after = newer;
+    (older == kNone ? oldest_ : nodes[older].after) = node;
+    nodes[newer].before = node;
+    ++size_;
+  }
+
   void remove(std::vector<Node>& nodes, uint32_t node) {
     const auto [before, after] = std::pair(nodes[node].before, nodes[node].after);
     (before == kNone ? oldest_ : nodes[before].after) = after;

@@ -19,6 +19,10 @@ class Lru final : public Policy {
   void leave(uint32_t page) override { table_.erase(page); }
   void add_idle(uint32_t page) override { idle_.append(table_.nodes, page); }
   void remove_idle(uint32_t page) override { idle_.remove(table_.nodes, page); }
+  void move_idle(uint32_t page, uint32_t newer) override {
+    idle_.remove(table_.nodes, page);
+    idle_.insert(table_.nodes, page, newer);
+  }
   size_t num_idle() const override { return idle_.size(); }
   void use(uint32_t) override {}
   void grow(size_t) override {}

@@ -152,6 +152,22 @@ void Manager::touch(const Keys& keys, bool wait) {
   }
 }
 
+void Manager::order(const Keys& keys, bool renew, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  find(keys, true);
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+    Pages& pages = *groups_[g].pages;
+    const auto count = static_cast<size_t>(keys.counts[g]);
+    for (size_t i = renew ? count : 0; i-- > 0;) {
+      if (!pages.is_idle(found_[at + i])) continue;
+      pages.hold(found_[at + i]);
+      pages.release(found_[at + i]);
+    }
+    if (!renew) pages.order(&found_[at], count);
+  }
+}
+
 int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) {
   const auto lock = enter(total(keys), wait);
   expire(now, wait);

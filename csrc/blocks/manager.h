@@ -77,6 +77,9 @@ class Manager {
                                       int64_t* pages, int64_t* counts, bool wait);
   void end(int64_t job, bool well, bool wait);
   void touch(const Keys& keys, bool wait);
+  // Of each group each block is evicted before the one in front of it. renew: all of them after
+  // those of others, though they were not used once more.
+  void order(const Keys& keys, bool renew, bool wait);
   // The lease, or 0 when some key is not there.
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);
   // Whether it had not ended.

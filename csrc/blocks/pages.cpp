@@ -56,6 +56,17 @@ void Pages::use(uint32_t page) {
   release(page);
 }
 
+void Pages::order(const uint32_t* pages, size_t count) {
+  uint32_t fronts[kMostLists];
+  std::fill(fronts, fronts + kMostLists, kNone);
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_idle(pages[i])) continue;
+    uint32_t& front = fronts[table_.nodes[pages[i]].list];
+    if (front != kNone && front != pages[i]) policy_->move_idle(pages[i], front);
+    front = pages[i];
+  }
+}
+
 void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages) {
   const size_t count = places.size();
   for (size_t i = 0; i < count; ++i) {

@@ -46,6 +46,9 @@ class Pages {
   void release(uint32_t page);
   // A page that is ready was asked for once more.
   void use(uint32_t page);
+  // Each idle page among these is evicted before the one in front of it; the first one stays where
+  // it is. Pages that the policy keeps in different lists are put in order list by list.
+  void order(const uint32_t* pages, size_t count);
 
   // Gives a page to each of the keys at these places, all of them new and different, and holds it.
   // There must be as many free and idle ones. The pages ascend, so that neighbours are copied

@@ -6,6 +6,8 @@
 
 namespace kvswap::blocks {
 
+constexpr size_t kMostLists = 2;  // that a policy keeps pages in
+
 // How a key comes in: which list its page will be in, and what the policy has to remember until it
 // has made room for it.
 struct Admission {
@@ -32,6 +34,8 @@ class Policy {
   // A page is held no longer, and is the newest now; or is held from now on.
   virtual void add_idle(uint32_t page) = 0;
   virtual void remove_idle(uint32_t page) = 0;
+  // An idle page goes directly before another one of the same list from now on.
+  virtual void move_idle(uint32_t page, uint32_t newer) = 0;
   virtual size_t num_idle() const = 0;
 
   // A held page was asked for once more.

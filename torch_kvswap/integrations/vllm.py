@@ -15,6 +15,7 @@ from typing import Any
 
 from torch_kvswap.integrations.vllm_ops import patch_ops
 from torch_kvswap.integrations.vllm_options import Options, read_options
+from torch_kvswap.integrations.vllm_pool import Replicas
 
 try:
     from vllm.v1.kv_offload.base import (
@@ -44,7 +45,10 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options: Options = read_options(config.extra_config)
-        self.num_pages = _num_pages(config, self.options.cpu_bytes_to_use)
+        # The caches of all workers are the same (0.33). vLLM reads it: then only rank 0 stores.
+        self.replicated_layout = bool(getattr(config, "replicated_layout", False))
+        copies = 1 if self.replicated_layout else config.parallel.world_size
+        self.num_pages = _num_pages(config, copies, self.options.cpu_bytes_to_use)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
@@ -72,9 +76,15 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             from torch_kvswap.integrations.vllm_worker import KVSwapWorker
 
             self._worker = KVSwapWorker(
-                kv_caches, self.num_pages, self.blocks_per_chunk, self.options
+                kv_caches, self.num_pages, self.blocks_per_chunk, self.options, self._replicas()
             )
         return self._worker
+
+    def _replicas(self) -> Replicas | None:
+        parallel = self.config.parallel
+        if not self.replicated_layout or parallel.world_size == 1:
+            return None
+        return Replicas(parallel.rank, parallel.world_size, self.config.engine_id)
 
     def _make_manager(self) -> OffloadingManager:
         options = self.options
@@ -95,11 +105,10 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         )
 
 
-def _num_pages(config: OffloadingConfig, nbytes: int) -> int:
+def _num_pages(config: OffloadingConfig, copies: int, nbytes: int) -> int:
     """How many chunks go into so many bytes of all workers together: the same number for each of
-    them and for the scheduler."""
-    per_worker = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-    chunk = per_worker * config.parallel.world_size
+    them and for the scheduler. copies: how many workers keep a chunk."""
+    chunk = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk * copies
     if chunk == 0:
         raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
     if nbytes < chunk:

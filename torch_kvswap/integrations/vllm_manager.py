@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -12,6 +13,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.block_results import Load, Store
+from torch_kvswap.integrations.vllm_access import Access
 from torch_kvswap.prefix_hash import DIGEST_BYTES, key_digest
 
 Key = bytes  # vLLM's OffloadKey
@@ -27,7 +29,8 @@ class _Filling:
     """A store that has not ended."""
 
     store: Store
-    keys: tuple[Key, ...]
+    keys: tuple[Key, ...]  # in the order of the prompt
+    access: Access
 
 
 def _digest(key: Key) -> bytes:
@@ -43,6 +46,10 @@ class KVSwapManager(base.OffloadingManager):
 
     vLLM asks for one key at a time, as often as a request waits: lookup() reads what this keeps in
     Python. The scheduler's thread calls everything.
+
+    A prompt is evicted from its end, though vLLM stores it in several steps: what has been stored
+    goes directly before what is in front of it in the prompt, and when the request has ended, all
+    of it is the newest. Only that, and a load, counts as a use of what another request had stored.
     """
 
     def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
@@ -55,7 +62,9 @@ class KVSwapManager(base.OffloadingManager):
         self._digests: dict[Key, bytes] = {}
         self._keys: dict[bytes, Key] = {}
         self._filling: dict[Key, _Filling] = {}
-        self._loads: dict[tuple[str, frozenset[Key]], Load] = {}
+        # The open loads of the same keys by one request: which of them ends first does not matter.
+        self._loads: dict[tuple[str, frozenset[Key]], list[Load]] = {}
+        self._cache = object()  # another one after a reset
         self._events: list[Any] | None = [] if events else None
         self._sizes: list[int] = []  # of the stores since get_stats()
         self._skipped = 0
@@ -80,18 +89,46 @@ class KVSwapManager(base.OffloadingManager):
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
                 "stored; vLLM loads only what lookup() has just found"
             )
-        self._loads[req_context.req_id, frozenset(keys)] = load
+        self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
+        self._access(req_context).reuse(req_context, keys)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends the load of just these keys by this request: vLLM has one at a time."""
-        if keys:
-            self._blocks.complete(self._loads.pop((req_context.req_id, frozenset(keys))))
-            self._usage = None
+        """Ends a load of just these keys by this request."""
+        if not keys:
+            return
+        name = req_context.req_id, frozenset(keys)
+        loads = self._loads.get(name)
+        if not loads:
+            raise RuntimeError(
+                f"request {req_context.req_id}: no load of these {len(name[1])} chunks is open"
+            )
+        self._blocks.complete(loads.pop())
+        if not loads:
+            del self._loads[name]
+        self._usage = None
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        self._blocks.touch(self._known(keys))
+        """0.26 calls it for all keys of a request, also for what the request has stored itself,
+        which is no reuse."""
+        access = self._access(req_context)
+        access.see(req_context, keys)
+        access.reuse(req_context, self._ready(keys))
+        self._renew(keys, access)
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        """Stores of the request may still run: they end behind what is in front of them."""
+        access = self._access(req_context)
+        self._renew(access.keys, access)
+
+    def _access(self, req_context: base.ReqContext) -> Access:
+        return Access.of(req_context, self._cache)
+
+    def _renew(self, keys: Collection[Key], access: Access) -> None:
+        """Makes them the newest, from the last to the first; a reuse counts as a use."""
+        self._blocks.touch(self._known([key for key in keys if key in access.reused]))
+        self._blocks.order(self._known(keys), renew=True)
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -101,6 +138,8 @@ class KVSwapManager(base.OffloadingManager):
         digests = [self._digests.get(key) or _digest(key) for key in keys]
         if self._counts_offers:
             self._blocks.lookup(digests)
+        access = self._access(req_context)
+        access.reuse(req_context, self._ready(keys))
         store = self._blocks.prepare_store(digests)
         if store is None:
             return None
@@ -111,7 +150,9 @@ class KVSwapManager(base.OffloadingManager):
             of_new = [digests[place] for place in places]
             self._digests.update(zip(new, of_new, strict=True))
             self._keys.update(zip(of_new, new, strict=True))
-            self._filling.update(dict.fromkeys(new, _Filling(store, tuple(new))))
+            access.insert(req_context, new)
+            filling = _Filling(store, tuple(access.sort(new)), access)
+            self._filling.update(dict.fromkeys(new, filling))
             self._states.update(dict.fromkeys(new, _PENDING))
             self._sizes.append(len(new))
             self._usage = None
@@ -130,6 +171,8 @@ class KVSwapManager(base.OffloadingManager):
                 del self._filling[key]
             if success:
                 self._states.update(dict.fromkeys(filling.keys, _HIT))
+                front = filling.access.before(filling.keys[0], self._is_ready)
+                self._blocks.order(self._known([*([front] if front else ()), *filling.keys]))
                 self._tell(filling.keys, removed=False)
             else:
                 for key in filling.keys:
@@ -139,12 +182,13 @@ class KVSwapManager(base.OffloadingManager):
         """vLLM says no more of the jobs that run: the workers wait for them before they do anything
         that it decides later, so that their pages are free now."""
         self._blocks.reset()
-        open_jobs: list[Load | Store] = [*self._loads.values()]
+        open_jobs: list[Load | Store] = [*chain.from_iterable(self._loads.values())]
         open_jobs += {id(one): one.store for one in self._filling.values()}.values()
         for job in open_jobs:
             self._blocks.fail(job)
         for known in (self._states, self._digests, self._keys, self._filling, self._loads):
             known.clear()
+        self._cache = object()
         self._blocks.events()
         self._usage = None
 
@@ -181,6 +225,12 @@ class KVSwapManager(base.OffloadingManager):
             CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: writing,
             CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: max(used - writing, 0.0),
         }
+
+    def _ready(self, keys: Collection[Key]) -> list[Key]:
+        return list(filter(self._is_ready, keys))
+
+    def _is_ready(self, key: Key) -> bool:
+        return self._states.get(key) is _HIT
 
     def _known(self, keys: Collection[Key]) -> bytes:
         """The digests of those that have a page, one after another."""

@@ -11,7 +11,7 @@ _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
 )
-_CHOICES = {"manager": ("torch_kvswap", "vllm"), "load_after": ("step", "nothing")}
+_CHOICES = {"manager": ("torch_kvswap", "vllm")}
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 
@@ -19,8 +19,7 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 class Options:
     """cpu_bytes_to_use: host memory of all workers together. eviction_policy: "lru" or "arc".
     store_threshold: a block is stored when it is offered for so many times. manager: whose
-    bookkeeping the scheduler uses. path, staging_bytes: of OffloadHandler. load_after: what loads
-    wait for on the GPU, the step before or nothing."""
+    bookkeeping the scheduler uses. path, staging_bytes: of OffloadHandler."""
 
     cpu_bytes_to_use: int
     eviction_policy: str = "lru"
@@ -28,7 +27,6 @@ class Options:
     manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
     path: str | None = None
     staging_bytes: int = 32 << 20
-    load_after: Literal["step", "nothing"] = "step"
 
 
 _OURS = tuple(field.name for field in fields(Options))

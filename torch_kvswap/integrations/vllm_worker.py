@@ -6,14 +6,13 @@ import contextlib
 import logging
 from typing import Any, NamedTuple
 
-import torch
 from vllm.v1.kv_offload import base
 
-from torch_kvswap.after import After
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.integrations.vllm_layout import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm_options import Options
+from torch_kvswap.integrations.vllm_pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm_retry import Retry
 from torch_kvswap.result import Direction
 
@@ -32,23 +31,33 @@ class _Open(NamedTuple):
 class KVSwapWorker(base.OffloadingWorker):
     """Called by the thread that runs the model, on the stream that it runs on.
 
-    A store waits for that stream: it is submitted after the step that wrote its blocks. A load
-    waits for what was on the stream when get_finished() was last called, that is for the step
-    before: 0.33 submits loads behind the step that has just begun, which has nothing to do with
-    them. load_after="nothing" leaves that out: vLLM gives no block to a load that a step can still
-    write.
+    Stores and loads wait for all that this stream has been given until then. What a store reads was
+    written there. What a load overwrites may still be zeroed there: by its own step before a
+    synchronous load, or by an earlier step, for a request that had the block before.
 
     A copy that fails is done once more by a Retry. When that fails too, the error is logged and the
     result says so, which ends the engine: vLLM asserts that transfers succeed.
+
+    replicas: the caches of all workers are the same, and so they have one pool. vLLM gives stores
+    to rank 0 only, loads to all of them, and says when rank 0 has ended a store before anybody
+    loads its pages.
     """
 
     def __init__(
-        self, kv_caches: Any, num_pages: int, blocks_per_page: int, options: Options
+        self,
+        kv_caches: Any,
+        num_pages: int,
+        blocks_per_page: int,
+        options: Options,
+        replicas: Replicas | None = None,
     ) -> None:
         layouts = group_layouts(kv_caches)
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
-        self._pool = HostPool(largest, num_pages, blocks_per_page)
+        if replicas is None:
+            self._pool = HostPool(largest, num_pages, blocks_per_page)
+        else:
+            self._pool = replicated_pool(largest, num_pages, blocks_per_page, replicas)
         pools = [self._pool.seen_by(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, path=options.path, staging_bytes=options.staging_bytes
@@ -57,11 +66,6 @@ class KVSwapWorker(base.OffloadingWorker):
         self._number: dict[int, int] = {}  # vLLM's, by ours
         self._retries: dict[int, Retry] = {}  # by vLLM's number
         self._ended: list[base.TransferResult] = []
-        self._step: torch.cuda.Event | None = None
-        self._device = largest.device
-        if self._device.type == "cuda" and options.load_after == "step":
-            self._step = torch.cuda.Event()
-            self._step.record(torch.cuda.current_stream(self._device))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         move = self._read(src_spec, dst_spec)
@@ -78,10 +82,7 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(dst_spec, src_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
-            after: After = () if self._step is None else self._step
-            job = self._handler.load(
-                pages, blocks, first_block=first, after=after, expedited=expedited
-            )
+            job = self._handler.load(pages, blocks, first_block=first, expedited=expedited)
             self._opened(_Open(job_id, "load", move, job))
         return True
 
@@ -93,8 +94,6 @@ class KVSwapWorker(base.OffloadingWorker):
             if retry.has_ended():
                 self._end_retry(number)
         ended, self._ended = self._ended, []
-        if self._step is not None:
-            self._step.record(torch.cuda.current_stream(self._device))
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
