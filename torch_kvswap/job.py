@@ -100,7 +100,7 @@ def wait_for(native: NativeHandler, jobs: list[Job] | None, timeout: float | Non
     if well is None:
         running = [job for job in jobs or () if not job.done()]
         names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
-        raise TimeoutError(f"after {timeout} s some jobs still run{names if running else ''}")
+        raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
     if well:
         return
     if jobs is None:

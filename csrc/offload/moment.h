@@ -13,8 +13,8 @@ namespace kvswap {
 struct Moment {
   cuda::Event event = nullptr;
   cuda::Stream stream = nullptr;  // a handle of the channel's device
-  uint64_t number = 0;  // grows with each record
-  int users = 0;        // jobs
+  uint64_t number = 0;            // grows with each record
+  int users = 0;                  // jobs
 };
 
 // The moments of the jobs of a channel.
