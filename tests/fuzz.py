@@ -507,7 +507,8 @@ class Session:
             assert result.nbytes == flight.job.nbytes
             self.counts[result.state] += 1
         happened, _ = self.device.faults()
-        assert self.model.direct_failures <= happened, "a job failed for no reason"
+        errors = [result.error for result in results if result.state == "failed"]
+        assert self.model.direct_failures <= happened, f"a job failed for no reason: {errors}"
 
     def _is_mine(self, result: Result) -> bool:
         return result.job_id in self.model.flights

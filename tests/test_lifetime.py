@@ -81,10 +81,10 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
         return OffloadHandler(layout, pool.seen_by(layout))
 
     with make() as handler:
+        gc.collect()
         handler.wait(handler.store([0], [0]))
         torch.cuda._sleep(400_000_000)
         jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
-        gc.collect()
         assert not jobs[0].done()
         handler.wait(jobs, timeout=60)
         assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
