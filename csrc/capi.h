@@ -68,9 +68,11 @@ struct kvswap_usable_pages {
 KVSWAP_API void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
                                             int64_t chunk_blocks);
 
-// A layout and its host pool; lists have `planes` entries.
+// A layout and its host pool; lists have `planes` entries. gpu_storages: where the memory begins
+// that goes as a whole, that of a tensor.
 struct kvswap_group {
-  const int64_t *gpu_bases, *gpu_strides, *sizes, *host_bases, *host_strides, *layers;
+  const int64_t *gpu_bases, *gpu_strides, *gpu_storages, *sizes, *host_bases, *host_strides,
+      *layers;
   int64_t planes, num_blocks, num_pages, blocks_per_page;
   int32_t block_space, slot_space;    // equal numbers share their blocks, or their pages
   const kvswap_usable_pages* usable;  // as long as the handler

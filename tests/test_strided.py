@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from stub import Driver, on_device, stubbed
+from stub import DEVICE, Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
@@ -92,6 +92,25 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
     driver.reset()
 
 
+@pytest.mark.parametrize("storages", [1, 2])
+@stubbed
+def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
+    """The driver knows all expandable segments of a stream as one reservation. What lies between
+    two tensors may be unmapped at any time, and a copy across it is refused then."""
+    raw = torch.randint(256, (3, BLOCKS, 48), dtype=torch.uint8)
+    whole = raw.view(-1)
+    driver.adopt(whole, DEVICE)
+    layers = [raw[0], raw[2]]
+    if storages == 2:
+        # Tensors on the same bytes, which know only their own.
+        layers = [torch.from_numpy(layer.numpy()) for layer in layers]
+        driver.unmap(raw[1])
+    layout = PagedLayout(layers)
+    layout.device = torch.device("cuda", 0)
+    rows = {1: "strided copy of 2 x 48 bytes", 2: "strided copy of 1 x 48 bytes"}
+    assert rows[storages] in moved(driver, layout, "strided")
+
+
 @stubbed
 def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
@@ -129,6 +148,30 @@ def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
         handler.wait(handler.load([0], [5], layer_groups=2))
         assert driver.log().count("strided copy of 4 x 48 bytes") == 2
         assert torch.equal(whole[:, 5], whole[:, 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["strided", "staged", "batch", "kernel"])
+def test_memory_that_goes_between_two_layers_does_not_matter(path: str) -> None:
+    """Matters with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; goes well without, too."""
+    mib = 1 << 20
+    torch.cuda.empty_cache()
+    first, between, last = (
+        torch.randint(256, (blocks, mib), dtype=torch.uint8, device="cuda") for blocks in (8, 96, 8)
+    )
+    layout = PagedLayout([first, last])
+    host = HostPool(layout, num_pages=3)
+    expected = [tensor.clone() for tensor in (first, last)]
+    with OffloadHandler(layout, host, path=path) as handler:
+        handler.wait(handler.store([1, 4], [2, 0]))
+        del between
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        handler.wait(handler.store([1, 4], [2, 0]))
+        handler.wait(handler.load([2, 0], [6, 0]))
+    for tensor, wanted in zip((first, last), expected, strict=True):
+        wanted[[6, 0]] = wanted[[1, 4]]
+        assert torch.equal(tensor, wanted)
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ class Group(ctypes.Structure):
     _fields_ = (
         ("gpu_bases", _Int64s),
         ("gpu_strides", _Int64s),
+        ("gpu_storages", _Int64s),
         ("sizes", _Int64s),
         ("host_bases", _Int64s),
         ("host_strides", _Int64s),

@@ -50,6 +50,7 @@ class Groups:
         ):
             group.gpu_bases = self._address(layout.bases)
             group.gpu_strides = self._address(layout.strides)
+            group.gpu_storages = self._address(layout.storages)
             group.sizes = self._address(layout.sizes)
             group.host_bases = self._address(pool.layout.bases)
             group.host_strides = self._address(pool.layout.strides)

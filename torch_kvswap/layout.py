@@ -92,6 +92,8 @@ class PagedLayout(Planes):
             num_blocks=self.tensors[0].shape[block_dim],
         )
         self.tensor_of_plane = np.repeat(np.arange(len(planes), dtype=np.int64), planes)
+        storages = [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
+        self.storages = np.repeat(np.array(storages, np.int64), planes)  # of each plane
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
         if overlap := _overlapping_planes(self):

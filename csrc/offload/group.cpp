@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <map>
 #include <string>
 
 #include "../check.h"
@@ -32,11 +33,17 @@ Group read_group(const kvswap_group& from, int device) {
   group.usable = from.usable;
   group.host.chunk_blocks = &from.usable->chunk_blocks;
   AddressMap addresses;
-  for (const uint64_t base : group.gpu.bases) {
+  // Two storages in one range of addresses do not count as one allocation: the driver knows all
+  // expandable segments of a stream as one reservation, and refuses a strided copy across a part of
+  // it that is not mapped, or is not any more.
+  std::map<std::pair<uint64_t, int64_t>, uint64_t> allocations;
+  for (size_t p = 0; p < group.gpu.count(); ++p) {
+    const uint64_t base = group.gpu.bases[p];
     const Memory memory = addresses.find(base);
     KVSWAP_CHECK(device < 0 || memory.device == device, "the cache at ", addresses.describe(base),
                  " is not memory of device ", device);
-    group.gpu.allocations.push_back(memory.begin);
+    const std::pair allocation(memory.begin, from.gpu_storages[p]);
+    group.gpu.allocations.push_back(allocations.emplace(allocation, p).first->second);
   }
   const int64_t first_slot = from.usable->first_page * group.blocks_per_page;
   for (size_t p = 0; p < group.host.count(); ++p) {

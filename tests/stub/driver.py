@@ -66,6 +66,11 @@ class Driver:
             ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes), kind, device
         )
 
+    def unmap(self, tensor: torch.Tensor) -> None:
+        """Takes the memory of a part of a reservation away; the reservation was adopted whole."""
+        begin, size = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+        self.library.stub_unmap(begin, size)
+
     # Contexts.
 
     @contextmanager

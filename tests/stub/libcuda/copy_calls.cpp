@@ -66,6 +66,10 @@ int copy_strided_async(const StridedCopy* of, void* handle) {
     if (side->pitch < of->width || side->pitch > 0x7fffffff) return kInvalidValue;
   }
   if (device().faults.copy_fails()) return kInvalidValue;
+  for (const StridedSide* side : {&of->src, &of->dst}) {
+    const uint64_t end = side->address(of->height - 1, of->depth - 1) + of->width;
+    if (!device().memory.is_mapped(side->address(0, 0), end)) return kInvalidValue;
+  }
   Operation operation;
   for (size_t slice = 0; slice < of->depth; ++slice) {
     for (size_t row = 0; row < of->height; ++row) {

@@ -144,6 +144,10 @@ void stub_enter() {
 }
 void stub_leave() { stub::contexts.pop_back(); }
 // A stream of the test's own numbering, in the context of a device.
+void stub_unmap(uint64_t begin, uint64_t bytes) {
+  const Lock lock(device().mutex);
+  device().memory.unmap(begin, bytes);
+}
 void stub_adopt_stream(uint64_t handle, int ordinal) {
   const Lock lock(device().mutex);
   const stub::InContext context(ordinal);

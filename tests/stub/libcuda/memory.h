@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <utility>
+#include <vector>
 
 namespace stub {
 
@@ -24,6 +26,16 @@ class Memory {
     auto next = ranges_.upper_bound(address);
     const bool known = next != ranges_.begin() && address < std::prev(next)->second.end;
     return known ? std::prev(next)->second : Range{};
+  }
+
+  // A part of a reservation without memory behind it. A strided copy may not lie across it, even
+  // though none of its rows is there (seen on an H200: CUDA_ERROR_INVALID_VALUE).
+  void unmap(uint64_t begin, uint64_t bytes) { holes_.push_back({begin, begin + bytes}); }
+  bool is_mapped(uint64_t begin, uint64_t end) const {
+    for (const auto& hole : holes_) {
+      if (hole.first < end && begin < hole.second) return false;
+    }
+    return true;
   }
 
   // Whether a copy may touch all of it: a registration has an end, also where another one follows.
@@ -55,6 +67,7 @@ class Memory {
 
  private:
   std::map<uint64_t, Range> ranges_;  // by first address
+  std::vector<std::pair<uint64_t, uint64_t>> holes_;
 };
 
 }  // namespace stub
