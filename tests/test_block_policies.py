@@ -1,4 +1,4 @@
-"""Who is evicted: LRU, and ARC against the paper's algorithm written down plainly."""
+"""Who is evicted: LRU, and ARC against its algorithm written down plainly."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from torch_kvswap.prefix_hash import key_digest
 CAPACITY = 40
 
 
-class PaperArc:
-    """ARC(c) of Megiddo and Modha, FAST 2003, figure 4, with its four cases by name."""
+class PlainArc:
+    """ARC(c) of Megiddo and Modha, FAST 2003, figure 4, with its four cases by name.
+
+    In cases II and III the block goes to T1, not to T2: it was stored again, and not used. So L1 can
+    have more than c entries, and T2 be empty while T1 is as large as it should be.
+    """
 
     def __init__(self, c: int) -> None:
         self.c, self.p = c, 0.0
@@ -25,7 +29,7 @@ class PaperArc:
 
     def replace(self, in_b2: bool) -> None:
         t1 = len(self.t1)
-        if t1 >= 1 and ((in_b2 and t1 == self.p) or t1 > self.p):
+        if t1 >= 1 and ((in_b2 and t1 == self.p) or t1 > self.p or not self.t2):
             self.b1[self.t1.popitem(last=False)[0]] = None
         else:
             self.b2[self.t2.popitem(last=False)[0]] = None
@@ -40,16 +44,16 @@ class PaperArc:
             self.p = min(self.c, self.p + max(len(self.b2) / len(self.b1), 1))
             self.replace(False)
             del self.b1[x]
-            self.t2[x] = None
+            self.t1[x] = None
         elif x in self.b2:  # case III
             self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
             self.replace(True)
             del self.b2[x]
-            self.t2[x] = None
+            self.t1[x] = None
         else:  # case IV
             l1, l2 = len(self.t1) + len(self.b1), len(self.t2) + len(self.b2)
-            if l1 == self.c:
-                if len(self.t1) < self.c:
+            if l1 >= self.c:
+                if self.b1:
                     self.b1.popitem(last=False)
                     self.replace(False)
                 else:
@@ -114,16 +118,16 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_arc_hits_when_the_algorithm_of_the_paper_does(name):
-    reference = PaperArc(CAPACITY)
+def test_arc_hits_when_its_plain_algorithm_does(name):
+    reference = PlainArc(CAPACITY)
     expected = [reference.request(x) for x in TRACES[name]]
     assert hits("arc", TRACES[name]) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=30, max_size=200))
-def test_arc_does_what_the_paper_says_on_any_small_trace(capacity, trace):
-    reference, manager = PaperArc(capacity), BlockManager(capacity, policy="arc")
+def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, trace):
+    reference, manager = PlainArc(capacity), BlockManager(capacity, policy="arc")
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     cached = {x for x in range(13) if manager.lookup([x]).ready}
     assert cached == {*reference.t1, *reference.t2}
@@ -133,7 +137,7 @@ def test_arc_does_what_the_paper_says_on_any_small_trace(capacity, trace):
 @given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
 def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
     manager = BlockManager(7, ready_pages=ready, policy="arc")
-    reference = PaperArc(ready)
+    reference = PlainArc(ready)
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     manager.grow()
     hits("arc", [*range(100, 107), *range(100, 107)], manager)

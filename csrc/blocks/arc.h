@@ -5,7 +5,7 @@
 namespace kvswap::blocks {
 
 // The adaptive replacement cache of Megiddo and Modha (FAST 2003): pages asked for once (recent)
-// and more often (frequent) compete, and the keys that each side lost, its ghosts, say which of
+// and used since (frequent) compete, and the keys that each side lost, its ghosts, say which of
 // them should have more room. Held pages count in the sizes; where only they are left on the side
 // that should give a page, the other one does. The nodes behind those of the pages are the ghosts.
 class Arc final : public Policy {
