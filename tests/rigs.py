@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE, SCALE
 from torch import Tensor
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -35,6 +36,12 @@ def cycles_per_ms() -> float:
     end.record()
     end.synchronize()
     return 20_000_000 / start.elapsed_time(end)
+
+
+def keep_busy(ms: float = 200) -> None:
+    """Holds the current stream up: for so much longer than the calls take that a test makes
+    meanwhile that these come first. Calls that a sanitizer watches take more: see SCALE."""
+    torch.cuda._sleep(int(ms * SCALE * cycles_per_ms()))
 
 
 @contextmanager
@@ -94,7 +101,7 @@ class Rig:
 
     def slow(self, ms: float = 200) -> torch.cuda.Event:
         """Holds the current stream up; the event happens when it is free again."""
-        torch.cuda._sleep(int(ms * cycles_per_ms()))
+        keep_busy(ms)
         event = torch.cuda.Event()
         event.record()
         return event
@@ -129,7 +136,7 @@ def only(tensor: Tensor) -> int:
     return int(values[0])
 
 
-def in_time(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def in_time(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Polls until the condition holds; False when it does not for that long."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -142,13 +149,13 @@ def in_time(condition: Callable[[], bool], seconds: float = 10) -> bool:
 def ended(handler: OffloadHandler, job: Job) -> str:
     """How the job ended, once it has, also when that is a failure."""
     with suppress(TransferError):
-        handler.wait(job, timeout=20)
+        handler.wait(job, timeout=PATIENCE)
     assert job.result is not None
     return str(job.result.state)
 
 
 @contextmanager
-def watchdog(capfd: pytest.CaptureFixture[str], seconds: float = 60) -> Iterator[None]:
+def watchdog(capfd: pytest.CaptureFixture[str], seconds: float = 3 * PATIENCE) -> Iterator[None]:
     """Ends the process, with the stacks of all threads, when a test hangs where no deadline of its
     own can help: inside the driver, or in closing."""
     with capfd.disabled():
@@ -169,7 +176,7 @@ def run_script(script: str, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=3 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -186,7 +193,7 @@ class Steps:
     def __call__(self, ready: int, count: int) -> None:
         self.seen.append((ready, count))
         if threading.current_thread() is not threading.main_thread():
-            assert self._turns.acquire(timeout=20)
+            assert self._turns.acquire(timeout=PATIENCE)
 
     def go_on(self, chunks: int = 1) -> None:
         self._turns.release(chunks)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
+from rigs import in_time
 from stub import Driver, place, pool
 from torch import Tensor
 
@@ -35,6 +37,7 @@ STREAMS = {  # in the order in which a handler creates them
     str(SIDE): "side",
 }
 CHANNELS = ("store", "load", "expedited")
+PF_EXITING = 4  # of Linux
 HURTS_A_JOB = (  # calls of the driver that one job needs
     "cuEventCreate",
     "cuEventRecord",
@@ -234,7 +237,7 @@ class Rig:
             self.handler.close()
 
 
-def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = 20) -> bool:
+def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     """Runs the device until the condition holds; fails when it does not for that long."""
     deadline = time.monotonic() + seconds
     while True:
@@ -249,21 +252,48 @@ def states(results: list[Result]) -> list[str]:
     return [result.state for result in results]
 
 
-def is_asleep(thread: threading.Thread) -> bool:
-    """Whether the thread waits for something, or for its turn to run."""
-    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "S"
+def let_threads_look(driver: Driver, times: int = 10) -> None:
+    """Returns when all other threads of the process wait for something to do, or when those that
+    look for it have asked the device so often: what they might do too early they have done."""
+    asked, own = driver.calls("cuEventQuery"), {threading.get_native_id()}
+
+    def have_looked() -> bool:
+        return driver.calls("cuEventQuery") >= asked + times or rest(threads() - own)
+
+    assert in_time(have_looked), driver.pending()
 
 
-def number_of_threads_now() -> int:
-    """All, also those that Python does not know, and one that was joined right now."""
-    return len(os.listdir("/proc/self/task"))
+def rest(of_threads: set[int]) -> bool:
+    """Whether these threads, by their native ids, wait for something to do, and do not look for it
+    by themselves: they sleep on for longer than the pauses between looks, of a millisecond."""
+    seen = set()
+    for _ in range(10):
+        seen |= {(thread, *_state(thread)) for thread in of_threads}
+        time.sleep(0.002)
+    return len(seen) == len(of_threads) and all(state in ("S", "ended") for _, state, _ in seen)
+
+
+def _state(thread: int) -> tuple[str, str]:
+    """With how often it has waited for something so far."""
+    try:
+        status = Path(f"/proc/self/task/{thread}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "ended", ""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines())
+    return fields["State"][0], fields["voluntary_ctxt_switches"]
+
+
+def threads() -> set[int]:
+    """The native ids of all threads but those that end, also of those that Python does not know.
+    The system lists a thread for a moment after it was joined."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            flags = int((task / "stat").read_text().rpartition(")")[2].split()[6])
+            if not flags & PF_EXITING:
+                found.add(int(task.name))
+    return found
 
 
 def number_of_threads() -> int:
-    """The same without those that were joined: waits until the number stays."""
-    counts: list[int] = []
-    while len(counts) < 5 or len(set(counts[-5:])) > 1:
-        counts.append(number_of_threads_now())
-        time.sleep(0.005)
-    return counts[-1]
+    return len(threads())

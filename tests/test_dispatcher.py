@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
+from rigs import in_time
 from sim import (
     CHANNELS,
     SHARE,
     SIDE,
     Rig,
     Stream,
+    let_threads_look,
     number_of_threads,
+    rest,
     run_until,
     states,
+    threads,
 )
 from stub import Driver, stubbed
 
@@ -50,7 +55,7 @@ def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
         hold, early = queue_up(rig, kind)
         late = [rig.submit(kind, [i], [BLOCKS - i]) for i in range(1, 1000)]
         given = copies(driver)
-        time.sleep(0.05)
+        let_threads_look(driver)
         assert copies(driver) == given
         metrics = rig.metrics(kind)
         assert metrics.queued == 1 + len(late)
@@ -69,14 +74,17 @@ def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
 @stubbed
 def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(driver: Driver) -> None:
     with Rig(driver) as rig:
+        began = time.perf_counter()
         hold, jobs = queue_up(rig, "store")
-        time.sleep(0.05)
+        queued = time.perf_counter()
+        let_threads_look(driver)
         driver.advance_clock(5000)
+        held = time.perf_counter() - queued
         rig.release(hold)
         first, *_, last = rig.finish()
         assert (first.job_id, last.job_id) == (jobs[0].id, jobs[-1].id)
         assert first.queue_seconds == 0
-        assert 0.05 <= last.queue_seconds < 20
+        assert held <= last.queue_seconds <= time.perf_counter() - began
         assert 0 < last.copy_seconds < 1
 
 
@@ -113,7 +121,7 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
             rig.submit(kind, blocks, pages)
         rig.release(hold)
         driver.set_mode("threaded", seed)  # the parts of a copy go in any order
-        rig.handler.wait(timeout=20)
+        rig.handler.wait(timeout=PATIENCE)
         assert rig.is_right()
         driver.set_mode("manual")
 
@@ -148,7 +156,7 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
         job, behind = rig.store(2, 2, after=Stream(OTHER)), rig.store(3, 3)
         rig.release(hold)
         run_until(driver, before.done)
-        time.sleep(0.02)
+        let_threads_look(driver)
         driver.run()
         assert not job.done()
         assert not behind.done()
@@ -240,7 +248,7 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
         rig.submit(first, [block], [page])
         later = rig.submit(second, [other_block], [other_page])
         passing = rig.submit(second, [9], [9])
-        time.sleep(0.02)
+        let_threads_look(driver)
         assert rig.metrics(second).queued == 2  # those behind it keep their turn
         if held:
             driver.run()
@@ -270,7 +278,7 @@ def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
             if i == 300:
                 rig.release(hold)
                 driver.set_mode("threaded", seed)
-        rig.handler.wait(timeout=30)
+        rig.handler.wait(timeout=PATIENCE)
         driver.set_mode("manual")
         assert rig.is_right()
         results = rig.handler.finished()
@@ -337,13 +345,13 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
             began = time.monotonic()
             with pytest.raises(TimeoutError):
                 rig.handler.wait(jobs, timeout=0.02)
-            assert 0.02 <= time.monotonic() - began < 5
+            assert time.monotonic() - began >= 0.02
         assert refusal(rig.handler.wait, job, timeout=0) == (
             f"TimeoutError: after 0 s some jobs still run: store {job.id}"
         )
         rig.release(hold)
         driver.set_mode("threaded")
-        rig.handler.wait(job, timeout=20)
+        rig.handler.wait(job, timeout=PATIENCE)
         assert job.result is not None
         rig.handler.wait()
         driver.set_mode("manual")
@@ -459,7 +467,7 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
         assert rig.handler.cancel(middle)
         assert states(rig.handler.finished()) == ["cancelled"]
         last = rig.submit("store", [1], [5])
-        time.sleep(0.02)
+        let_threads_look(driver)
         driver.run()
         assert not last.done()
         rig.release(hold)
@@ -486,12 +494,14 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         driver.set_mode("threaded")
         closing = threading.Thread(target=(rig.handler if close == "handler" else rig.host).close)
         closing.start()
-        time.sleep(0.05)
+        # Until it is closed, the page is what is wrong.
+        assert in_time(lambda: "is closed" in refusal(rig.handler.store, [1], [BLOCKS]))
+        assert refusal(rig.store, 1, 1) == "RuntimeError: the handler is closed; make a new one"
+        let_threads_look(driver)
         assert closing.is_alive()
-        assert refusal(rig.store, 1, 1) == ("RuntimeError: the handler is closed; make a new one")
         for hold in holds:
             rig.release(hold)
-        closing.join(20)
+        closing.join(PATIENCE)
         assert not closing.is_alive()
         driver.set_mode("manual")
         assert number_of_threads() == threads
@@ -549,15 +559,15 @@ def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
             hold = rig.held()
             rig.store(1, 1, after=None)
             rig.load(1, 2)
-        time.sleep(0.05)
+        own = threading.get_native_id()
+        assert in_time(lambda: rest(threads() - {own}))
         before = [driver.calls(name) for name in names], wakes()
-        time.sleep(0.2)
+        time.sleep(0.2)  # in which nothing happens; what looks once a second is not found here
         after = [driver.calls(name) for name in names], wakes()
-        own = f"/proc/self/task/{threading.get_native_id()}"
         assert after[0] == before[0]
         assert len(before[1]) > 3
         changed = [path for path in before[1] if after[1][path] != before[1][path]]
-        assert [path for path in changed if path != own] == []
+        assert [path for path in changed if path != f"/proc/self/task/{own}"] == []
         if state == "all on the device":
             rig.release(hold)
 

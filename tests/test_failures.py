@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
+from patience import PATIENCE
 from refusal import refusal
 from rigs import in_time
 from sim import (
@@ -17,10 +17,12 @@ from sim import (
     SIDE,
     Rig,
     Stream,
-    is_asleep,
+    let_threads_look,
     number_of_threads,
+    rest,
     run_until,
     states,
+    threads,
 )
 from stub import Driver, stubbed
 
@@ -258,7 +260,6 @@ def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth:
 
 @stubbed
 def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
-    driver.set_patience(60)
     with Rig(driver, layers=2) as rig:
         gate = rig.handler.gate(2)
         hold = rig.held(SIDE)
@@ -272,11 +273,11 @@ def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: D
         second = threading.Thread(target=lambda: rig.load(3, 4, gate=gate))
         second.start()
         assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asks)
-        assert in_time(lambda: all(is_asleep(second) for _ in range(50)))
+        assert in_time(lambda: rest({second.native_id or 0}))
         assert driver.calls("cuStreamWriteValue64") == 2  # closed by the first alone
         rig.release(hold)
         for thread in (first, second):
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         assert driver.calls("cuStreamWriteValue64") == 8
         assert sorted(states(rig.finish())) == ["done", "failed"]
@@ -305,7 +306,6 @@ FINDERS: dict[str, Callable[[Rig, Job], object]] = {
 
 def assert_lost(rig: Rig, jobs: list[Job], reported: object = None) -> None:
     """Nothing works any more, nothing hangs, and everything is told."""
-    began = time.monotonic()
     results = reported if isinstance(reported, list) else rig.handler.finished()
     numbers = [result.job_id for result in results]
     assert set(numbers) >= {job.id for job in jobs}
@@ -325,7 +325,6 @@ def assert_lost(rig: Rig, jobs: list[Job], reported: object = None) -> None:
         jobs[-1].wait_on()
     assert not rig.handler.cancel(jobs[0])
     rig.handler.close()
-    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["few jobs", "full queues"])
@@ -386,13 +385,14 @@ def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
 def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
     with Rig(driver) as rig:
         rig.held()
+        before = threads()
         jobs = [rig.store(1, 1, after=None), *rig.fill("store"), rig.load(0, 1)]
+        workers = threads() - before
         driver.lose(719)
-        time.sleep(0.1)
-        began = time.monotonic()
+        # While something is queued they look for room for it.
+        assert in_time(lambda: rest(workers))
         with pytest.raises(TransferError, match="the device is lost"):
             jobs[-1].wait_on()
-        assert time.monotonic() - began < 5
         assert_lost(rig, jobs)
 
 
@@ -400,10 +400,14 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
 def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
     with Rig(driver, blocks=512, pages=512) as rig:
         jobs = [rig.store(1, 1)]
-        for nth in (2, 3):  # the first is of the submission, then those of two threads
+        for nth in (
+            2,
+            3,
+        ):  # the first is of the submission, then those of the worker and this thread
             driver.fail("cuCtxPushCurrent", nth, code=719)
+        pushed = driver.calls("cuCtxPushCurrent")
         jobs.append(rig.submit("store", range(512), range(512)))
-        time.sleep(0.2)  # not to be the third
+        assert in_time(lambda: driver.calls("cuCtxPushCurrent") >= pushed + 2)
         run_until(driver, jobs[1].done)
         assert "cuCtxPushCurrent" in failure(jobs[1])
         assert_lost(rig, jobs[1:])
@@ -424,10 +428,10 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        time.sleep(0.05)
+        let_threads_look(driver)
         assert waiting.is_alive()
         driver.lose()
-        waiting.join(10)
+        waiting.join(PATIENCE)
         assert len(told) == 1
         assert "the device is lost" in told[0]
         assert_lost(rig, jobs)

@@ -14,7 +14,7 @@ import torch
 from caches import LAYOUTS, NUM_BLOCKS, Cache
 from expecttest import assert_expected_inline
 from refusal import refusal
-from rigs import run_script
+from rigs import in_time, run_script
 from stub import Driver, place, stubbed
 from stub.cuda import CudaError
 
@@ -477,9 +477,11 @@ def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothin
     driver.violations()
 
 
-def soon(call: Any) -> threading.Thread:
-    """Calls it in another thread in a moment."""
-    thread = threading.Timer(0.05, call)
+def while_it_waits(driver: Driver, call: Any) -> threading.Thread:
+    """Calls it in another thread as soon as this one asks the driver again and again."""
+    asked = driver.calls("cuEventQuery")
+    looks = lambda: driver.calls("cuEventQuery") >= asked + 10  # noqa: E731
+    thread = threading.Thread(target=lambda: in_time(looks) and call())
     thread.start()
     return thread
 
@@ -489,7 +491,7 @@ def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> 
     handler = on_gpu(driver, "threaded")
     held = driver.hold(STREAM)
     job = handler.store([5], [3])
-    thread = soon(lambda: driver.release(held))
+    thread = while_it_waits(driver, lambda: driver.release(held))
     pages = handler.pools[0].pages
     handler.pools[0].close()
     assert pages[3, 0].view(torch.int16).tolist() == list(range(30, 36))
@@ -520,7 +522,7 @@ def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
     handler.store([0], [0])
     if in_a_cycle:
         handler.itself = handler  # type: ignore[attr-defined]
-    thread = soon(release)
+    thread = while_it_waits(driver, release)
     del handler
     gc.collect()
     assert seen == [[True, True]]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from sim import let_threads_look
 from stub import cache, stubbed
 from stub.handles import Stream
 
@@ -33,10 +32,10 @@ def test_a_store_behind_a_cancelled_one_still_waits_for_the_load_into_its_block(
     if cancels:
         assert handler.cancel(cancelled)
     driver.release(of_stores)
-    for _ in range(20):  # in which the worker thread may enqueue the store
+    for _ in range(3):  # in which the worker thread may enqueue the store
         driver.run()
         handler.finished()
-        time.sleep(0.002)
+        let_threads_look(driver)
     early = store.done()
     driver.release(of_loads)
     driver.set_mode("immediate")

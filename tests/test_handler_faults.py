@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import in_time
+from sim import rest, threads
 from stub import Driver, cache, stubbed
 from stub.handles import Stream
 
@@ -52,7 +53,7 @@ def in_thread(body: Callable[[], object]) -> object:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert told, "this hangs"
     return told[0]
 
@@ -158,13 +159,14 @@ def test_a_load_whose_source_has_failed_leaves_its_gate_open(driver):
 
 @stubbed
 def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driver):
-    before = set(os.listdir("/proc/self/task"))
+    before = threads()
     driver.set_mode("manual")
     driver.set_stream(0, 42)
     handler = OffloadHandler(*cache(driver), threaded=True)
     gate = handler.gate()
     handler.load([5], [5], after=()).wait_on()  # starts the worker
-    (worker,) = (int(task) for task in set(os.listdir("/proc/self/task")) - before)
+    (worker,) = threads() - before
+    assert in_time(lambda: rest({worker}))
     driver.log()
     jobs: list[Job] = []
 
@@ -175,18 +177,15 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
         thread.start()
         return thread
 
-    def is_asked(times: int) -> bool:
-        return driver.calls("cuStreamIsCapturing") >= times
-
     with driver.stopped(worker):  # the first load has closed the gate, and is queued
-        threads = [load(0)]
+        loading = [load(0)]
         assert in_time(lambda: driver.calls("cuStreamWriteValue64") == 1)
         asked = driver.calls("cuStreamIsCapturing")
-        threads.append(load(1))
-        assert in_time(lambda: is_asked(asked + 1))  # the second is in its call
-        in_time(lambda: driver.calls("cuStreamWriteValue64") > 1, seconds=0.2)
-    for thread in threads:
-        thread.join(20)
+        loading.append(load(1))
+        assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asked)
+        assert in_time(lambda: rest({loading[1].native_id or 0}))  # the second waits in its call
+    for thread in loading:
+        thread.join(PATIENCE)
     values = [line[12:13] for line in driver.log().splitlines() if line.startswith("write value")]
     assert values == ["0", "1", "0", "1"]
     driver.set_mode("immediate")

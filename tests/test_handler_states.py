@@ -6,7 +6,6 @@ KVSWAP_STATES_EXAMPLES: how many.
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sim import HURTS_A_JOB, number_of_threads_now
+from sim import HURTS_A_JOB, number_of_threads
 from stub import HOST, Driver, place, pool, stubbed
 from stub.cuda import CudaError
 from stub.handles import Event, Stream
@@ -76,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.slots = self.host.pages.view(PAGES * per_page, LAYERS, ROW)
         self.slots[:] = self.rows[BLOCKS : self.version]
         self.model = Model(list(range(BLOCKS)), list(range(BLOCKS, self.version)))
-        self.threads = number_of_threads_now()
+        self.threads = number_of_threads()
         if path != "auto":  # the first such handler loads the kernels
             OffloadHandler(layout, self.host, path=path).close()
         first = self.driver.cuda.create_stream()
@@ -369,11 +368,7 @@ class Machine(RuleBasedStateMachine):
         missing = [flight.job.id for flight in self.model.flights.values() if not flight.result]
         assert missing == []
         assert self.handler.finished() == []
-        # The system shows a thread for a moment after it was joined.
-        deadline = time.monotonic() + 20
-        while number_of_threads_now() > self.threads:
-            assert time.monotonic() < deadline
-            time.sleep(0.0002)
+        assert number_of_threads() <= self.threads
         assert self.driver.live("streams") == 1  # the gate's, which stays
         assert self.driver.live("events") == 2 or self.is_lost
         for channel in (lambda m: (m.stores, m.loads, m.expedited))(self.handler.metrics()):

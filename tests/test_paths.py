@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
-from sim import needs_kernels
+from rigs import in_time
+from sim import needs_kernels, rest, threads
 from stub import DEVICE, Driver, on_device, stubbed
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension, request
 from torch_kvswap.metrics import PATHS
 from torch_kvswap.paths import CHOICES, path_options
 
@@ -194,6 +195,14 @@ def path_of_a_slow_store(driver: Driver, handler: OffloadHandler, stream: int) -
     return job.result.path
 
 
+@contextmanager
+def submitted_at(now: float) -> Iterator[None]:
+    """The clock of submissions stands still at this time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: now))
+        yield
+
+
 @pytest.mark.parametrize("path", ["auto", "staged"])
 @needs_kernels
 @stubbed
@@ -207,9 +216,10 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_two_seconds(
         figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 4), path=path) as handler,
     ):
-        taken = [path_of_a_slow_store(driver, handler, copies) for _ in range(2)]
-        time.sleep(2.1)
-        taken.append(path_of_a_slow_store(driver, handler, copies))
+        with submitted_at(time.perf_counter()):
+            taken = [path_of_a_slow_store(driver, handler, copies) for _ in range(2)]
+        with submitted_at(time.perf_counter() + 2.1):
+            taken.append(path_of_a_slow_store(driver, handler, copies))
     expected = {"auto": ["staged", "strided", "staged"], "staged": ["staged"] * 3}
     assert taken == expected[path]
 
@@ -236,18 +246,18 @@ def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_k
 ) -> None:
     layout = on_device(driver, torch.zeros(4, 400, 512, dtype=torch.uint8))
     ids = list(range(400))
-    threads = set(os.listdir("/proc/self/task"))
+    before = threads()
     with (
         figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 400)) as handler,
     ):
         handler.wait(handler.store(ids, ids, after=()))
-        (worker,) = set(os.listdir("/proc/self/task")) - threads
-        time.sleep(0.02)  # until it waits for something to do
-        with driver.stopped(int(worker)):
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
             job = handler.store(ids, ids, after=())
             driver.advance_clock(200)
-            time.sleep(0.25)
+            time.sleep(0.25)  # as late as the device, or later
         handler.wait(job)
         assert job.result is not None
         assert job.result.copy_seconds > 0.2

@@ -10,6 +10,8 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
+from rigs import in_time
 from stub import DEVICE, HOST, Driver, stubbed, without_cuda
 from stub.cuda import CudaError
 from stub.stubbed import Worker
@@ -335,10 +337,10 @@ def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
     hold = driver.hold(42)
     thread = threading.Thread(target=driver.cuda.synchronize, kwargs={"stream": 42})
     thread.start()
-    time.sleep(0.05)
+    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
     assert thread.is_alive()
     driver.release(hold)
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -426,9 +428,9 @@ def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
         target=lambda: waiting.append(driver.cuda.call("cuStreamSynchronize", stream))
     )
     thread.start()
-    time.sleep(0.05)
+    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
     driver.lose(719)
-    thread.join(10)
+    thread.join(PATIENCE)
     assert waiting == [719]
     assert driver.run() == 0
     assert not dst.any()
@@ -660,12 +662,12 @@ def wait_for_what_never_comes(driver: Driver) -> None:
 
 @stubbed
 def sleep(driver: Driver) -> None:
-    time.sleep(60)
+    time.sleep(10 * PATIENCE)
 
 
 @pytest.fixture
 def worker():
-    made = Worker(seconds=5)
+    made = Worker()
     yield made
     made.close()
 
@@ -683,13 +685,23 @@ def worker():
             "wait_for_what_never_comes",
             ["-6", "synchronize stream 42 waits for ever; pending:\nstream 42: hold\n"],
         ),
-        ("sleep", ["Timeout (0:00:05)!", "in sleep"]),
     ],
 )
 def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
     failure = worker.call(__name__, body, {})
     assert failure is not None
     assert [text for text in texts if text not in failure] == []
+
+
+@pytest.mark.slow
+@without_cuda
+def test_a_body_that_does_not_end_fails_its_test():
+    worker = Worker(seconds=5)
+    failure = worker.call(__name__, "sleep", {})
+    worker.close()
+    assert failure is not None
+    assert "Timeout (0:00:05)!" in failure
+    assert "in sleep" in failure
 
 
 @pytest.mark.slow

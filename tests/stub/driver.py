@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from patience import PATIENCE
 
 from stub.cuda import Cuda
 
@@ -49,6 +50,7 @@ class Driver:
         """Everything as in the beginning. What is pending is dropped and memory is forgotten."""
         self.library.stub_reset()
         self.torch_cuda.stub_reset_streams()
+        self.set_patience(PATIENCE)
         self._adopted: list[torch.Tensor] = []
         self.asked_for_violations = False
 
@@ -100,7 +102,7 @@ class Driver:
         """Runs the stream's next operation; False if there is none that can run."""
         return self.library.stub_step(ctypes.c_uint64(stream))
 
-    def join(self, seconds: float = 10) -> bool:
+    def join(self, seconds: float = PATIENCE) -> bool:
         """Waits until nothing is pending; for the threaded mode."""
         return self.library.stub_join(int(seconds * 1000))
 

@@ -16,6 +16,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+from patience import PATIENCE, SCALE
 
 from stub.program import environment
 
@@ -25,15 +26,14 @@ without_cuda = pytest.mark.skipif(
 
 
 class Worker:
-    """A process with the stub in it. Tests run in it one after another, `seconds` each at most, or
-    KVSWAP_TEST_TIMEOUT_SCALE times as many: a sanitizer takes its time."""
+    """A process with the stub in it. Tests run in it one after another, `seconds` each at most:
+    longer than the patience of their own, which can say what they wait for."""
 
-    def __init__(self, seconds: float = 60) -> None:
-        self.seconds = seconds * float(os.environ.get("KVSWAP_TEST_TIMEOUT_SCALE", "1"))
+    def __init__(self, seconds: float = 3 * PATIENCE) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._tests, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stub.worker", str(theirs.fileno()), str(self.seconds)],
+            [sys.executable, "-m", "stub.worker", str(theirs.fileno()), str(seconds)],
             env=environment(PYTHONDONTWRITEBYTECODE="1"),
             pass_fds=[theirs.fileno()],
             stdout=self._output,
@@ -73,7 +73,7 @@ class Workers:
 
     def call(self, module: str, name: str, arguments: dict[str, Any]) -> str | None:
         fuzz = float(os.environ.get("KVSWAP_FUZZ_SECONDS", "0"))
-        self._worker = self._worker or Worker(60 + fuzz)
+        self._worker = self._worker or Worker(3 * PATIENCE + fuzz * SCALE)
         failure = self._worker.call(module, name, arguments)
         # A failed test may leave threads and streams behind, an accepted one other line numbers.
         if failure is not None or os.environ.get("EXPECTTEST_ACCEPT"):

@@ -78,6 +78,7 @@ def main() -> None:
             module, name, arguments = tests.recv()
         except EOFError:
             break
+        importlib.import_module(module)  # which is no part of the test's time
         faulthandler.dump_traceback_later(seconds, exit=True)
         failure = attempt(driver, module, name, arguments)
         faulthandler.cancel_dump_traceback_later()
