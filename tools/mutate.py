@@ -3,10 +3,10 @@
     python tools/mutate.py --count 14 --seed 1 --report mutants.json [--only csrc/offload]
 
 Each operator (drop a wait, swap a comparison, ...) plants `count` faults, chosen by the seed. The
-library is built with each of them and the fast tests of the file's folder run. With --all-tests, what
-they let pass meets all tests. Works in the checkout in which it is called, which must be clean, and
-restores it. Build with CXX="ccache g++" CXXFLAGS=-O0: a fault in a header compiles many files
-again.
+library is built with each of them and the fast tests of the file's folder run. With --all-tests,
+what they let pass meets all tests. Works in the checkout in which it is called, which must be
+clean, and restores it. Build with CXX="ccache g++" CXXFLAGS=-O0: a fault in a header compiles many
+files again.
 """
 
 from __future__ import annotations
