@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from refusal import refusal
-from rigs import Steps, in_time
+from rigs import Steps, in_time, keep_busy
 from stub import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, machine
@@ -83,7 +83,7 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
     with make() as handler:
         gc.collect()
         handler.wait(handler.store([0], [0]))
-        torch.cuda._sleep(400_000_000)
+        keep_busy()
         jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
         assert not jobs[0].done()
         handler.wait(jobs, timeout=60)
