@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
 from rigs import Steps, in_time
 from stub import Driver, cache, place, stubbed
@@ -283,7 +284,7 @@ def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
 
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
-    over, deadline = threading.Event(), time.monotonic() + 30
+    over, deadline = threading.Event(), time.monotonic() + PATIENCE
 
     def collect():
         while not over.is_set():

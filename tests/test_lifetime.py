@@ -315,7 +315,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
         raise Interrupted
 
     def wait() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
         if what == "handler":
             handler.wait(job, timeout=30)
         else:
