@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import keep_busy, only
 from torch import Tensor
 
@@ -360,7 +361,7 @@ def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
                 keep_busy(1 if warm_up else 200)
                 busy = side.record_event()
         shared.handler.store([[5], []], [[0], []], after=side)
-        shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=20)
+        shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=PATIENCE)
         assert not busy.query()
         shared.handler.wait()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import keep_busy
 from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
@@ -90,7 +91,7 @@ class Rig:
     def finished(self, count: int) -> list[Any]:
         """Polls until so many have ended."""
         results: list[Any] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(results) < count:
             assert time.monotonic() < deadline
             results += self.worker.get_finished()
@@ -403,7 +404,7 @@ def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
     """Empty steps until the jobs are reported: the requests whose loads have ended."""
     received: set[str] = set()
     reported: dict[int, int] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while set(reported) < numbers:
         assert time.monotonic() < deadline
         received |= connector.get_finished(set())[1]

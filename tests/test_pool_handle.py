@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
 from rigs import in_time
 from stub import HOST, Driver, place, stubbed
@@ -170,7 +171,7 @@ def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     pool = HostPool(caches[0], 3, world=2, replicated=True)
     pool.pages.fill_(7)
     other = HostPool.attach(caches[1], pool.share(), 1, 2, background=True)
-    assert other.wait_ready(20)
+    assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
 
