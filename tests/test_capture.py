@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import NEW, OLD, Rig, ended, in_time, only, run_script, watchdog
 
 from torch_kvswap.handler import TransferError
@@ -166,7 +167,7 @@ def test_a_capture_stays_valid_whatever_another_thread_does(
 
     def meanwhile() -> None:
         thread.start()
-        thread.join(10)
+        thread.join(PATIENCE)
 
     graph = captured(rig, meanwhile)
     assert not thread.is_alive()
@@ -218,7 +219,9 @@ def test_the_queue_is_emptied_while_its_owner_captures(rig: Rig) -> None:
 
     def meanwhile() -> None:
         busy = rig.slow_on(rig.side, ms=20)  # which is not captured
-        rig.handler.wait([rig.handler.store([1], [1], after=busy) for _ in range(300)], timeout=10)
+        rig.handler.wait(
+            [rig.handler.store([1], [1], after=busy) for _ in range(300)], timeout=PATIENCE
+        )
 
     check_replay(rig, captured(rig, meanwhile))
     assert [result.state for result in rig.handler.finished()] == ["done"] * 300
@@ -291,7 +294,7 @@ def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captur
             rig.handler.load([2], [2], after=()),
             rig.handler.load([3], [3], after=event, expedited=True),
         ]
-        rig.handler.wait(jobs, timeout=10)
+        rig.handler.wait(jobs, timeout=PATIENCE)
         assert all(job.done() for job in jobs)
 
     graph = captured(rig, meanwhile)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from rigs import in_time
 from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
 from stub import DEVICE, Driver, pool, stubbed
@@ -459,7 +460,7 @@ def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_t
         run_until(driver, lambda: len(rig.handler.finished()) == 1)
         rig.release(other)
         driver.run()
-        loading.join(20)
+        loading.join(PATIENCE)
         rig.store(4, 4)
         run_until(driver, lambda: len(rig.handler.finished()) == 2)  # with the load, which failed
         rig.log()

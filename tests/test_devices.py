@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rigs import NEW, OLD, ROW, Rig, cycles_per_ms, only, run_script
+from patience import PATIENCE
+from rigs import NEW, OLD, ROW, Rig, cycles_per_ms, keep_busy, only, run_script
 
 from torch_kvswap import ops
 from torch_kvswap.gate import Gate
@@ -160,7 +161,7 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
             cycles_per_ms()
         torch.cuda.synchronize(gpu)
     with torch.cuda.stream(of[("source", "destination").index(late)]):
-        torch.cuda._sleep(int(200 * cycles_per_ms()))
+        keep_busy()
     # In order: the source is written, copied, and written again.
     fill(of[0], 1)
     if not ordered and late == "destination":
@@ -182,7 +183,7 @@ def test_a_queue_is_emptied_on_the_caches_device(rig: Rig) -> None:
     with torch.cuda.device(1):
         last.wait_on(rig.consumer)
     assert not busy.query()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     assert [rig.page(index) for index in range(4)] == [3, 0, 1, 2]
 
 
@@ -226,7 +227,7 @@ def test_a_handler_for_each_gpu_works_in_a_thread_for_each_gpu(two_gpus: None) -
     barrier = threading.Barrier(len(rigs))
 
     def work(index: int) -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE)
         round_trips(rigs[index], seed=100 * index)
 
     with ThreadPoolExecutor(len(rigs)) as threads:
@@ -252,7 +253,8 @@ def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> N
 def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
     script = """
         import torch
-        from rigs import Rig
+        from patience import PATIENCE
+from rigs import Rig
         from test_devices import round_trips
         rank = int(sys.argv[1])
         rig = Rig(device=f"cuda:{rank % torch.cuda.device_count()}")

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
 from rigs import Steps, in_time
 from stub import Driver, cache, place, stubbed
@@ -123,7 +124,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
     layout = place(driver, PagedLayout([rows]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
-        assert pool.wait_ready(20, pages=8)
+        assert pool.wait_ready(PATIENCE, pages=8)
         engine = OffloadEngine(handler)
         assert engine.store(list(range(9)), list(range(9))) is None  # one page too many
         assert engine.preempt(list(range(9)), list(range(9))) is None
@@ -133,7 +134,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         assert engine.manager.stats().evicted == 1
         engine.finished()
         steps.go_on(2)
-        assert pool.wait_ready(20)
+        assert pool.wait_ready(PATIENCE)
         handler.wait(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
         engine.finished()
         stats = engine.manager.stats()
@@ -150,11 +151,11 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
-        assert pool.wait_ready(20, pages=8)
+        assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
         with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
             steps.go_on(2)
-            assert "no more will be" in refusal(pool.wait_ready, 20)
+            assert "no more will be" in refusal(pool.wait_ready, PATIENCE)
             assert in_time(lambda: not pinning_threads())
         engine = OffloadEngine(handler)
         for i in range(20):
@@ -283,7 +284,7 @@ def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
 
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
-    over, deadline = threading.Event(), time.monotonic() + 30
+    over, deadline = threading.Event(), time.monotonic() + PATIENCE
 
     def collect():
         while not over.is_set():

@@ -2,6 +2,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import message_of
+from rigs import keep_busy
 
 from torch_kvswap import ops
 
@@ -51,7 +52,7 @@ def test_cuda_writes_on_the_current_stream():
     ids = torch.zeros(1000, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
+        keep_busy(100)
         ids.fill_(5)
         got = ops.expand_block_ids(ids, 2)
     stream.synchronize()

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from rigs import only
+from patience import PATIENCE
+from rigs import keep_busy, only
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler
@@ -320,7 +321,7 @@ def test_a_store_of_one_group_and_a_load_of_another_that_share_a_block_keep_thei
         side = torch.cuda.Stream()
         for warm_up in (True, False):  # the slow kernel is loaded at its first launch
             with torch.cuda.stream(side):
-                torch.cuda._sleep(1000 if warm_up else 200_000_000)
+                keep_busy(1 if warm_up else 200)
         if first == "store":
             handler.store([[5], []], [[0], []], after=side)
             second.wait(second.load([[], [1]], [[], [5]], after=()))
@@ -343,7 +344,7 @@ def test_loads_of_two_groups_that_share_a_block_keep_their_order(order: str) -> 
         side = torch.cuda.Stream()
         for warm_up in (True, False):
             with torch.cuda.stream(side):
-                torch.cuda._sleep(1000 if warm_up else 200_000_000)
+                keep_busy(1 if warm_up else 200)
         shared.handler.load([[0], []], [[5], []], after=side)
         second.wait(second.load([[], [1]], [[], [5]], after=(), expedited=True))
         shared.handler.wait()
@@ -357,10 +358,10 @@ def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
         side = torch.cuda.Stream()
         for warm_up in (True, False):
             with torch.cuda.stream(side):
-                torch.cuda._sleep(1000 if warm_up else 200_000_000)
+                keep_busy(1 if warm_up else 200)
                 busy = side.record_event()
         shared.handler.store([[5], []], [[0], []], after=side)
-        shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=20)
+        shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=PATIENCE)
         assert not busy.query()
         shared.handler.wait()
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from continuous import KINDS, Steps, config, model, needs_transformers, ours, prompts, small
+from patience import PATIENCE
 from stub import Driver, place, pool, stubbed
 
 if TYPE_CHECKING:
@@ -48,13 +49,15 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
 
 def go_on(steps: Steps, driver: Driver, every: int = 4) -> list[list[int]]:
     """To the end, with the copies done at each fourth batch."""
-    for number in range(1000):
-        if not steps.scheduler.has_pending_requests() and number:
-            return steps.results()
+    deadline = time.monotonic() + PATIENCE
+    number = 0
+    while number == 0 or steps.scheduler.has_pending_requests():
+        assert time.monotonic() < deadline, "this does not end"
         steps.step()
         if number % every == 0:
             driver.run()
-    raise AssertionError("this does not end")
+        number += 1
+    return steps.results()
 
 
 def alone(kind: str, inputs: list[list[int]]) -> list[list[int]]:
@@ -142,13 +145,13 @@ def loading(steps: Steps, seen: Seen, driver: Driver) -> str:
 
 def running(steps: Steps, seen: Seen, driver: Driver) -> str:
     name = loading(steps, seen, driver)
-    for _ in range(100):
-        if name not in parked_of(seen).requests:
-            assert name in steps.scheduler.active_requests
-            return name
+    deadline = time.monotonic() + PATIENCE
+    while name in parked_of(seen).requests:
+        assert time.monotonic() < deadline, "it does not come back"
         driver.run()
         steps.step()
-    raise AssertionError("it does not come back")
+    assert name in steps.scheduler.active_requests
+    return name
 
 
 STATES = {state.__name__: state for state in (waiting_for_its_store, stored, loading, running)}

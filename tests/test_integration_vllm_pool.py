@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.integrations import vllm_pool
@@ -30,7 +31,7 @@ def layout(nbytes: int = 64) -> PagedLayout:
     return PagedLayout([torch.zeros(8, nbytes, dtype=torch.uint8)])
 
 
-def make(rank: int, world: int, engine: str, timeout: float = 20) -> HostPool:
+def make(rank: int, world: int, engine: str, timeout: float = PATIENCE) -> HostPool:
     return replicated_pool(layout(), 6, 2, Replicas(rank, world, engine), timeout)
 
 
@@ -59,8 +60,8 @@ def test_workers_are_processes_and_come_in_any_order(engine):
     root = str(Path(__file__).parent.parent)
     environment = os.environ | {"PYTHONPATH": root}
     other = subprocess.Popen([sys.executable, "-c", code, engine], env=environment)
-    with make(0, 2, engine, timeout=120) as pool:
-        assert other.wait(timeout=120) == 0
+    with make(0, 2, engine, timeout=PATIENCE) as pool:
+        assert other.wait(timeout=PATIENCE) == 0
         assert bool((pool.pages[4] == 9).all())
         assert not pool.pages[5].any()
 
@@ -94,7 +95,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
         return receive(connection)
 
     def fails(*_: object, **__: object) -> None:
-        assert has_come.wait(20)
+        assert has_come.wait(PATIENCE)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(vllm_pool.PoolHandle, "receive", comes)
@@ -120,7 +121,10 @@ def test_a_worker_that_hangs_up_is_not_counted(engine):
         first = threads.submit(make, 0, 2, engine)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
             vllm_pool._connect(
-                caller, vllm_pool._address(engine), Replicas(1, 2, engine), time.monotonic() + 20
+                caller,
+                vllm_pool._address(engine),
+                Replicas(1, 2, engine),
+                time.monotonic() + PATIENCE,
             )
         make(1, 2, engine).close()
         first.result().close()

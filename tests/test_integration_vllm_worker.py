@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
+from rigs import keep_busy
 from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
 
@@ -89,7 +91,7 @@ class Rig:
     def finished(self, count: int) -> list[Any]:
         """Polls until so many have ended."""
         results: list[Any] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(results) < count:
             assert time.monotonic() < deadline
             results += self.worker.get_finished()
@@ -300,10 +302,6 @@ def test_the_engine_ends_with_the_error_logged_before(rig, monkeypatch, caplog):
     assert "vLLM ends the engine" in caplog.text
 
 
-def kernels_of(milliseconds: int) -> None:
-    torch.cuda._sleep(milliseconds * 2_000_000)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("expedited", [False, True])
 @pytest.mark.parametrize("waits", [True, False])
@@ -320,7 +318,7 @@ def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
     load = rig.worker._handler.load
     if not waits:
         rig.worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
-    kernels_of(300)
+    keep_busy(300)
     for one in rig.caches.tensors:
         one.tensor[3].zero_()
     gpu = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
@@ -341,7 +339,7 @@ def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
 @pytest.mark.gpu
 def test_a_store_reads_what_kernels_before_it_write():
     rig = Rig(GROUPS["a tensor for each layer"], "cuda")
-    kernels_of(50)
+    keep_busy(50)
     for one, expected in zip(rig.caches.tensors, rig.expected, strict=True):
         one.tensor[3] = 77
         expected[3] = 77
@@ -406,7 +404,7 @@ def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
     """Empty steps until the jobs are reported: the requests whose loads have ended."""
     received: set[str] = set()
     reported: dict[int, int] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while set(reported) < numbers:
         assert time.monotonic() < deadline
         received |= connector.get_finished(set())[1]

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from refusal import refusal
-from rigs import Steps, in_time
+from rigs import Steps, in_time, keep_busy
 from stub import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, machine
@@ -41,7 +42,7 @@ def join(pool: HostPool) -> None:
     """Waits for the thread that pins."""
     thread = pool._memory.pinning._thread  # type: ignore[union-attr]
     assert thread is not None
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -83,7 +84,7 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
     with make() as handler:
         gc.collect()
         handler.wait(handler.store([0], [0]))
-        torch.cuda._sleep(400_000_000)
+        keep_busy()
         jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
         assert not jobs[0].done()
         handler.wait(jobs, timeout=60)
@@ -222,7 +223,7 @@ class Server:
 def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> None:
     server = Server(driver)
     server.steps.go_on()
-    assert server.pool.wait_ready(20)
+    assert server.pool.wait_ready(PATIENCE)
     join(server.pool)
     gone = weakref.ref(server)
     del server
@@ -257,7 +258,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
 
     def progress(ready: int, count: int) -> None:
         if ready == 64:
-            assert turn.acquire(timeout=20)
+            assert turn.acquire(timeout=PATIENCE)
             raise error("from the callback")
 
     said: list[str] = []
@@ -265,11 +266,11 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
         patch.setattr(machine, "memlock_limit", lambda: None)
         pool = pin_in_background(driver, progress, 128)
         waiter = threading.Thread(
-            target=lambda: said.append(refusal(pool.wait_ready, 30)), daemon=True
+            target=lambda: said.append(refusal(pool.wait_ready, PATIENCE)), daemon=True
         )
         waiter.start()
         turn.release()
-        waiter.join(40)
+        waiter.join(PATIENCE)
         assert in_time(lambda: len(warned) == 1)
     why = f"{error.__name__}('from the callback')"
     assert " ".join(said[0].split()) == (
@@ -289,12 +290,12 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
 
     def progress(ready: int, count: int) -> None:
         if ready == 64:
-            assert turn.acquire(timeout=20)
+            assert turn.acquire(timeout=PATIENCE)
             pools[0].close()
 
     pools.append(pin_in_background(driver, progress, 128))
     turn.release()
-    assert " ".join(refusal(pools[0].wait_ready, 20).split()) == (
+    assert " ".join(refusal(pools[0].wait_ready, PATIENCE).split()) == (
         "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
     )
     join(pools[0])
@@ -315,11 +316,11 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
         raise Interrupted
 
     def wait() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
         if what == "handler":
-            handler.wait(job, timeout=30)
+            handler.wait(job, timeout=PATIENCE)
         else:
-            pool.wait_ready(30)
+            pool.wait_ready(PATIENCE)
 
     driver.set_mode("manual")
     layout = place(driver, make_layout())

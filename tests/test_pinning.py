@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
 from rigs import Steps, in_time
 from stub import DEVICE, Driver, place, stubbed
@@ -187,7 +188,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps = Steps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     assert steps.seen[0] == (32, 128)
-    assert pool.wait_ready(20, pages=64)
+    assert pool.wait_ready(PATIENCE, pages=64)
     assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
     assert not pool.wait_ready(timeout=0.01)
     assert not pool.wait_ready(timeout=0.01, pages=65)
@@ -205,7 +206,7 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
     pool = HostPool(layout, 96, chunk_bytes=32 * MIB, background=True, on_progress=steps)
-    assert pool.wait_ready(20, pages=64)
+    assert pool.wait_ready(PATIENCE, pages=64)
     with OffloadHandler(layout, pool) as handler:
         handler.wait(handler.store([0, 1], [31, 32]))  # on both sides of a seam
         assert_expected_inline(
@@ -221,7 +222,7 @@ IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be us
 others are not pinned yet, or another rank has them""",
         )
         steps.go_on(2)
-        assert pool.wait_ready(20)
+        assert pool.wait_ready(PATIENCE)
         handler.wait(handler.store([1], [95]))
         assert [int(pool.pages[page].unique()) for page in (31, 32, 95)] == [0, 1, 1]
     pool.close()
@@ -231,7 +232,7 @@ others are not pinned yet, or another rank has them""",
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
     steps = Steps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
-    assert pool.wait_ready(20, pages=64)
+    assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
     waiter = threading.Thread(target=lambda: said.append(refusal(pool.wait_ready)))
     waiter.start()
@@ -239,7 +240,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
     closer.start()
     steps.go_on(3)
     for thread in (waiter, closer):
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert_expected_inline(
         said[0],
@@ -264,10 +265,10 @@ def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> Non
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
         patch.setattr(machine, "memlock_limit", lambda: None)
         pool = megabytes(driver, 128, background=True, on_progress=steps)
-        assert pool.wait_ready(20, pages=64)
+        assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
         steps.go_on(3)
-        text = refusal(pool.wait_ready, 20)
+        text = refusal(pool.wait_ready, PATIENCE)
         assert in_time(lambda: len(warned) == 1)
     assert_expected_inline(
         text,
@@ -304,7 +305,7 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
     handler = OffloadHandler(layout, pool, path="batch")
     driver.limit_registration(in_one=16 * MIB)
     steps.go_on(3)
-    assert pool.wait_ready(20)
+    assert pool.wait_ready(PATIENCE)
     ids = list(range(64))
     handler.wait(handler.store(ids, ids))
     assert torch.equal(pool.pages[:, 0], rows)
@@ -329,7 +330,7 @@ def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
         os._exit(driver.calls("cuMemHostUnregister") or "cannot be used" not in said)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     steps.go_on(3)
-    assert pool.wait_ready(20)
+    assert pool.wait_ready(PATIENCE)
     assert pool.is_pinned
     pool.close()
 

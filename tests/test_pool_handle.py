@@ -10,13 +10,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from patience import PATIENCE
 from refusal import refusal
+from rigs import in_time
 from stub import HOST, Driver, place, stubbed
 
 from torch_kvswap import PoolHandle, _extension
@@ -168,7 +171,7 @@ def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     pool = HostPool(caches[0], 3, world=2, replicated=True)
     pool.pages.fill_(7)
     other = HostPool.attach(caches[1], pool.share(), 1, 2, background=True)
-    assert other.wait_ready(20)
+    assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
 
@@ -288,15 +291,28 @@ def start(script: str, connection: socket.socket) -> subprocess.Popen[bytes]:
 @pytest.fixture
 def shm() -> Iterator[None]:
     """Nothing may come to stay in /dev/shm."""
-    before = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     yield
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert in_time(lambda: set(os.listdir("/dev/shm")) <= before)  # others use it for a moment
 
 
-def shared_memory() -> int:
-    """Bytes of files in memory, of all processes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
+def files_in_memory(process: Path) -> set[int]:
+    """The inodes of the memory of pools that the process maps or has open."""
+    found = set()
+    with suppress(OSError):  # one that has ended, or is not ours
+        for line in (process / "maps").read_text().splitlines():
+            if "/memfd:torch_kvswap" in line:
+                found.add(int(line.split()[4]))
+        for file in (process / "fd").iterdir():
+            with suppress(OSError):
+                if "/memfd:torch_kvswap" in os.readlink(file):
+                    found.add(file.stat().st_ino)
+    return found
+
+
+def users_of(files: set[int]) -> set[int]:
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {int(path.name) for path in processes if files & files_in_memory(path)}
 
 
 @pytest.mark.slow
@@ -312,14 +328,14 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
         time.sleep(100)
     """
     here, there = socket.socketpair()
-    before = shared_memory()
     with here, there:
         process = start(script, there)
         try:
             there.close()
             handle = PoolHandle.receive(here) if moment != "before sending" else None
             assert here.recv(1) == b"!"
-            assert shared_memory() - before > 32 << 20
+            files = files_in_memory(Path(f"/proc/{process.pid}"))
+            assert process.pid in users_of(files)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -328,11 +344,12 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
             if moment == "while it is used":
                 other = HostPool.attach(cache, handle, rank=1, world=2)
                 assert other.pages.eq(3).all()  # the one that made it is no longer needed
+                assert users_of(files) == {os.getpid()}
                 other.close()
                 del other
             handle.close()
     gc.collect()
-    assert shared_memory() - before < 32 << 20
+    assert users_of(files) == set()
 
 
 @pytest.mark.slow

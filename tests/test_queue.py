@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import NEW, OLD, Rig, ended, only
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -68,7 +69,7 @@ def test_thousands_of_small_jobs_are_submitted_at_once_and_every_byte_is_right(
     ]
     assert not busy.query()
     assert not jobs[0].done()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     assert busy.query()
     results = rig.handler.finished()
     assert [result.job_id for result in results[1:]] == [job.id for job in jobs]
@@ -98,7 +99,7 @@ def test_one_job_of_thousands_of_fragments_is_submitted_at_once(rig: Rig, direct
     busy = rig.slow_on(rig.side, ms=200)
     submit(rig.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
     assert not busy.query()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     torch.cuda.synchronize()
     assert torch.equal(rig.host.pages[order, 0], rig.cache.cpu())
     assert torch.equal(rig.cache.cpu(), noise if direction == "store" else noise[order])
@@ -114,7 +115,7 @@ def test_queued_jobs_of_one_destination_leave_the_bytes_of_the_last(
         block, page = (j, 5) if direction == "store" else (5, j)
         submit(rig.handler, direction, [block], [page], after=())
     assert not busy.query()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     written = rig.host.pages[5, 0] if direction == "store" else rig.cache[5].cpu()
     assert torch.equal(written, noise[399])
 
@@ -127,7 +128,7 @@ def test_queued_stores_and_loads_of_one_page_take_turns(rig: Rig) -> None:
         rig.handler.store([j], [5], after=())
         rig.handler.load([5], [1000 + j], after=())
     assert not busy.query()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     torch.cuda.synchronize()
     assert torch.equal(rig.cache[1001:1300].cpu(), noise[1:300])
 
@@ -141,7 +142,7 @@ def test_ids_of_queued_jobs_may_change_after_the_call(rig: Rig) -> None:
         rig.handler.store(blocks, page_ids, after=())
     blocks[0] = page_ids[0] = BLOCKS - 1
     assert not busy.query()
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     assert torch.equal(rig.host.pages[1:301, 0], noise[1:301])
     assert only(rig.host.pages[301:]) == NEW
 
@@ -168,7 +169,7 @@ def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
     assert busy.query() == waits
     assert only(rig.seen[: count + 1]) == (NEW if waits else OLD)
     assert only(rig.seen[count + 1 :]) == OLD
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
 
 
 def test_the_host_waits_for_a_queued_job_no_longer_than_it_is_told_to(rig: Rig) -> None:
@@ -177,7 +178,7 @@ def test_the_host_waits_for_a_queued_job_no_longer_than_it_is_told_to(rig: Rig) 
     with pytest.raises(TimeoutError, match=f"load {jobs[-1].id}"):
         rig.handler.wait(jobs[-1], timeout=0.01)
     assert not busy.query()
-    rig.handler.wait(jobs[-1], timeout=20)
+    rig.handler.wait(jobs[-1], timeout=PATIENCE)
     assert busy.query()
     assert only(rig.cache[:301]) == NEW
 
@@ -201,7 +202,7 @@ def test_a_cancelled_queued_job_ends_at_once_and_touches_nothing(rig: Rig, direc
     assert not rig.handler.cancel(cancelled[0])  # it has ended
     with pytest.raises(TransferError, match=f"{direction} {cancelled[0].id} .*cancelled"):
         rig.handler.wait(cancelled[0])
-    rig.handler.wait([first, *kept], timeout=20)
+    rig.handler.wait([first, *kept], timeout=PATIENCE)
     assert [result.job_id for result in rig.handler.finished()] == [first.id, *(j.id for j in kept)]
     torch.cuda.synchronize()
     written, right, left = {
@@ -263,11 +264,11 @@ def test_an_expedited_load_passes_thousands_of_queued_loads(rig: Rig, expedited:
     for j in JOBS:
         rig.handler.load([j], [j], after=())
     job = rig.handler.load([2047], [2047], after=(), expedited=expedited)
-    rig.handler.wait(job, timeout=20)
+    rig.handler.wait(job, timeout=PATIENCE)
     assert busy.query() != expedited
     assert only(rig.cache[2047]) == NEW
     assert only(rig.cache[2001:2047]) == OLD
-    rig.handler.wait(timeout=20)
+    rig.handler.wait(timeout=PATIENCE)
     assert only(rig.cache[:2001]) == NEW
 
 
@@ -288,7 +289,7 @@ def test_queued_jobs_are_merged_and_streams_and_events_stay_few(rig: Rig, direct
         assert not busy.query()
         assert now.running <= IN_FLIGHT
         assert now.queued + now.running == 1 + len(JOBS)
-        rig.handler.wait(timeout=20)
+        rig.handler.wait(timeout=PATIENCE)
         assert len(rig.handler.finished()) == 1 + len(JOBS)
 
     before = channel()

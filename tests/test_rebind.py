@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
+from rigs import keep_busy
 from sim import CURRENT, needs_kernels
 from stub import Driver, on_device, stubbed
 from torch import Tensor
@@ -55,7 +56,7 @@ def test_jobs_in_flight_end_where_the_cache_was() -> None:
     pool = HostPool(PagedLayout([old]), num_pages=4)
     pool.pages.fill_(3)
     with OffloadHandler(PagedLayout([old]), pool) as handler:
-        torch.cuda._sleep(100_000_000)
+        keep_busy(100)
         load = handler.load([0], [4])
         handler.rebind(PagedLayout([new]))
         assert load.result is not None

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from patience import PATIENCE
 from sim import CHANNELS, SIDE, Rig, Stream, needs_kernels, run_until, states
 from stub import Driver, on_device, stubbed
 
@@ -111,7 +112,7 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
         rig.handler.drain()
         assert len(ended) == 60
         assert torch.equal(rig.host.pages[:, 0], rig.tensors[0])

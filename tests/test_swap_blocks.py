@@ -5,6 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from places import PAIRS, place
 from refusal import message_of
+from rigs import keep_busy
 
 from torch_kvswap import ops
 
@@ -253,7 +254,7 @@ def test_a_host_destination_holds_the_bytes_when_the_call_returns(where):
     dst = place(torch.zeros(64, 1 << 20, dtype=torch.uint8), where)
     mapping = torch.arange(64)[:, None].expand(64, 2)
     torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
+    keep_busy(100)
     src.fill_(9)
     ops.swap_blocks(src, dst, 1 << 20, mapping)
     assert bool((dst == 9).all())
@@ -266,7 +267,7 @@ def test_a_host_source_may_change_when_the_call_returns(where):
     dst = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")
     mapping = torch.arange(64)[:, None].expand(64, 2)
     torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
+    keep_busy(100)
     ops.swap_blocks(src, dst, 1 << 20, mapping)
     src.fill_(0)
     assert bool((dst == 3).all())
@@ -279,7 +280,7 @@ def test_copies_between_blocks_of_one_gpu_run_on_the_current_stream():
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
+        keep_busy(100)
         src.fill_(4)
         ops.swap_blocks(src, dst, 4 << 20, torch.tensor([[0, 1]]))
         assert not stream.query()
@@ -297,7 +298,7 @@ def test_two_gpus_are_ordered_around_the_copy_as_in_copy():
     mapping = torch.arange(4)[:, None].expand(4, 2)
     with torch.cuda.device(0):
         torch.cuda.synchronize(1)
-        torch.cuda._sleep(100_000_000)
+        keep_busy(100)
         src.fill_(1)
         ops.swap_blocks(src, dst, 16 << 20, mapping)
         src.fill_(2)

@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from places import PAIRS, place
 from refusal import message_of
+from rigs import keep_busy
 
 from torch_kvswap import ops
 
@@ -129,7 +130,7 @@ def test_the_copies_follow_the_current_stream_of_the_addresses_device():
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        keep_busy()
         src.fill_(1)
         swap(src, zero, dst, zero, size)
         assert not side.query()
@@ -151,7 +152,7 @@ def test_every_kind_of_stream_orders_the_copies_after_its_work(stream, n):
     src, dst = buffer(2 << 22, "cuda", True), buffer(1 << 22, "pinned", False)
     torch.cuda.synchronize()
     with torch.cuda.stream(current):
-        torch.cuda._sleep(100_000_000)
+        keep_busy(100)
         src.fill_(1)
         offsets = torch.arange(n) * size
         swap(src, 2 * offsets, dst, offsets, torch.full((n,), size))
@@ -165,7 +166,7 @@ def test_control_without_the_streams_order_the_copy_reads_too_early():
     src, dst = buffer(1 << 22, "cuda", False), buffer(1 << 22, "pinned", False)
     zero, size = torch.tensor([0]), torch.tensor([1 << 22])
     torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
+    keep_busy(100)
     src.fill_(1)
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
@@ -184,7 +185,7 @@ def test_another_current_device_does_not_matter_and_stays_current():
     zero, size = torch.tensor([0]), torch.tensor([1 << 22])
     side = torch.cuda.Stream(device=1)
     with torch.cuda.device(1), torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        keep_busy()
         src.fill_(3)
         with torch.cuda.device(0):
             swap(src, zero, dst, zero, size)
@@ -232,7 +233,7 @@ def test_the_address_tensors_may_change_right_after_the_call():
     src_ptrs, dst_ptrs = src.data_ptr() + offsets, dst.data_ptr() + offsets
     sizes = torch.full((n,), size)
     torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
+    keep_busy(100)
     ops.swap_blocks_batch(src_ptrs, dst_ptrs, sizes)
     for tensor in (src_ptrs, dst_ptrs, sizes):
         tensor.zero_()
@@ -247,7 +248,7 @@ def test_a_pageable_source_may_change_right_after_the_call(n):
     expected = src.clone()
     offsets = torch.randperm(n) * (1 << 20)
     torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)
+    keep_busy(100)
     swap(src, offsets, dst, offsets, torch.full((n,), 1 << 20))
     src.fill_(0)
     torch.cuda.synchronize()
@@ -341,7 +342,7 @@ def test_a_mixed_batch_goes_to_the_stream():
     src = torch.tensor([gpu.data_ptr(), pinned.data_ptr()])
     dst = torch.tensor([out.data_ptr(), out.data_ptr() + 4096])
     torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
+    keep_busy(100)
     gpu.fill_(1)
     ops.swap_blocks_batch(src, dst, torch.tensor([4096, 4096]))
     assert set(out.tolist()) == {SENTINEL}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timing
 import torch
+from rigs import in_time
 from timing import Hold, Spread, device_us, resident_bytes
 
 pytestmark = pytest.mark.slow  # of a benchmark program
@@ -33,13 +34,17 @@ def test_resident_memory_is_seen_while_it_is_held_and_gone_afterwards() -> None:
 def test_a_held_stream_is_busy_for_about_as_long_as_asked() -> None:
     stream = torch.cuda.Stream()
     Hold(stream, 0.01).wait()  # measures the clock
-    start = time.perf_counter()
     hold = Hold(stream, 0.2)
-    assert not hold.is_over
     assert torch.cuda.current_stream().query()
     hold.wait()
     assert hold.is_over
-    assert 0.15 < time.perf_counter() - start < 0.4
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        start.record()
+        Hold(stream, 0.2)
+        end.record()
+    end.synchronize()
+    assert 150 < start.elapsed_time(end) < 400
 
 
 @pytest.fixture
@@ -88,7 +93,12 @@ def test_a_hold_that_ends_before_all_is_given_times_nothing(calls: list[str]) ->
 def test_nothing_takes_no_time_on_the_device_however_long_it_takes_to_give() -> None:
     stream = torch.cuda.Stream()
     device_us(stream, lambda: None)  # measures the clock
-    microseconds = device_us(stream, lambda: time.sleep(0.01), 0.05)
-    assert microseconds is not None
-    assert microseconds < 100
+    found: list[float] = []
+
+    def is_timed() -> bool:
+        found.extend(filter(None, [device_us(stream, lambda: time.sleep(0.01), 0.05)]))
+        return bool(found)
+
+    assert in_time(is_timed)  # a busy machine may be late with what is given
+    assert found[-1] < 100
     assert device_us(stream, lambda: time.sleep(0.05), 0.01) is None

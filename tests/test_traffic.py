@@ -12,6 +12,7 @@ import pytest
 import torch
 import traffic
 from big_copy import BigCopy
+from clock import Clock
 from computes import Idle
 from traffic import BigWay, HandlerWay, Traffic, beside
 from transfers import Shape
@@ -21,19 +22,6 @@ from torch_kvswap import OffloadHandler, TransferError
 pytestmark = pytest.mark.slow  # of a benchmark program
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Stands for the module time: it passes only in sleep()."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class SteadyWay:
