@@ -203,6 +203,13 @@ def test_memory_that_cannot_be_mapped_is_refused() -> None:
         Mapping(1 << 60)
 
 
+def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "file", "x" * mmap.PAGESIZE)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    with pytest.raises(RuntimeError, match=r"does not map \d+ bytes: Permission denied"):
+        Mapping(mmap.PAGESIZE, file)
+
+
 def test_memory_is_placed_on_a_node_that_there_is() -> None:
     mapped = Mapping(4 * MIB)
     mapped.place(GPU, 0, range(2 * MIB, 4 * MIB))
