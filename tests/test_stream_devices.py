@@ -223,9 +223,11 @@ def swap_layers_on_two_gpus(driver: Driver) -> None:
     def layers(*gpus: int) -> list[torch.Tensor]:
         return [on_gpu(driver.memory(64, DEVICE, gpu).view(1, 64), gpu) for gpu in gpus]
 
-    ids = torch.tensor([0])
-    for src, dst in (((0, 1), (0, 0)), ((1, 1), (1, 0))):
-        print(error_of(lambda: swap_kv_blocks(layers(*src), layers(*dst), ids, ids)))
+    def swap(src: list[torch.Tensor], dst: list[torch.Tensor]) -> None:
+        swap_kv_blocks(src, dst, torch.tensor([0]), torch.tensor([0]))
+
+    print(error_of(lambda: swap(layers(0, 1), layers(0, 0))))
+    print(error_of(lambda: swap(layers(1, 1), layers(1, 0))))
     print(driver.log(), end="")
 
 
