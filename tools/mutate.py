@@ -33,8 +33,8 @@ TESTS = {
         "test_out_of_memory.py",
     ],
     "csrc/copy": [
-        *("test_planes*.py", "test_batch.py", "test_strided.py", "test_packed.py"),
-        *("test_staged.py", "test_hybrid.py", "test_handler.py"),
+        *("test_batch.py", "test_strided.py", "test_packed.py", "test_staged.py"),
+        *("test_hybrid.py", "test_handler.py", "test_pinning.py"),
         *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_paths.py"),
     ],
     "csrc/offload": [
@@ -48,7 +48,7 @@ TESTS = {
     "csrc": [
         *("test_swap_blocks*.py", "test_expand_block_ids.py", "test_capi.py", "test_capture.py"),
         *("test_stream_devices.py", "test_gate.py", "test_stream_order.py", "test_mapping.py"),
-        "test_batch.py",
+        *("test_batch.py", "test_paths.py", "test_out_of_memory.py"),
     ],
     "torch_kvswap/integrations/vllm": ["test_integration_vllm*.py"],
     "torch_kvswap/integrations/transformers": ["test_integration_transformers*.py"],
