@@ -409,3 +409,37 @@ synchronize stream 70
 pop context
 """,
     )
+
+
+def test_a_wait_for_pageable_memory_that_fails_is_told():
+    def body(driver):
+        gpu, host = driver.memory(64, DEVICE), torch.zeros(64, dtype=torch.uint8)
+        src, dst = torch.tensor([gpu.data_ptr()]), torch.tensor([host.data_ptr()])
+        driver.fail("cuStreamSynchronize")
+        print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([64]))))
+
+    assert_expected_inline(
+        stub.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuStreamSynchronize: CUDA_ERROR_STUB (1): made up by the stub
+""",
+    )
+
+
+def test_a_driver_that_does_not_know_an_address_is_told():
+    def body(driver):
+        gpu, host = driver.memory(64, DEVICE), driver.memory(64, HOST)
+        src, dst = torch.tensor([gpu.data_ptr()]), torch.tensor([host.data_ptr()])
+        for nth in range(2, 6):  # the first asks whether CUDA is in use
+            driver.fail("cuPointerGetAttributes", nth)
+            print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([64]))))
+
+    assert_expected_inline(
+        stub.run(body, KVSWAP_CHECK_ADDRESSES="1"),
+        """\
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+""",
+    )

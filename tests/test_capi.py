@@ -14,7 +14,7 @@ import pytest
 import stub
 import torch
 from expecttest import assert_expected_inline
-from stub import stubbed, without_cuda
+from stub import error_of, stubbed, without_cuda
 
 from torch_kvswap import _extension, capi, metrics, native_blocks
 from torch_kvswap.handler import OffloadHandler
@@ -154,6 +154,20 @@ def test_a_driver_that_lacks_a_function_is_refused_by_name():
 none: the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer
 no driver: host memory only
 """,
+    )
+
+
+@without_cuda
+def test_what_needs_a_driver_says_why_there_is_none():
+    def body(driver):
+        from torch_kvswap import capi
+
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        arguments = 0, memory.data_ptr(), memory.nbytes
+        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
+
+    assert stub.run(body, STUB_WITHOUT="cuStreamIsCapturing") == (
+        "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"
     )
 
 

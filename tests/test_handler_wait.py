@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from patience import PATIENCE
@@ -18,9 +19,11 @@ from rigs import in_time
 from sim import CHANNELS, SIDE, Rig, Stream, let_threads_look, rest, run_until, states, threads
 from stub import Driver, stubbed
 
+from torch_kvswap import capi
 from torch_kvswap.handler import Job
 
 PR_GET_TIMERSLACK = 30
+OTHER = 44  # a stream
 LARGE, TOO_LARGE = (
     1024,
     20000,
@@ -93,6 +96,136 @@ def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
         assert waiting.result() is None
         assert queued.result is not None
         assert queued.result.ok
+
+
+# Threads that wait for each other: nothing below is on the device, whose worker stands still
+
+
+class Call(threading.Thread):
+    """A call that waits for another thread."""
+
+    def __init__(self, body: Callable[..., object], *arguments: object) -> None:
+        super().__init__(daemon=True)
+        self._call = body, arguments
+        self.answer: object = None
+        self.start()
+
+    def run(self) -> None:
+        body, arguments = self._call
+        try:
+            self.answer = body(*arguments)
+        except Exception as error:
+            self.answer = error
+
+    def waits(self) -> bool:
+        """Whether it comes to stand still."""
+        assert self.native_id is not None
+        return in_time(lambda: is_asleep(self.native_id))
+
+    def ends(self) -> object:
+        """What it returned or raised."""
+        self.join(20)
+        assert not self.is_alive(), "this hangs"
+        return self.answer
+
+
+def is_asleep(thread: int | str | None) -> bool:
+    """Whether it sleeps for some time: not only until it gets the GIL."""
+
+    def sleeps() -> bool:
+        time.sleep(0.0002)
+        return (
+            Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        )
+
+    return all(sleeps() for _ in range(20))
+
+
+@contextmanager
+def stopped_worker(rig: Rig, kind: str) -> Iterator[None]:
+    """The worker of a channel of a threaded handler, to which all jobs are left."""
+    before = set(os.listdir("/proc/self/task"))
+    job = rig.submit(kind, [0], [0])
+    run_until(rig.driver, job.done)
+    (worker,) = set(os.listdir("/proc/self/task")) - before
+    assert in_time(lambda: is_asleep(worker))
+    with rig.driver.stopped(int(worker)):
+        yield
+
+
+@stubbed
+def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig, stopped_worker(rig, "store"):
+        job = rig.store(1, 1)
+        waiting = Call(job.wait_on, Stream(SIDE))
+        assert waiting.waits()
+        assert rig.handler.cancel(job)
+        assert "was cancelled" in str(waiting.ends())
+
+
+def run_a_job(rig: Rig) -> None:
+    """By its end finished() finds the device lost."""
+    _, job = rig.hold_up("expedited", 9, 9)
+    job.wait_on(Stream(OTHER))
+
+
+@stubbed
+def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        run_a_job(rig)
+        with stopped_worker(rig, "store"):
+            job = rig.store(1, 1)
+            waiting = Call(job.wait_on, Stream(OTHER))
+            assert waiting.waits()
+            driver.lose()
+            rig.handler.finished()
+            assert "the device is lost" in str(waiting.ends())
+
+
+@stubbed
+def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        run_a_job(rig)
+        gate = rig.handler.gate()
+        with stopped_worker(rig, "load"):
+            loads = []
+            for page in (1, 2):  # the first has closed the gate, the second waits for it to open
+                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                assert loads[-1].waits()
+            driver.lose()
+            rig.handler.finished()
+            job = loads[0].ends()
+            assert isinstance(job, Job)
+            assert job.result is not None
+            assert "the device is lost" in str(job.result.error)
+            assert "the device is lost" in str(loads[1].ends())
+
+
+@stubbed
+def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        gate = rig.handler.gate()
+        with stopped_worker(rig, "load"):
+            loads = []
+            for page in (1, 2):
+                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                assert loads[-1].waits()
+            closing = Call(rig.handler.close)
+            assert "the handler is closed" in str(loads[1].ends())
+            assert closing.is_alive()
+        driver.set_mode("immediate")
+        assert isinstance(loads[0].ends(), Job)
+        assert closing.ends() is None
+
+
+@stubbed
+def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        with stopped_worker(rig, "store"):  # for whose end the first waits
+            close = "kvswap_handler_close", rig.handler.native.pointer, 600.0
+            closing = [Call(capi.call, *close) for _ in range(2)]
+            assert all(call.waits() for call in closing)
+        assert [call.ends() for call in closing] == [True, True]
 
 
 # What was begun: the worker's part of a job that is too large for the call that submits it

@@ -24,7 +24,7 @@ from rigs import a_fork_lives, run_script
 from stub import Driver, stubbed
 from trees import write
 
-from torch_kvswap import _extension, machine
+from torch_kvswap import _extension, capi, machine
 from torch_kvswap.mapping import Mapping, create_file, map_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -73,6 +73,13 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
     mapped = mapping(kind, 64 * MIB)
     mapped.touch(16 * MIB, 24 * MIB)
     assert 7 * MIB < resident() - before < 13 * MIB
+
+
+def test_where_no_thread_can_be_had_the_caller_touches() -> None:
+    mapped = Mapping(64 * MIB)
+    before = resident()
+    capi.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
+    assert resident() - before > 63 * MIB
 
 
 @KINDS
@@ -201,6 +208,13 @@ def test_a_file_keeps_its_size_and_has_no_name() -> None:
 def test_memory_that_cannot_be_mapped_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"no room for a mapping of \d+ bytes: Cannot allocate"):
         Mapping(1 << 60)
+
+
+def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "file", "x" * mmap.PAGESIZE)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    with pytest.raises(RuntimeError, match=r"does not map \d+ bytes: Permission denied"):
+        Mapping(mmap.PAGESIZE, file)
 
 
 def test_memory_is_placed_on_a_node_that_there_is() -> None:

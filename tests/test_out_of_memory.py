@@ -1,4 +1,5 @@
-"""Each allocation of the native library fails once: every job ends, and the handler works on.
+"""Each allocation of the native library fails once: every job ends, the handler works on, and a block
+manager is as it was.
 
 The interposer that lets them fail, tests/stub/liballocations, counts what the library itself
 allocates, through the C++ library too, in all threads."""
@@ -18,11 +19,19 @@ from rigs import in_time
 from sim import CURRENT, SIDE, Rig, Stream
 from stub import DEVICE, Driver, build, run, without_cuda
 
+from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
 
 # What a call may raise because of that, and whom a test may make fail besides.
 TOLD = ("out of host memory", "failed: ", "made up by the stub", "was cancelled")
+
+
+def allocations() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build() / "liballocations.so"))
+    library.allocations_fail.restype = ctypes.c_bool
+    library.allocations_stop.restype = ctypes.c_bool
+    return library
 
 
 class Attempt:
@@ -35,9 +44,7 @@ class Attempt:
         self.jobs: list[tuple[Job, int, int]] = []
         self.gates = 0
         self.reported: list[int] = []
-        self._library = ctypes.CDLL(str(build() / "liballocations.so"))
-        self._library.allocations_fail.restype = ctypes.c_bool
-        self._library.allocations_stop.restype = ctypes.c_bool
+        self._library = allocations()
         # What fails in the middle of a copy waits for what the driver has of it.
         self._synchronized = driver.calls("cuStreamSynchronize")
         self._ends = threading.Event()
@@ -343,3 +350,49 @@ def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name
     preload = str(build() / "liballocations.so")
     allocations = int(run(program, SCENARIO=name, LD_PRELOAD=preload))
     assert allocations > 10
+
+
+CALLS: dict[str, Callable[[BlockManager], Any]] = {
+    "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
+    "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
+    "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
+    "lease": lambda manager: manager.lease(["a", "b"], 60),
+}
+
+
+def sweep_calls(name: str) -> None:
+    """The call of a block manager with its first allocation failing, with its second, until none
+    fails. After each failure it is made again."""
+    library = allocations()
+    for nth in itertools.count(1):
+        manager = BlockManager(3, events=True)
+        manager.complete(manager.prepare_store(["a", "b"]))
+        before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
+        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        try:
+            CALLS[name](manager)
+        except MemoryError:
+            assert library.allocations_stop()
+            assert manager.stats() == before[0]
+            assert manager.events() == []
+            assert manager.lookup(["a", "b"], again=True) == before[2]
+            assert CALLS[name](manager) is not None
+        else:
+            assert not library.allocations_stop()
+            print(nth - 1)
+            return
+
+
+def program_of_calls(driver: Driver) -> None:
+    import os
+
+    from test_out_of_memory import sweep_calls
+
+    sweep_calls(os.environ["CALL"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+@without_cuda
+def test_a_block_manager_is_as_it_was_whichever_allocation_fails(name: str) -> None:
+    preload = str(build() / "liballocations.so")
+    assert int(run(program_of_calls, CALL=name, LD_PRELOAD=preload)) > 0

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from refusal import refusal
 from rigs import in_time
 from sim import needs_kernels, rest, threads
-from stub import DEVICE, Driver, on_device, stubbed
+from stub import DEVICE, Driver, on_device, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
 from torch_kvswap.handler import Result
@@ -297,6 +297,52 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
         )
     else:
         assert "built without nvcc" in str(warning.message)
+
+
+def make_what_kernels_need(driver: Driver) -> None:
+    """Nothing of it has been made in this process. Each call that it takes fails once."""
+    from stub import cache
+
+    from torch_kvswap import OffloadHandler
+
+    gpu, host = cache(driver)
+    compute_capability_major = 75
+    driver.set_attribute(compute_capability_major, 9)
+    for name, nth in (
+        ("cuDeviceGetAttribute", 1),
+        ("cuModuleLoadData", 1),
+        ("cuModuleGetFunction", 1),
+        ("cuFuncSetAttribute", 1),
+        ("cuLaunchKernel", 1),
+        ("cuStreamSynchronize", 1),
+        ("cuMemcpyAsync", 1),
+        ("cuStreamSynchronize", 1),
+    ):
+        driver.fail(name, nth, 2)
+        try:
+            OffloadHandler(gpu, host, path="staged")
+        except ValueError as error:
+            print(f"{name}: {error}")
+        assert driver.live("allocations") == 0
+    OffloadHandler(gpu, host, path="staged").close()
+
+
+@needs_kernels
+@without_cuda
+def test_what_fails_where_kernels_are_loaded_is_told() -> None:
+    assert_expected_inline(
+        run(make_what_kernels_need),
+        """\
+cuDeviceGetAttribute: path='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleLoadData: path='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleGetFunction: path='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_STUB (2): made up by the stub
+cuFuncSetAttribute: path='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuLaunchKernel: path='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: path='staged' cannot be had: loading the kernels: CUDA_ERROR_STUB (2): made up by the stub
+cuMemcpyAsync: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
+""",
+    )
 
 
 @stubbed

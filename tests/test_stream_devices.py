@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from refusal import refusal
 from sim import CURRENT, Rig, Stream
 from stub import DEVICE, Driver, run, stubbed, without_cuda
@@ -211,3 +212,31 @@ def swap_between_gpus(driver: Driver) -> None:
 def test_blocks_swapped_between_gpus_are_ordered_on_every_pair_of_streams() -> None:
     lines = run(swap_between_gpus).splitlines()
     assert lines == ["(3, 1)"] * 32 + ["control (3, 0)", "control (3, 3)"]
+
+
+def swap_layers_on_two_gpus(driver: Driver) -> None:
+    from stub import error_of
+    from stub.tensors import on_gpu
+
+    from torch_kvswap.ops import swap_kv_blocks
+
+    def layers(*gpus: int) -> list[torch.Tensor]:
+        return [on_gpu(driver.memory(64, DEVICE, gpu).view(1, 64), gpu) for gpu in gpus]
+
+    def swap(src: list[torch.Tensor], dst: list[torch.Tensor]) -> None:
+        swap_kv_blocks(src, dst, torch.tensor([0]), torch.tensor([0]))
+
+    print(error_of(lambda: swap(layers(0, 1), layers(0, 0))))
+    print(error_of(lambda: swap(layers(1, 1), layers(1, 0))))
+    print(driver.log(), end="")
+
+
+@without_cuda
+def test_layers_on_two_gpus_are_refused_by_name() -> None:
+    assert_expected_inline(
+        run(swap_layers_on_two_gpus),
+        """\
+torch_kvswap::swap_kv_blocks: src[1] is on cuda:1, but src[0] is on cuda:0; expected all on one device
+torch_kvswap::swap_kv_blocks: dst[1] is on cuda:0, but dst[0] is on cuda:1; expected all on one device
+""",
+    )

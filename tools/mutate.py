@@ -28,10 +28,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of each folder, those first that are fast and find most.
 TESTS = {
-    "csrc/blocks": ["test_block_manager*.py", "test_block_policies.py", "test_engine*.py"],
+    "csrc/blocks": [
+        *("test_block_manager*.py", "test_block_policies.py", "test_engine*.py"),
+        "test_out_of_memory.py",
+    ],
     "csrc/copy": [
-        *("test_planes*.py", "test_batch.py", "test_strided.py", "test_packed.py"),
-        *("test_staged.py", "test_hybrid.py", "test_handler.py"),
+        *("test_batch.py", "test_strided.py", "test_packed.py", "test_staged.py"),
+        *("test_hybrid.py", "test_handler.py", "test_pinning.py"),
         *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_paths.py"),
     ],
     "csrc/offload": [
@@ -44,6 +47,7 @@ TESTS = {
     "csrc": [
         *("test_swap_blocks*.py", "test_expand_block_ids.py", "test_capi.py", "test_capture.py"),
         *("test_stream_devices.py", "test_gate.py", "test_stream_order.py", "test_mapping.py"),
+        *("test_batch.py", "test_paths.py", "test_out_of_memory.py"),
     ],
     "torch_kvswap/integrations/vllm": ["test_integration_vllm*.py"],
     "torch_kvswap/integrations/transformers": ["test_integration_transformers*.py"],
