@@ -85,7 +85,6 @@ void Dispatcher::retire_first(Channel& channel) {
   progress.notify_all();
 }
 
-// Who waits for `progress` waits for a job that was queued, and abandon() tells it.
 void Dispatcher::lose(const Reason& reason) noexcept {
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
@@ -107,6 +106,7 @@ void Dispatcher::lose(const Reason& reason) noexcept {
   for (Gate* gate : gates) {
     if (!gate->problem().empty()) gate->let_through();
   }
+  progress.notify_all();
 }
 
 bool Dispatcher::cancel(Job& job) noexcept {
