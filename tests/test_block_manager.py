@@ -342,6 +342,18 @@ def test_events_are_kept_only_when_asked_for_and_not_without_an_end():
     assert {event.kind for event in events[1:]} == {"stored", "evicted"}
 
 
+def test_events_that_are_lost_while_they_are_read_are_told():
+    manager = BlockManager(1000, events=True)
+    prompts = [os.urandom(32 * 1000) for _ in range(10)]
+    reading = None
+    for i in range(540):
+        manager.complete(manager.prepare_store(prompts[i % 10]))
+        if i == 2:
+            reading = manager._native.take_events()
+            next(reading)  # takes a part of them
+    assert manager.events()[0] == BlockEvent("lost", -1, bytes(32))
+
+
 def test_statistics_count_blocks():
     manager = BlockManager(4)
     manager.lookup(["a", "b"])

@@ -14,7 +14,7 @@ import pytest
 import stub
 import torch
 from expecttest import assert_expected_inline
-from stub import error_of, stubbed, without_cuda
+from stub import HOST, error_of, stubbed, without_cuda
 
 from torch_kvswap import _extension, capi, metrics, native_blocks
 from torch_kvswap.handler import OffloadHandler
@@ -123,7 +123,7 @@ def test_a_driver_call_that_fails_is_named_with_its_code(driver):
     assert not library.kvswap_host_unregister(0, memory.data_ptr())
     assert "cuMemHostUnregister: " in failure()[1]
     assert library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
-    assert driver.cuda.memory_type(memory) == stub.HOST
+    assert driver.cuda.memory_type(memory) == HOST
     assert library.kvswap_host_unregister(0, memory.data_ptr())
     assert driver.cuda.memory_type(memory) == 0
 
@@ -133,6 +133,28 @@ def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
     memory = torch.zeros(4096, dtype=torch.uint8)
     assert not _extension.library().kvswap_host_register(97, memory.data_ptr(), memory.nbytes)
     assert "CUDA device 97: CUDA_ERROR_INVALID_DEVICE" in failure()[1]
+
+
+@without_cuda
+def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
+    def body(driver):
+        from torch_kvswap import capi
+
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        arguments = 0, memory.data_ptr(), memory.nbytes
+        driver.fail("cuDevicePrimaryCtxRetain", code=2)
+        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
+        print(driver.calls("cuDevicePrimaryCtxRetain"))
+
+    assert_expected_inline(
+        stub.run(body),
+        """\
+cuDevicePrimaryCtxRetain for CUDA device 0: CUDA_ERROR_STUB (2): made up by the stub
+no error
+2
+""",
+    )
 
 
 # What it says of the driver

@@ -201,3 +201,14 @@ def test_the_handler_need_not_remember_the_jobs_of_earlier_requests():
         swap.free(stored)
     results = swap.handler.finished()
     assert [result.job_id for result in results] == [stored.stores[0].id, job.id]
+
+
+def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
+    _, swap = make()
+    (job,) = swap.store([ids(3)]).stores
+    with mock.patch.object(swap.handler, "wait") as waited:
+        swap.wait(job)
+    waited.assert_called_once_with(job)
+    with mock.patch.object(swap, "collect"), mock.patch.object(type(job), "wait_on") as waited:
+        swap.guard([3])  # the copy seems to run, since nobody has looked
+    waited.assert_called_once_with(None)

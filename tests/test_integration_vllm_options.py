@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from rigs import run_script
 
 from torch_kvswap.integrations.vllm_options import Options, read_options
 
@@ -69,3 +70,14 @@ def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
 def test_the_refusal_of_an_unknown_option_names_those_that_there_are():
     with pytest.raises(ValueError, match=r"eviction_policy.*blocks_per_chunk"):
         read_options({"cpu_bytes_to_use": 1, "evict": "lru"})
+
+
+def test_without_vllm_it_says_what_to_install():
+    script = """
+    sys.modules["vllm"] = None
+    try:
+        import torch_kvswap.integrations.vllm
+    except ImportError as error:
+        print(error)
+    """
+    assert "needs vLLM 0.26 or later: pip install torch_kvswap[vllm]" in run_script(script)

@@ -168,16 +168,14 @@ torch_kvswap::swap_blocks: a block of src and a block of dst keep their elements
     )
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["", "beside the source"])
+@pytest.mark.parametrize("beside", [False, True], ids=["elsewhere", "beside the source"])
 @pytest.mark.parametrize("offset", [48, 49, 56, 63])
 def test_a_block_that_reaches_into_the_next_one_of_another_tensor_is_seen(offset, beside):
     """Block 0 of the second tensor begins behind block 0 of the first, and ends in its block 1."""
     storage = torch.zeros(320, dtype=torch.uint8)
-    begins = 64, 64 + offset
-    dst = [storage.as_strided((3, 16), (64, 1), begin) for begin in begins]
-    src, ids = [torch.ones(3, 16, dtype=torch.uint8)] * 2, torch.tensor([0, 1])
-    if beside:
-        src = [storage[:48].view(3, 16)] * 2
+    dst = [storage.as_strided((3, 16), (64, 1), begin) for begin in (64, 64 + offset)]
+    source = storage[:48] if beside else torch.ones(48, dtype=torch.uint8)
+    src, ids = [source.view(3, 16)] * 2, torch.tensor([0, 1])
     for order in (1, -1):
         if offset == 48:  # the control: side by side
             ops.swap_kv_blocks(src, dst[::order], ids, ids)
@@ -185,6 +183,61 @@ def test_a_block_that_reaches_into_the_next_one_of_another_tensor_is_seen(offset
         with pytest.raises(RuntimeError, match="share memory"):
             ops.swap_kv_blocks(src, dst[::order], ids, ids)
         assert not storage.any()
+
+
+def test_a_block_that_is_written_in_front_of_one_that_is_read_is_seen():
+    storage, ids = torch.zeros(256, dtype=torch.uint8), torch.tensor([0])
+    block = [storage[begin : begin + 16].view(1, 16) for begin in range(0, 240, 8)]
+    ops.swap_kv_blocks([block[0], block[10]], [block[20], block[8]], ids, ids)
+    with pytest.raises(RuntimeError, match="share memory"):
+        ops.swap_kv_blocks([block[0], block[10]], [block[20], block[9]], ids, ids)
+
+
+def test_wrong_arguments_of_swap_kv_blocks_are_named():
+    src, dst = [torch.zeros(4, 8)] * 2, [torch.zeros(6, 8), torch.zeros(5, 8)]
+    ids = torch.tensor([0, 3])
+    storage = torch.zeros(100)
+    views = [storage.as_strided((4, 8), (10, 1)), storage.as_strided((4, 8), (10, 1), 4)]
+    calls = [
+        lambda: ops.swap_kv_blocks(src, dst, ids, torch.tensor([0, 5])),
+        lambda: ops.swap_kv_blocks(src, dst[:1], ids, ids),
+        lambda: ops.swap_kv_blocks(src, dst, ids, ids[:1]),
+        lambda: ops.swap_kv_blocks(src, dst, ids.int(), ids),
+        lambda: ops.swap_kv_blocks(src, dst, ids[None], ids),
+        lambda: ops.swap_kv_blocks(src, dst, ids, torch.tensor([2, 2])),
+        lambda: ops.swap_kv_blocks(src, [dst[0], dst[0]], ids, ids),
+        lambda: ops.swap_kv_blocks(src, views, ids, ids),
+        lambda: ops.swap_kv_blocks(src, [dst[0], torch.zeros(6, 9)], ids, ids),
+    ]
+    assert_expected_inline(
+        "\n".join(message_of(call) for call in calls),
+        """\
+torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 5, but dst[1] has 5 blocks; expected 0 to 4
+torch_kvswap::swap_kv_blocks: src has 2 tensors and dst has 1; expected a pair for each layer
+torch_kvswap::swap_kv_blocks: src_block_ids has 2 ids and dst_block_ids has 1; expected as many
+torch_kvswap::swap_kv_blocks: src_block_ids has dtype Int; expected Long (torch.int64)
+torch_kvswap::swap_kv_blocks: src_block_ids has shape [1, 2]; expected one dimension
+torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 2, as is dst_block_ids[0]; a block can be written once in a call
+torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
+torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
+torch_kvswap::swap_kv_blocks: a block of src[1] has 32 bytes and a block of dst[1] 36; expected the same""",
+    )
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused():
+    src, dst, mapping = torch.zeros(4, 8), torch.zeros(6, 8), torch.tensor([[0, 1]])
+    for freed, name in ((src, "src"), (dst, "dst"), (mapping, "block_mapping")):
+        size = freed.untyped_storage().size()
+        freed.untyped_storage().resize_(0)
+        assert message_of(lambda: ops.swap_blocks(src, dst, 32, mapping)) == (
+            f"torch_kvswap::swap_blocks: {name} reaches to byte {size} of its storage, which has 0;"
+            " it was freed or resized: bring its memory back first"
+        )
+        freed.untyped_storage().resize_(size)
+
+
+def test_blocks_without_bytes_are_nothing_to_copy():
+    ops.swap_blocks(torch.empty(2**45, 0), torch.empty(2**45, 0), 0, torch.tensor([[5, 6]]))
 
 
 @GPU
