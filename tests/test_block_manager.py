@@ -240,6 +240,16 @@ def test_a_job_has_no_lease_that_could_end_under_it():
     assert manager.prepare_store(["b"]) is not None
 
 
+def test_of_too_many_keys_those_that_were_asked_for_last_are_remembered():
+    manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
+    for keys in ("abcd", "a", "e", "f"):
+        manager.lookup(list(keys))
+    manager.lookup(["d"])
+    assert manager.prepare_store(list("ad")).places.tolist() == [0, 1]
+    manager.lookup(["b"])  # which was forgotten
+    assert manager.prepare_store(["b"]).places.tolist() == []
+
+
 def test_a_preempted_request_comes_back_although_others_need_pages():
     manager = BlockManager(4, store_threshold=3)
     preempted = manager.preempt(["a", "b", "part of c"])
