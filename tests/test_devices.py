@@ -253,8 +253,7 @@ def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> N
 def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
     script = """
         import torch
-        from patience import PATIENCE
-from rigs import Rig
+        from rigs import Rig
         from test_devices import round_trips
         rank = int(sys.argv[1])
         rig = Rig(device=f"cuda:{rank % torch.cuda.device_count()}")
