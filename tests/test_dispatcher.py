@@ -504,7 +504,7 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         closing.join(PATIENCE)
         assert not closing.is_alive()
         driver.set_mode("manual")
-        assert number_of_threads() == threads
+        assert in_time(lambda: number_of_threads() == threads)
         results = {result.job_id: result.state for result in rig.handler.finished()}
         assert results.pop(cancelled.id) == "cancelled"
         assert set(results.values()) == {"done"}

@@ -21,7 +21,7 @@ def test_layers_are_counted_through_all_groups() -> None:
     assert (groups.is_list, groups.num_layers) == (True, 3)
     layers = [
         torch.frombuffer(kept, dtype=torch.int64).tolist()
-        for kept in groups._kept[5::6]  # the last of the six lists of each
+        for kept in groups._kept[6::7]  # the last of the seven lists of each
     ]
     assert layers == [[0, 1], [2, 2]]
     assert [(g.planes, g.num_pages, g.blocks_per_page) for g in groups.structures] == [

@@ -243,19 +243,20 @@ def fail_copies(attempt: Attempt) -> None:
     attempt.driver.fail_copy(-1)
     hold = attempt.rig.held(SIDE)
     store = attempt.submit("store", 20, 20, after=Stream(SIDE))
-    attempt.submit("load", 120, 20)
+    load = attempt.submit("load", 120, 20)
     attempt.rig.release(hold)
     attempt.driver.fail("cuEventElapsedTime")
     attempt.run()
-    if store is not None:
-        attempt.run_until_ended(store)
+    for job in (store, load):
+        if job is not None:
+            attempt.run_until_ended(job)
+    # A fault that nothing has met is not for what follows: with both the device would be lost.
+    cuda = attempt.driver.cuda
+    cuda.call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), 0, 0)
     attempt.driver.fail("cuStreamQuery")
     attempt.submit("store", 30, 30, after=None)
     attempt.run()
     attempt.poll()
-    # Faults that nothing has met are not for the check.
-    cuda = attempt.driver.cuda
-    cuda.call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), 0, 0)
     cuda.call("cuStreamQuery", CURRENT)
 
 
