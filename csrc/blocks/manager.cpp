@@ -164,7 +164,7 @@ void Manager::order(const Keys& keys, bool renew, bool wait) {
       pages.hold(found_[at + i]);
       pages.release(found_[at + i]);
     }
-    if (!renew) pages.order(&found_[at], count);
+    if (!renew) pages.order(found_.data() + at, count);
   }
 }
 

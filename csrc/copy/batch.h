@@ -18,10 +18,9 @@ struct BatchOptions {
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 
-// Copies on `stream`: one driver call per batch_limit
-// fragments where the driver has the batch call and it is on, else a call per fragment. While the
-// stream is being captured, pinned and device memory are recorded as one graph node per fragment,
-// and pageable memory is refused.
+// Copies on `stream`: one driver call per batch_limit fragments where the driver has the batch call
+// and it is on, else a call per fragment. While the stream is being captured, pinned and device
+// memory are recorded as one graph node per fragment, and pageable memory is refused.
 //
 // A driver error names the call, the fragment's index, both addresses and the size; what was
 // submitted before it may still be copied, with `wait` before the error is thrown.
