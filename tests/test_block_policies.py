@@ -263,3 +263,11 @@ def test_blocks_that_are_held_or_not_there_keep_their_order():
     manager.order([prompt[3], prompt[1], 99, prompt[0]])
     manager.complete(load)
     assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[3], prompt[1]]
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_no_keys_have_no_order(renew):
+    """UBSan reads along: nothing was found yet, so that there is no list to point into."""
+    manager = BlockManager(CAPACITY)
+    manager.order(b"", renew=renew)
+    assert manager.stats().free_pages == CAPACITY
