@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -48,6 +50,46 @@ def keep_busy(ms: float = 200) -> None:
     torch.cuda._sleep(int(ms * SCALE * cycles_per_ms()))
 
 
+@functools.cache
+def _hold_words() -> Tensor:
+    """Pinned once: pinning waits for the device, which a held stream keeps busy."""
+    return torch.zeros(1 << 16, dtype=torch.int32).pin_memory()
+
+
+_next_hold = itertools.count()
+
+
+class Hold(torch.cuda.Event):
+    """Makes the current stream wait until `release`. The event happens when the stream goes on.
+
+    The stream waits for a value in pinned memory, so that what a test sees while the stream is held
+    does not depend on time. As a context manager it releases at the end. While a stream is held,
+    nothing may wait for the whole device: a kernel's first launch, closing a handler, pinning.
+    """
+
+    def __init__(self) -> None:
+        stream = torch.cuda.current_stream()
+        self._word = _hold_words()[next(_next_hold)]
+        address = ctypes.c_uint64(self._word.data_ptr())
+        wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+        greater_or_equal = 0
+        with torch.cuda.device(stream.device):
+            status = wait(
+                ctypes.c_void_p(stream.cuda_stream), address, ctypes.c_uint32(1), greater_or_equal
+            )
+        assert status == 0, f"cuStreamWaitValue32 failed with CUDA error {status}"
+        self.record(stream)
+
+    def release(self) -> None:
+        self._word.fill_(1)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 @contextmanager
 def a_fork_lives() -> Iterator[None]:
     """Of this process; it does nothing."""
@@ -88,6 +130,8 @@ class Rig:
             self.handler = OffloadHandler(self.layout, self.host)
             self.side = torch.cuda.Stream(device)
             self.consumer = torch.cuda.Stream(device)
+            self._holds: list[Hold] = []
+            _hold_words()
             self._warm_up()
 
     def _warm_up(self) -> None:
@@ -114,6 +158,19 @@ class Rig:
         with torch.cuda.stream(stream):
             return self.slow(ms)
 
+    def hold(self) -> Hold:
+        """Holds the current stream up until it is released, or the rig is left."""
+        self._holds.append(Hold())
+        return self._holds[-1]
+
+    def hold_on(self, stream: torch.cuda.Stream) -> Hold:
+        with torch.cuda.stream(stream):
+            return self.hold()
+
+    def release(self) -> None:
+        for hold in self._holds:
+            hold.release()
+
     def look(self) -> None:
         """A kernel on the current stream that reads the first layer of the cache."""
         torch.add(self.cache, 0, out=self.seen)
@@ -129,6 +186,7 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
         self.host.close()
         torch.cuda.synchronize()
 

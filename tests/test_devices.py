@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from patience import PATIENCE
-from rigs import NEW, OLD, ROW, Rig, cycles_per_ms, keep_busy, only, run_script
+from rigs import NEW, OLD, ROW, Hold, Rig, only, run_script
 
 from torch_kvswap import ops
 from torch_kvswap.gate import Gate
@@ -32,9 +32,9 @@ def rig(two_gpus: None) -> Iterator[Rig]:
     assert torch.cuda.current_device() == 0
 
 
-def slow_kernel_and_fill(rig: Rig, value: int) -> torch.cuda.Event:
+def hold_and_fill(rig: Rig, value: int) -> Hold:
     with torch.cuda.device(1):
-        busy = rig.slow()
+        busy = rig.hold()
         rig.cache.fill_(value)
     return busy
 
@@ -46,16 +46,24 @@ def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
 ) -> None:
     nothing = None if after == "waits" else ()
     with torch.cuda.device(current):
-        busy = slow_kernel_and_fill(rig, OLD + 1)
+        busy = hold_and_fill(rig, OLD + 1)
         store = rig.handler.store([1], [0], after=nothing)
         assert not busy.query()
+        if after == "waits":
+            rig.release()
         rig.handler.wait(store)
+        rig.release()
         assert rig.page() == (OLD + 1 if after == "waits" else OLD)
         torch.cuda.synchronize(1)
         with torch.cuda.device(1):
-            rig.slow()
+            rig.hold()
             rig.look()
         load = rig.handler.load([2], [1], after=nothing)
+        if after == "waits":
+            rig.release()
+        else:
+            rig.handler.wait(load)
+            rig.release()
         load.wait_on()  # the current stream of cuda:1
         other = torch.cuda.Stream("cuda:0")
         load.wait_on(other)
@@ -119,7 +127,7 @@ def test_any_stream_of_another_gpu_waits_for_a_load(rig: Rig, name: str, wait: s
     gate = rig.handler.gate()
     look().synchronize()  # the first copy between two GPUs makes ready what it needs
     assert only(seen) == OLD
-    busy = rig.slow_on(rig.side)
+    busy = rig.hold_on(rig.side)
     job = rig.handler.load([0], [1], after=busy, gate=gate)
     if wait == "wait_on":
         job.wait_on(other)
@@ -129,8 +137,10 @@ def test_any_stream_of_another_gpu_waits_for_a_load(rig: Rig, name: str, wait: s
         wait_at_a_gate(rig, gate, other)
     event = look()
     assert not busy.query()
+    if wait != "control":
+        rig.release()
     event.synchronize()
-    assert busy.query() == (wait != "control")
+    rig.release()
     assert only(seen) == (OLD if wait == "control" else NEW)
     rig.handler.wait(job)
 
@@ -157,17 +167,20 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
     fill(of[0], 0)
     swap(*others)  # makes ready what the first ones need
     for gpu in (0, 1):
-        with torch.cuda.device(gpu):
-            cycles_per_ms()
         torch.cuda.synchronize(gpu)
     with torch.cuda.stream(of[("source", "destination").index(late)]):
-        keep_busy()
+        hold = Hold()
     # In order: the source is written, copied, and written again.
     fill(of[0], 1)
     if not ordered and late == "destination":
         others[0].wait_stream(of[0])  # writes again behind the first write, but not behind the copy
     swap(*(of if ordered or late == "destination" else others))
     fill(of[0] if ordered or late == "source" else others[0], 2)
+    if not ordered:
+        others[0].synchronize()  # what is not ordered behind the hold runs now
+        if late == "source":
+            others[1].synchronize()
+    hold.release()
     for gpu in (0, 1):
         torch.cuda.synchronize(gpu)
     assert only(src) == 2
@@ -177,12 +190,13 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
 def test_a_queue_is_emptied_on_the_caches_device(rig: Rig) -> None:
     rig.cache.copy_(torch.arange(4, device="cuda:1")[:, None])
     torch.cuda.synchronize(1)
-    busy = rig.slow_on(rig.side)
+    busy = rig.hold_on(rig.side)
     for j in range(300):
         last = rig.handler.store([j % 4], [(j + 1) % 4], after=busy)
     with torch.cuda.device(1):
         last.wait_on(rig.consumer)
     assert not busy.query()
+    rig.release()
     rig.handler.wait(timeout=PATIENCE)
     assert [rig.page(index) for index in range(4)] == [3, 0, 1, 2]
 
@@ -197,11 +211,12 @@ def test_a_gate_is_captured_on_the_caches_device(rig: Rig) -> None:
             rig.look()
         graph.replay()
         torch.cuda.synchronize()
-    busy = rig.slow_on(rig.side)
+    busy = rig.hold_on(rig.side)
     rig.handler.load([0], [1], after=busy, gate=gate)
     with torch.cuda.device(1):
         graph.replay()
         assert not busy.query()
+        rig.release()
         torch.cuda.synchronize()
     assert only(rig.seen[1]) == NEW
 

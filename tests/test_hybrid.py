@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from patience import PATIENCE
-from rigs import keep_busy, only
+from rigs import Hold, only
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler
@@ -319,15 +319,16 @@ def test_a_store_of_one_group_and_a_load_of_another_that_share_a_block_keep_thei
         handler = shared.handler
         second = handler if order == "kept" else shared.another_handler()
         side = torch.cuda.Stream()
-        for warm_up in (True, False):  # the slow kernel is loaded at its first launch
-            with torch.cuda.stream(side):
-                keep_busy(1 if warm_up else 200)
-        if first == "store":
-            handler.store([[5], []], [[0], []], after=side)
-            second.wait(second.load([[], [1]], [[], [5]], after=()))
-        else:
-            handler.load([[], [1]], [[], [5]], after=side)
-            second.wait(second.store([[5], []], [[0], []], after=()))
+        with torch.cuda.stream(side), Hold() as hold:
+            if first == "store":
+                handler.store([[5], []], [[0], []], after=side)
+                job = second.load([[], [1]], [[], [5]], after=())
+            else:
+                handler.load([[], [1]], [[], [5]], after=side)
+                job = second.store([[5], []], [[0], []], after=())
+            if order == "kept":
+                hold.release()
+            second.wait(job)
         handler.wait()
         second.close()
         if first == "store":  # the block as it was, or what was loaded into it
@@ -342,11 +343,12 @@ def test_loads_of_two_groups_that_share_a_block_keep_their_order(order: str) -> 
     with Shared("cuda:0") as shared:
         second = shared.handler if order == "kept" else shared.another_handler()
         side = torch.cuda.Stream()
-        for warm_up in (True, False):
-            with torch.cuda.stream(side):
-                keep_busy(1 if warm_up else 200)
-        shared.handler.load([[0], []], [[5], []], after=side)
-        second.wait(second.load([[], [1]], [[], [5]], after=(), expedited=True))
+        with torch.cuda.stream(side), Hold() as hold:
+            shared.handler.load([[0], []], [[5], []], after=side)
+            job = second.load([[], [1]], [[], [5]], after=(), expedited=True)
+            if order == "kept":
+                hold.release()
+            second.wait(job)
         shared.handler.wait()
         assert only(shared.rows[5]) == (43 if order == "kept" else 42)
 
@@ -356,13 +358,10 @@ def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
     """A hazard table keyed by the number alone would make the second job wait for the first."""
     with Shared("cuda:0") as shared:
         side = torch.cuda.Stream()
-        for warm_up in (True, False):
-            with torch.cuda.stream(side):
-                keep_busy(1 if warm_up else 200)
-                busy = side.record_event()
-        shared.handler.store([[5], []], [[0], []], after=side)
-        shared.handler.wait(shared.handler.load([[], [0]], [[], [0]], after=()), timeout=PATIENCE)
-        assert not busy.query()
+        with torch.cuda.stream(side), Hold():
+            shared.handler.store([[5], []], [[0], []], after=side)
+            load = shared.handler.load([[], [0]], [[], [0]], after=())
+            shared.handler.wait(load, timeout=PATIENCE)
         shared.handler.wait()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rigs import NEW, OLD, Rig, only
+from rigs import NEW, OLD, Hold, Rig, only
 
 from torch_kvswap.handler import Job
 
@@ -38,42 +38,40 @@ def rig(shared: Rig) -> Rig:
 
 
 def look(rig: Rig, layer: int, row: int) -> None:
-    """A kernel on the current stream that reads the last byte of each block of a layer."""
-    torch.add(rig.layers[layer][:, -1], 0, out=rig.seen[row])
+    """Reads the last byte of each block of a layer on the current stream.
+
+    Block by block with copies: a kernel starts much later where a sanitizer watches it.
+    """
+    for block in ALL:
+        rig.seen[row, block].copy_(rig.layers[layer][block, -1])
 
 
-def load(rig: Rig, groups: int | None, blocks: list[int] = ALL) -> tuple[torch.cuda.Event, Job]:
-    """Of all layers, held up for long enough to be given to the device as a whole."""
-    busy = rig.slow_on(rig.side, ms=50)
+def load(rig: Rig, groups: int | None, blocks: list[int] = ALL) -> tuple[Hold, Job]:
+    """Of all layers, held up, so that it is given to the device as a whole."""
+    busy = rig.hold_on(rig.side)
     return busy, rig.handler.load(blocks, blocks, after=busy, layer_groups=groups)
 
 
 def seen(rig: Rig) -> list[int]:
+    rig.release()
     torch.cuda.synchronize()
     return [only(row) for row in rig.seen]
 
 
 @pytest.mark.parametrize("groups", [LAYERS, 5, 1])
 def test_a_layer_can_be_read_before_the_whole_load_has_ended(rig: Rig, groups: int) -> None:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     busy, job = load(rig, groups)
     with torch.cuda.stream(rig.consumer):
         job.wait_layer(0, rig.consumer)
         look(rig, 0, 0)
         look(rig, LAYERS - 1, 1)  # as a control: who waits for the first layer has no other
-        first.record()
         job.wait_layer(LAYERS - 1, rig.consumer)
         look(rig, LAYERS - 1, 2)
-        last.record()
     assert not busy.query()  # the host waited for nothing
     is_last_there = groups == 1
     last_layer = (NEW if is_last_there else OLD) + LAYERS - 1
     assert seen(rig)[:3] == [NEW, last_layer, NEW + LAYERS - 1]
-    if not is_last_there:
-        assert first.elapsed_time(last) > 1
     rig.handler.wait(job)
-    assert job.result is not None
-    assert job.result.copy_seconds > 0.001  # of all groups, not of the last
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
@@ -88,6 +86,8 @@ def test_who_waits_for_each_layer_sees_the_bytes_of_each(
                 job.wait_layer(layer)  # the current stream
             look(rig, layer, layer)
     assert not busy.query()
+    if not waits:
+        rig.consumer.synchronize()
     assert seen(rig)[:LAYERS] == [(NEW if waits else OLD) + layer for layer in range(LAYERS)]
     rig.handler.wait(job)
 
@@ -106,6 +106,7 @@ def test_waiting_for_the_job_is_waiting_for_all_of_its_layers(rig: Rig, groups: 
 
 def test_only_the_blocks_that_are_named_change_in_every_group(rig: Rig) -> None:
     _, job = load(rig, 7, blocks=[3, 9])
+    rig.release()
     rig.handler.wait(job)
     others = [block for block in ALL if block not in (3, 9)]
     for index, layer in enumerate(rig.layers):
@@ -116,7 +117,7 @@ def test_only_the_blocks_that_are_named_change_in_every_group(rig: Rig) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 def test_a_layer_of_a_queued_load_is_waited_for_without_blocking_the_host(waits: bool) -> None:
     with Rig(layers=4) as rig:
-        busy = rig.slow_on(rig.side, ms=100)
+        busy = rig.hold_on(rig.side)
         for _ in range(100):  # more than are given to the device at once
             rig.handler.load([0], [0], after=busy)
         job = rig.handler.load([1], [1], after=(), layer_groups=4)
@@ -125,19 +126,22 @@ def test_a_layer_of_a_queued_load_is_waited_for_without_blocking_the_host(waits:
                 job.wait_layer(0)
             rig.look()
         assert not busy.query()
+        if waits:
+            rig.release()
         rig.consumer.synchronize()
-        assert busy.query() == waits
+        rig.release()
         assert only(rig.seen[1]) == (NEW if waits else OLD)
 
 
 def test_the_layers_of_an_ended_load_are_not_waited_for(rig: Rig) -> None:
     _, job = load(rig, LAYERS)
+    rig.release()
     rig.handler.wait(job)
-    busy, _ = load(rig, LAYERS)  # which may have the events of the first
+    load(rig, LAYERS)  # which may have the events of the first
     for layer in range(LAYERS):
         job.wait_layer(layer, rig.consumer)
-    rig.consumer.synchronize()
-    assert not busy.query()
+    rig.consumer.synchronize()  # the second load is still held
+    rig.release()
     rig.handler.wait()
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from refusal import refusal
-from rigs import Steps, in_time, keep_busy
+from rigs import Hold, Steps, in_time
 from stub import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, machine
@@ -84,9 +84,9 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
     with make() as handler:
         gc.collect()
         handler.wait(handler.store([0], [0]))
-        keep_busy()
-        jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
-        assert not jobs[0].done()
+        with Hold():
+            jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
+            assert not jobs[0].done()
         handler.wait(jobs, timeout=60)
         assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
 

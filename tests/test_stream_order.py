@@ -38,10 +38,12 @@ def second_handler(rig: Rig, order: str) -> OffloadHandler:
 def test_a_store_waits_for_the_kernel_that_writes_its_block(
     rig: Rig, after: tuple[()] | None, stored: int
 ) -> None:
-    busy = rig.slow()
+    rig.hold()
     rig.cache.fill_(NEW)
-    rig.handler.wait(rig.handler.store([1], [0], after=after))
-    assert busy.query() == (stored == NEW)
+    job = rig.handler.store([1], [0], after=after)
+    if after is None:
+        rig.release()
+    rig.handler.wait(job)
     assert rig.page() == stored
 
 
@@ -57,12 +59,14 @@ def test_a_store_waits_for_the_side_stream_that_is_current(rig: Rig) -> None:
 @pytest.mark.parametrize("named", ["stream", "event", "control"])
 def test_a_store_waits_for_what_it_is_told_to(rig: Rig, named: str) -> None:
     with torch.cuda.stream(rig.side):
-        busy = rig.slow()
+        rig.hold()
         rig.cache.fill_(NEW)
         event = rig.side.record_event()
     after = {"stream": rig.side, "event": event, "control": None}[named]
-    rig.handler.wait(rig.handler.store([1], [0], after=after))
-    assert busy.query() == (named != "control")
+    job = rig.handler.store([1], [0], after=after)
+    if named != "control":
+        rig.release()
+    rig.handler.wait(job)
     assert rig.page() == (OLD if named == "control" else NEW)
 
 
@@ -87,10 +91,13 @@ def test_a_thread_waits_for_its_own_current_stream(rig: Rig) -> None:
 def test_a_load_waits_for_the_kernel_that_reads_its_block(
     rig: Rig, after: tuple[()] | None, seen: int
 ) -> None:
-    busy = rig.slow()
+    rig.hold()
     rig.look()
-    rig.handler.wait(rig.handler.load([0], [1], after=after))
-    assert busy.query() == (seen == OLD)
+    job = rig.handler.load([0], [1], after=after)
+    if after is None:
+        rig.release()
+    rig.handler.wait(job)
+    rig.release()
     torch.cuda.synchronize()
     assert only(rig.seen[1]) == seen
     assert only(rig.cache[1]) == NEW
@@ -101,9 +108,13 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
 def test_a_load_waits_for_the_kernel_that_zeroes_its_block(
     rig: Rig, after: tuple[()] | None, left: int
 ) -> None:
-    rig.slow()
+    rig.hold()
     rig.cache.fill_(0)
-    rig.handler.wait(rig.handler.load([0], [1], after=after))
+    job = rig.handler.load([0], [1], after=after)
+    if after is None:
+        rig.release()
+    rig.handler.wait(job)
+    rig.release()
     torch.cuda.synchronize()
     assert only(rig.cache[1]) == left
 
@@ -111,11 +122,15 @@ def test_a_load_waits_for_the_kernel_that_zeroes_its_block(
 @pytest.mark.parametrize("named", ["stream", "event", "control"])
 def test_a_load_waits_for_what_it_is_told_to(rig: Rig, named: str) -> None:
     with torch.cuda.stream(rig.side):
-        rig.slow()
+        rig.hold()
         rig.look()
         event = rig.side.record_event()
     after = {"stream": rig.side, "event": event, "control": None}[named]
-    rig.handler.wait(rig.handler.load([0], [1], after=after))
+    job = rig.handler.load([0], [1], after=after)
+    if named != "control":
+        rig.release()
+    rig.handler.wait(job)
+    rig.release()
     torch.cuda.synchronize()
     assert only(rig.seen[1]) == (NEW if named == "control" else OLD)
 
@@ -138,15 +153,19 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
     rig.host.pages[1].fill_(NEW + 1)
     rig.cache[2].fill_(OLD + 1)
     torch.cuda.synchronize()
-    rig.slow_on(rig.side)
+    rig.hold_on(rig.side)
     # The first moves between block 1 and page 0; the second shares the one or the other.
     block, page = (2, 0) if shared == "page" else (1, 1)
     if first == "store":
         rig.handler.store([1], [0], after=rig.side)
-        second.wait(second.load([page], [block], after=()))
+        job = second.load([page], [block], after=())
     else:
         rig.handler.load([0], [1], after=rig.side)
-        second.wait(second.store([block], [page], after=()))
+        job = second.store([block], [page], after=())
+    if order == "kept":
+        rig.release()
+    second.wait(job)
+    rig.release()
     rig.handler.wait()
     torch.cuda.synchronize()
     seen = {
@@ -169,7 +188,7 @@ def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_sto
 ) -> None:
     second = second_handler(rig, order)
     with torch.cuda.stream(rig.side):
-        busy = rig.slow()
+        busy = rig.hold()
         rig.cache[1].fill_(NEW + 1)
         rig.handler.store([1], [0])
     load = second.load([0], [2], after=())
@@ -177,8 +196,10 @@ def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_sto
     with torch.cuda.stream(rig.consumer):
         rig.look()
     assert not busy.query()  # the host waited for nothing
+    if order == "kept":
+        rig.release()
     rig.consumer.synchronize()
-    assert busy.query() == (order == "kept")
+    rig.release()
     assert only(rig.seen[2]) == (NEW + 1 if order == "kept" else NEW)
 
 
@@ -189,22 +210,28 @@ def test_stores_run_in_the_order_of_submission(rig: Rig, order: str) -> None:
     second = second_handler(rig, order)
     rig.cache[1].fill_(NEW + 1)
     torch.cuda.synchronize()
-    rig.slow_on(rig.side)
+    rig.hold_on(rig.side)
     rig.handler.store([0, 2, 3], [0, 2, 3], after=rig.side)
-    second.store([1], [0], after=())
+    job = second.store([1], [0], after=())
+    if order == "kept":
+        rig.release()
+    second.wait(job)
+    rig.release()
     rig.handler.wait()
-    second.wait()
     assert rig.page() == (NEW + 1 if order == "kept" else OLD)
 
 
 def test_loads_run_in_the_order_of_submission(rig: Rig, order: str) -> None:
     second = second_handler(rig, order)
     rig.host.pages[1].fill_(NEW + 1)
-    rig.slow_on(rig.side)
+    rig.hold_on(rig.side)
     rig.handler.load([0, 2, 3], [0, 2, 3], after=rig.side)
-    second.load([1], [0], after=())
+    job = second.load([1], [0], after=())
+    if order == "kept":
+        rig.release()
+    second.wait(job)
+    rig.release()
     rig.handler.wait()
-    second.wait()
     assert only(rig.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
@@ -213,20 +240,23 @@ def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
 ) -> None:
     second = second_handler(rig, order)
     rig.host.pages[1].fill_(NEW + 1)
-    busy = rig.slow_on(rig.side)
+    busy = rig.hold_on(rig.side)
     for _ in range(100):  # more than are given to the device at once
         rig.handler.load([0], [0], after=busy)
-    second.wait(second.load([1], [0], after=(), expedited=True))
-    assert busy.query() == (order == "kept")
+    job = second.load([1], [0], after=(), expedited=True)
+    if order == "kept":
+        rig.release()
+    second.wait(job)
+    rig.release()
     rig.handler.wait()
     assert only(rig.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
 def test_jobs_of_a_direction_are_reported_in_the_order_of_submission(rig: Rig) -> None:
-    busy = rig.slow()
+    rig.hold()
     jobs = [rig.handler.store(blocks, blocks) for blocks in ([0, 1, 2, 3], [2], [0, 1, 3])]
     assert rig.handler.finished() == []
-    assert not busy.query()
+    rig.release()
     reported: list[int] = []
     while len(reported) < 3:
         reported.extend(result.job_id for result in rig.handler.finished())
@@ -255,7 +285,7 @@ def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) 
         wrong[0] = (rig.cache[4] != 0).any()
         torch.cuda.synchronize()
         stores: list[Job] = []
-        busy = rig.slow(50)
+        busy = rig.hold()
         for i in range(500):
             if i >= 4:
                 stores[i - 4].wait_on()  # which read the block that is overwritten now
@@ -266,7 +296,8 @@ def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) 
             with torch.cuda.stream(rig.consumer):
                 wrong[i] = (rig.cache[4 + i % 4] != i % 251).any()
             if i == 50:
-                assert not busy.query()
+                assert not busy.query()  # the host waited for nothing
+                rig.release()
         torch.cuda.synchronize()
         assert bool(wrong.any()) == (order != "kept")
 
@@ -285,7 +316,7 @@ def test_ids_that_change_right_after_the_call_change_nothing(
         "tensor": torch.tensor,
     }[kind]
     blocks, pages = make([1, 2]), make([3, 0])
-    busy = rig.slow()
+    busy = rig.hold()
     if direction == "store":
         rig.handler.store(blocks, pages)
     else:
@@ -293,6 +324,7 @@ def test_ids_that_change_right_after_the_call_change_nothing(
     blocks[0], blocks[1] = 0, 3
     pages[0], pages[1] = 1, 2
     assert not busy.query()
+    rig.release()
     rig.handler.wait()
     if direction == "store":
         assert [rig.page(index) for index in range(4)] == [OLD, NEW, NEW, OLD]
@@ -307,7 +339,7 @@ def test_ids_that_change_right_after_the_call_change_nothing(
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 def test_a_stream_that_waits_for_a_load_sees_its_bytes(rig: Rig, waits: bool) -> None:
-    busy = rig.slow_on(rig.side)
+    busy = rig.hold_on(rig.side)
     job = rig.handler.load([0], [1], after=rig.side)
     with torch.cuda.stream(rig.consumer):
         if waits:
@@ -315,42 +347,46 @@ def test_a_stream_that_waits_for_a_load_sees_its_bytes(rig: Rig, waits: bool) ->
         rig.look()
     assert not busy.query()  # the host waited for nothing
     assert not job.done()
+    if waits:
+        rig.release()
     rig.consumer.synchronize()
-    assert busy.query() == waits
+    rig.release()
     assert only(rig.seen[1]) == (NEW if waits else OLD)
 
 
 def test_the_current_stream_waits_when_none_is_named(rig: Rig) -> None:
-    rig.slow_on(rig.side)
+    rig.hold_on(rig.side)
     job = rig.handler.load([0], [1], after=rig.side)
     with torch.cuda.stream(rig.consumer):
         job.wait_on()
         rig.look()
+    rig.release()
     rig.consumer.synchronize()
     assert only(rig.seen[1]) == NEW
 
 
 def test_waiting_for_an_ended_job_does_not_wait_for_the_job_that_has_its_event(rig: Rig) -> None:
-    rig.slow_on(rig.side, ms=5)
+    rig.hold_on(rig.side)
     first = rig.handler.load([0], [1], after=rig.side)
+    rig.release()
     rig.handler.wait(first)
     assert len(rig.handler.finished()) == 1
     events = rig.handler.metrics().loads.events
-    busy = rig.slow_on(rig.side)
+    rig.hold_on(rig.side)
     second = rig.handler.load([0], [1], after=rig.side)
     assert rig.handler.metrics().loads.events == events  # it took those of the first
     first.wait_on(rig.consumer)
     rig.consumer.synchronize()
-    assert not busy.query()
     assert not second.done()
 
 
 def test_the_host_waits_for_a_job_that_has_not_started(rig: Rig) -> None:
-    rig.slow()
+    rig.hold()
     rig.cache.fill_(NEW)
     job = rig.handler.store([1], [0])
     with pytest.raises(TimeoutError, match=f"store {job.id}"):
         rig.handler.wait(job, timeout=0.01)
+    rig.release()
     rig.handler.wait(job, timeout=60)
     assert rig.page() == NEW
     assert [result.job_id for result in rig.handler.finished()] == [job.id]

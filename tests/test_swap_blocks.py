@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from places import PAIRS, place
 from refusal import message_of
-from rigs import keep_busy
+from rigs import Hold, keep_busy
 
 from torch_kvswap import ops
 
@@ -289,8 +289,7 @@ def test_copies_between_blocks_of_one_gpu_run_on_the_current_stream():
     dst = torch.zeros(8, 1 << 20, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        keep_busy(100)
+    with torch.cuda.stream(stream), Hold():
         src.fill_(4)
         ops.swap_blocks(src, dst, 4 << 20, torch.tensor([[0, 1]]))
         assert not stream.query()

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from places import PAIRS, place
 from refusal import message_of
-from rigs import keep_busy
+from rigs import Hold, keep_busy
 
 from torch_kvswap import ops
 
@@ -129,8 +129,7 @@ def test_the_copies_follow_the_current_stream_of_the_addresses_device():
     zero, size = torch.tensor([0]), torch.tensor([1 << 24])
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        keep_busy()
+    with torch.cuda.stream(side), Hold():
         src.fill_(1)
         swap(src, zero, dst, zero, size)
         assert not side.query()
@@ -166,12 +165,12 @@ def test_control_without_the_streams_order_the_copy_reads_too_early():
     src, dst = buffer(1 << 22, "cuda", False), buffer(1 << 22, "pinned", False)
     zero, size = torch.tensor([0]), torch.tensor([1 << 22])
     torch.cuda.synchronize()
-    keep_busy(100)
-    src.fill_(1)
     other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        swap(src, zero, dst, zero, size)
-    other.synchronize()
+    with Hold():
+        src.fill_(1)
+        with torch.cuda.stream(other):
+            swap(src, zero, dst, zero, size)
+        other.synchronize()
     assert bool((dst == SENTINEL).all())
     torch.cuda.synchronize()
 
@@ -342,10 +341,10 @@ def test_a_mixed_batch_goes_to_the_stream():
     src = torch.tensor([gpu.data_ptr(), pinned.data_ptr()])
     dst = torch.tensor([out.data_ptr(), out.data_ptr() + 4096])
     torch.cuda.synchronize()
-    keep_busy(100)
-    gpu.fill_(1)
-    ops.swap_blocks_batch(src, dst, torch.tensor([4096, 4096]))
-    assert set(out.tolist()) == {SENTINEL}
+    with Hold():
+        gpu.fill_(1)
+        ops.swap_blocks_batch(src, dst, torch.tensor([4096, 4096]))
+        assert set(out.tolist()) == {SENTINEL}
     torch.cuda.synchronize()
     assert bool((out[:4096] == 1).all())
     assert torch.equal(out[4096:], pinned)
