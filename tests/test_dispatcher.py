@@ -88,6 +88,24 @@ def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(drive
         assert 0 < last.copy_seconds < 1
 
 
+@stubbed
+def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driver: Driver) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_PATH", "strided")  # an entry for each block
+        rig = Rig(driver, blocks=30, pages=30)
+    with rig:
+        for _ in range(2):
+            hold = rig.held(SIDE)
+            for _ in range(28):
+                rig.submit("store", range(25), range(25), after=Stream(SIDE))
+            assert rig.metrics("store").queued == 0, "28 copies of 25 entries are in flight"
+            rig.store(1, 1)
+            assert rig.metrics("store").queued == 1, "there is no room for another entry"
+            rig.release(hold)
+            assert {result.path for result in rig.finish()} == {"strided"}
+        assert rig.is_right()
+
+
 # What is joined into one copy
 
 

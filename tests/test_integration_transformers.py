@@ -194,6 +194,20 @@ def test_after_the_end_transformers_has_its_own_manager_again():
 
 
 @pytest.mark.parametrize(
+    ("version", "name"),
+    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.23.1.dev0", "SectorCache")],
+)
+def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
+    module = ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, transformers=module),
+        mock.patch("importlib.util.find_spec", return_value=object()),
+    ):
+        assert integration.view().__name__ == name
+
+
+@pytest.mark.parametrize(
     "version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"]
 )
 def test_a_version_that_is_not_known_is_refused_by_name(version):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace as Record
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rigs import NEW, OLD, keep_busy
 
 from torch_kvswap.host_memory import HostPool
 from torch_kvswap.integrations.vllm_layout import Move, group_layouts, read_move
@@ -138,3 +140,72 @@ def test_a_copy_that_fails_again_ends_with_the_error():
     retry, _ = moved(layout, HostPool(layout, 3, 2), "store")
     assert retry.has_ended()
     assert "index 4 is out of bounds" in str(retry.error)
+
+
+def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None:
+            log.append("a stream is made")
+
+        def wait_stream(self, other: object) -> None:
+            log.append(f"it waits for the {other}")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            log.append("its end is recorded")
+
+    @contextlib.contextmanager
+    def enter(stream: Stream) -> Any:
+        log.append("it becomes the current one")
+        yield
+        log.append("it is left")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(Retry, "_copy", lambda *_: log.append("blocks are copied"))
+    layout = PagedLayout([torch.zeros(6, 64, dtype=torch.int8)])
+    pool = HostPool(layout, 3, 2)
+    layout.device = torch.device("cuda", 1)
+    move = Move([np.array([4])], [np.array([2])], [1])
+    assert Retry([layout], pool.pages, "store", move).error is None
+    assert log == [
+        "a stream is made",
+        "it waits for the stream of cuda:1",
+        "it becomes the current one",
+        "blocks are copied",
+        "its end is recorded",
+        "it is left",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, waits):
+    """waits: False is the control, a copy behind a stream that has nothing to do: it is too early.
+    A store reads the old bytes, and what a load brings is overwritten."""
+    cache = torch.full((6, 1 << 16), OLD, dtype=torch.uint8, device="cuda")
+    layout = PagedLayout([cache])
+    pool = HostPool(layout, 3, 2)
+    pool.pages.fill_(OLD)
+    move = Move([np.array([4])], [np.array([2])], [1])
+    idle = torch.cuda.Stream()
+    Retry([layout], pool.pages, "load", move).wait()  # the first one takes longer
+    torch.cuda.synchronize()
+    keep_busy()
+    cache.fill_(NEW)
+    with contextlib.nullcontext() if waits else torch.cuda.stream(idle):
+        retry = Retry([layout], pool.pages, direction, move)
+    retry.wait()
+    was_busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert was_busy is not waits, "it waits for the stream, and only the control does not"
+    assert retry.error is None
+    if direction == "store":
+        assert pool.pages[2, 1].unique().tolist() == [NEW if waits else OLD]
+    else:
+        assert cache[4].unique().tolist() == [OLD if waits else NEW]

@@ -241,8 +241,9 @@ def test_wait_does_not_raise_for_a_copy_that_failed(rig, monkeypatch):
     assert rig.is_right()
 
 
-def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
-    """It copies only when somebody waits for it, so that a wait that does not is seen."""
+def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is done again moves bytes only when somebody waits for it, so that a wait that
+    is left out is seen."""
     from torch_kvswap.integrations.vllm_retry import Retry
 
     class Late:
@@ -260,6 +261,10 @@ def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
         retry._end = Late(lambda: retry._copy(*what))
 
     monkeypatch.setattr(Retry, "_start", start_late)
+
+
+def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+    copy_again_late(monkeypatch)
     fail_copies(rig, monkeypatch)
     number = rig.submit("store", [([3, 9], [5, 2], 0)])
     rig.worker._handler.wait()
@@ -267,6 +272,17 @@ def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
     rig.worker.wait({number})
     assert rig.is_right()
     assert rig.finished(1)[0].success
+
+
+def test_shutdown_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+    copy_again_late(monkeypatch)
+    fail_copies(rig, monkeypatch)
+    rig.submit("store", [([3, 9], [5, 2], 0)])
+    rig.worker._handler.wait()
+    assert rig.worker.get_finished() == [], "it has not been copied yet"
+    pages = rig.worker._pool.pages
+    rig.worker.shutdown()
+    assert torch.equal(pages, rig.pages)
 
 
 def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:

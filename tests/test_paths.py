@@ -128,6 +128,25 @@ def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> No
 
 
 @stubbed
+def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """Pinned memory is the control."""
+    layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
+    taken = []
+    with figures(tmp_path, strided=(1, 0, 0), batch=(10, 0, 0)):
+        for pinned in (True, False):
+            for path in ("auto", "strided"):
+                pool = HostPool(layout, 4, pinned=pinned)
+                with OffloadHandler(layout, pool, path=path) as handler:
+                    job = handler.store([1], [1])
+                    handler.wait(job)
+                    assert job.result is not None
+                    taken.append(job.result.path)
+    assert taken == ["strided", "strided", "batch", "batch"]
+
+
+@stubbed
 def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_path: Path) -> None:
     whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
     driver.adopt(whole.view(-1), DEVICE)
