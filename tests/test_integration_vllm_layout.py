@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_kvswap.host_memory import HostPool
-from torch_kvswap.integrations.vllm_layout import Move, group_layouts, read_move
-from torch_kvswap.integrations.vllm_retry import Retry
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.retry import Retry
 from torch_kvswap.layout import PagedLayout
 
 
