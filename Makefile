@@ -10,7 +10,7 @@ native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 .PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint build clean
 
 demo:
-	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
+	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
 
 # Two minutes on two idle cores: what is marked slow is for test-all.
 test:

@@ -140,7 +140,8 @@ class Seen:
 def ours(**options: Any) -> Iterator[Seen]:
     """Enabled, and watched: what a request has in its blocks is compared when it comes back."""
     from torch_kvswap.integrations import transformers as integration
-    from torch_kvswap.integrations import transformers_manager, transformers_parked
+    from torch_kvswap.integrations.transformers import manager as transformers_manager
+    from torch_kvswap.integrations.transformers import parked as transformers_parked
 
     seen = Seen()
     made = transformers_manager.SwapManager.__init__

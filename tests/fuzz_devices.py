@@ -18,12 +18,12 @@ from stub.cuda import CudaError
 from stub.handles import Event, Stream
 from torch import Tensor
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 
 if TYPE_CHECKING:
     from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
 
-HAS_KERNELS = bool(_extension.library().kvswap_kernel_version())
+HAS_KERNELS = bool(loader.library().kvswap_kernel_version())
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 

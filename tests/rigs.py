@@ -22,7 +22,7 @@ from patience import PATIENCE, SCALE
 from torch import Tensor
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 OLD, NEW = 17, 42

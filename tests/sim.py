@@ -17,13 +17,13 @@ from rigs import in_time
 from stub import Driver, place, pool
 from torch import Tensor
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import ChannelMetrics
 
 needs_kernels = pytest.mark.skipif(
-    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
+    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
 )
 CURRENT, SIDE = 42, 43  # streams of the caller
 STREAMS = {  # in the order in which a handler creates them

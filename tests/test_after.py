@@ -8,7 +8,7 @@ from refusal import refusal
 from sim import Event, Stream
 from stub import without_cuda
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
 from torch_kvswap.after import resolve_after, resolve_waiting
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -16,17 +16,17 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 @without_cuda
 def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
-    assert resolve_after(Stream(42), CUDA) == (capi.AFTER_STREAM, 42)
-    assert resolve_after(Stream(0), CUDA) == (capi.AFTER_STREAM, 0)
-    assert resolve_after(Event(7), CUDA) == (capi.AFTER_EVENT, 7)
+    assert resolve_after(Stream(42), CUDA) == (abi.AFTER_STREAM, 42)
+    assert resolve_after(Stream(0), CUDA) == (abi.AFTER_STREAM, 0)
+    assert resolve_after(Event(7), CUDA) == (abi.AFTER_EVENT, 7)
     assert resolve_waiting(Stream(42)) == (42, 0)
     assert resolve_waiting(Stream(0, index=1)) == (0, 1)
 
 
 def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
     for device in (CUDA, CPU):
-        assert resolve_after(None, device) == (capi.AFTER_CURRENT, None)
-        assert resolve_after((), device) == (capi.AFTER_NOTHING, None)
+        assert resolve_after(None, device) == (abi.AFTER_CURRENT, None)
+        assert resolve_after((), device) == (abi.AFTER_NOTHING, None)
     assert resolve_waiting(None) == (None, -1)
 
 

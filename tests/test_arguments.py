@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_kvswap.arguments import NotCopyable, read_int, read_seconds, read_timeout
+from torch_kvswap._native.arguments import NotCopyable, read_int, read_seconds, read_timeout
 
 
 @pytest.mark.parametrize("value", [3, np.uint8(3), torch.tensor(3)])

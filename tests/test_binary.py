@@ -13,7 +13,7 @@ import pytest
 import stub
 import torch
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 
 ROOT = Path(__file__).parent.parent
 # What every Linux with torch has. In particular no libcuda, libcudart, libtorch_cuda, libc10_cuda
@@ -38,7 +38,7 @@ CUDA_HEADERS = {
 def readelf(option: str) -> list[str]:
     if shutil.which("readelf") is None:
         pytest.skip("no readelf, which comes with g++")
-    command = ["readelf", "--wide", option, _extension.PATH]
+    command = ["readelf", "--wide", option, loader.PATH]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -69,7 +69,7 @@ def test_it_shows_nothing_but_its_c_interface():
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
 )
-@pytest.mark.parametrize("use", ["pass", "_extension.library().kvswap_driver_version()"])
+@pytest.mark.parametrize("use", ["pass", "loader.library().kvswap_driver_version()"])
 def test_importing_it_does_not_touch_cuda(use):
     # With the stub a driver can be found on every machine; the control uses it.
     code = f"""
@@ -77,7 +77,7 @@ import pathlib, torch
 def drivers(): return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text()
 before = drivers()
 import torch_kvswap
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 {use}
 print(drivers() != before, torch.cuda.is_initialized())
 """
@@ -89,21 +89,21 @@ print(drivers() != before, torch.cuda.is_initialized())
 
 
 def test_a_missing_library_is_named_with_the_way_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(_extension, "PATH", tmp_path / "_C.abi3.so")
+    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
     with pytest.raises(ImportError, match=r"there is no .*_C\.abi3\.so\. In a checkout run `make"):
-        _extension.load.__wrapped__()
+        loader.load.__wrapped__()
 
 
 def test_a_library_that_torch_cannot_load_says_which_torch_and_why(monkeypatch, tmp_path):
-    monkeypatch.setattr(_extension, "PATH", tmp_path / "_C.abi3.so")
-    _extension.PATH.write_text("no library")
+    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
+    loader.PATH.write_text("no library")
     with pytest.raises(ImportError, match=r"torch \S+ cannot load .*: .*(ELF|too short)"):
-        _extension.load.__wrapped__()
+        loader.load.__wrapped__()
 
 
 def test_the_c_interface_is_of_the_same_library():
-    assert _extension.library() is _extension.library()
-    assert _extension.library()._name == str(_extension.PATH)
+    assert loader.library() is loader.library()
+    assert loader.library()._name == str(loader.PATH)
 
 
 def cuda_headers(version: str, folder: Path) -> Path:

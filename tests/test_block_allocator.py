@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_kvswap.cli.block_allocator import BlockAllocator
+from serving_demo.block_allocator import BlockAllocator
 
 
 @given(st.integers(0, 9), st.lists(st.tuples(st.booleans(), st.integers(0, 5))))

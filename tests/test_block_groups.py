@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_kvswap.block_groups import BlockGroup, needed_blocks, unit_tokens
+from torch_kvswap.prefix.groups import BlockGroup, needed_blocks, unit_tokens
 
 
 @pytest.mark.parametrize(

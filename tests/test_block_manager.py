@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import refusal
 
-from torch_kvswap.block_groups import needed_blocks
-from torch_kvswap.block_manager import BlockGroup, BlockManager
-from torch_kvswap.block_results import BlockEvent, BlockStats
-from torch_kvswap.prefix_hash import key_digest
+from torch_kvswap.prefix.groups import needed_blocks
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+from torch_kvswap.prefix.results import BlockEvent, BlockStats
 
 
 def stored(manager, keys):
@@ -692,7 +692,7 @@ def test_a_manager_is_refused_in_a_forked_child():
     manager = BlockManager(2)
     program = f"import sys; sys.path[:] = {sys.path!r}\n" + (
         "import os\n"
-        "from torch_kvswap.block_manager import BlockManager\n"
+        "from torch_kvswap.prefix.manager import BlockManager\n"
         "manager = BlockManager(2)\n"
         "if os.fork() == 0:\n"
         "    try:\n"

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from torch_kvswap import _extension, digests
-from torch_kvswap.block_manager import BlockGroup, BlockManager
-from torch_kvswap.digests import SLICE, join_digests, read_digests
+from torch_kvswap._native import loader
+from torch_kvswap.prefix import digests
+from torch_kvswap.prefix.digests import SLICE, join_digests, read_digests
+from torch_kvswap.prefix.manager import BlockGroup, BlockManager
 
 FEW = 1024  # KVSWAP_BLOCKS_FEW_KEYS
 MANY = os.urandom(32 * (FEW + 1))
@@ -27,7 +28,7 @@ class Recorder:
     """The C interface, and which of its functions were called without the GIL."""
 
     def __init__(self) -> None:
-        self.library = _extension.library()
+        self.library = loader.library()
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -46,7 +47,7 @@ class Recorder:
 @pytest.fixture
 def without_gil(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(_extension, "library", lambda: recorder)
+    monkeypatch.setattr(loader, "library", lambda: recorder)
     return recorder
 
 
@@ -87,7 +88,7 @@ def test_a_lookup_of_many_keys_lets_other_threads_run_and_one_of_few_does_not() 
     manager, keys = BlockManager(FEW), os.urandom(32 * 200_000)
     few = keys[: 32 * FEW]
     manager.complete(manager.prepare_store(few))
-    held = _extension.holding().kvswap_blocks_lookup
+    held = loader.holding().kvswap_blocks_lookup
     counts, found = array("q", [200_000]), array("q", [0, 0, 0])
     places = counts.buffer_info()[0], found.buffer_info()[0]
     with counting() as count, no_forced_switch():

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from torch_kvswap.block_manager import BlockManager
-from torch_kvswap.block_results import Load, Store
-from torch_kvswap.prefix_hash import key_digest
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockManager
+from torch_kvswap.prefix.results import Load, Store
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_kvswap.block_manager import BlockManager
-from torch_kvswap.prefix_hash import key_digest
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockManager
 
 CAPACITY = 40
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_kvswap.calibration import PATHS, SIZES, STEPS, Machine, Seconds, calibrate
-from torch_kvswap.path_costs import PathCosts
+from torch_kvswap.calibrate import PATHS, SIZES, STEPS, Machine, Seconds, calibrate
+from torch_kvswap.copy_method_costs import PathCosts
 
 
 def machine_with(costs: dict[tuple[str, str], PathCosts]) -> Seconds:

@@ -16,18 +16,20 @@ import torch
 from expecttest import assert_expected_inline
 from stub import HOST, error_of, stubbed, without_cuda
 
-from torch_kvswap import _extension, capi, metrics, native_blocks
+from torch_kvswap import metrics
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native import blocks as native_blocks
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 CSRC = Path(__file__).parent.parent / "csrc"
 HEADERS = CSRC / "capi.h", CSRC / "capi_blocks.h"
 STRUCTURES = {
-    "kvswap_usable_pages": capi.UsablePages,
-    "kvswap_group": capi.Group,
-    "kvswap_request": capi.Request,
-    "kvswap_result": capi.JobResult,
+    "kvswap_usable_pages": abi.UsablePages,
+    "kvswap_group": abi.Group,
+    "kvswap_request": abi.Request,
+    "kvswap_result": abi.JobResult,
     "kvswap_histogram": metrics.NativeHistogram,
     "kvswap_metrics": metrics.NativeMetrics,
     "kvswap_blocks_group": native_blocks.Group,
@@ -50,7 +52,7 @@ def layout_of(structure: Any) -> tuple[int, dict[str, tuple[int, int]]]:
 
 def failure() -> tuple[str, str]:
     """Type and text of the calling thread's last error."""
-    library = _extension.library()
+    library = loader.library()
     return library.kvswap_last_error_type().decode(), library.kvswap_last_error().decode()
 
 
@@ -62,7 +64,7 @@ def test_python_knows_every_function_and_how_many_arguments_it_takes():
     declared = re.findall(r"KVSWAP_API [\w *]+?\b(kvswap_\w+)\(([^)]*)\);", text)
     assert {
         name: len(arguments.split(",")) if arguments else 0 for name, arguments in declared
-    } == {name: len(types) - 1 for name, types in _extension.PROTOTYPES.items()}
+    } == {name: len(types) - 1 for name, types in loader.PROTOTYPES.items()}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -113,7 +115,7 @@ def test_each_thread_has_an_error_of_its_own():
 
 @stubbed
 def test_a_driver_call_that_fails_is_named_with_its_code(driver):
-    library, memory = _extension.library(), torch.zeros(4096, dtype=torch.uint8)
+    library, memory = loader.library(), torch.zeros(4096, dtype=torch.uint8)
     driver.fail("cuMemHostRegister", code=2)
     assert not library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
     assert failure() == (
@@ -131,20 +133,20 @@ def test_a_driver_call_that_fails_is_named_with_its_code(driver):
 @pytest.mark.gpu
 def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
     memory = torch.zeros(4096, dtype=torch.uint8)
-    assert not _extension.library().kvswap_host_register(97, memory.data_ptr(), memory.nbytes)
+    assert not loader.library().kvswap_host_register(97, memory.data_ptr(), memory.nbytes)
     assert "CUDA device 97: CUDA_ERROR_INVALID_DEVICE" in failure()[1]
 
 
 @without_cuda
 def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
     def body(driver):
-        from torch_kvswap import capi
+        from torch_kvswap._native import abi
 
         memory = torch.zeros(4096, dtype=torch.uint8)
         arguments = 0, memory.data_ptr(), memory.nbytes
         driver.fail("cuDevicePrimaryCtxRetain", code=2)
-        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
-        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
         print(driver.calls("cuDevicePrimaryCtxRetain"))
 
     assert_expected_inline(
@@ -182,11 +184,11 @@ no driver: host memory only
 @without_cuda
 def test_what_needs_a_driver_says_why_there_is_none():
     def body(driver):
-        from torch_kvswap import capi
+        from torch_kvswap._native import abi
 
         memory = torch.zeros(4096, dtype=torch.uint8)
         arguments = 0, memory.data_ptr(), memory.nbytes
-        print(error_of(lambda: capi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
 
     assert stub.run(body, STUB_WITHOUT="cuStreamIsCapturing") == (
         "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"
@@ -218,10 +220,10 @@ def test_doctor_says_how_scattered_copies_run(environment, expected):
 @without_cuda
 def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
     def body(driver):
-        from torch_kvswap import _extension
+        from torch_kvswap._native import loader
         from torch_kvswap.cli import doctor
 
-        print(_extension.library().kvswap_kernel_version(), doctor.report()["CUDA kernels"])
+        print(loader.library().kvswap_kernel_version(), doctor.report()["CUDA kernels"])
 
     version, _, text = stub.run(body).partition(" ")  # the stub's driver is of CUDA 12.8
     if int(version) >= 13000:

@@ -11,7 +11,7 @@ from patience import PATIENCE
 from rigs import NEW, OLD, Rig, ended, in_time, only, run_script, watchdog
 
 from torch_kvswap.handler import TransferError
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 
 pytestmark = pytest.mark.gpu
 

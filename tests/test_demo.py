@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_kvswap.cli import demo
+from serving_demo import demo
 
 pytestmark = pytest.mark.slow
 
@@ -137,14 +137,14 @@ def test_a_user_error_is_one_clear_line(small, arguments, message, monkeypatch, 
     assert demo.main([*small, *arguments]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert re.match(f"torch_kvswap demo: {message}", err)
+    assert re.match(f"serving_demo: {message}", err)
 
 
 def test_a_text_that_is_too_short_says_how_much_is_needed(tmp_path, capsys):
     file = tmp_path / "short"
     file.write_text("short")
     assert demo.main(["--file", str(file)]) == 2
-    message = f"torch_kvswap demo: {file} has 5 bytes, prompts take up to 96\n"
+    message = f"serving_demo: {file} has 5 bytes, prompts take up to 96\n"
     assert capsys.readouterr().err == message
 
 

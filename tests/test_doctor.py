@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from trees import write
 
-from torch_kvswap import machine
 from torch_kvswap.cli import doctor
+from torch_kvswap.host_pool import system
 
 
 def test_doctor_reports_every_topic_and_leaves_cuda_alone():
@@ -35,13 +35,13 @@ def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
 ) -> None:
     monkeypatch.delenv("KVSWAP_PATH_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(system, "ROOT", tmp_path)
     assert doctor.report()["path costs"] == "unknown: the system names no GPU"
     for number, model in enumerate(["Imaginary 9000", "Imaginary 9000", "Other GPU"]):
         file = f"proc/driver/nvidia/gpus/{number}/information"
         write(tmp_path, file, f"Model: \t\t {model}\nIRQ:   1\n")
     assert doctor.report()["path costs"] == (
-        "path_costs.json, NVIDIA H200 (Imaginary 9000), path_costs.json, NVIDIA H200 (Other GPU)"
+        "copy_method_costs.json, NVIDIA H200 (Imaginary 9000), copy_method_costs.json, NVIDIA H200 (Other GPU)"
     )
     monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
     assert doctor.report()["path costs"].startswith("none: the costs of the paths cannot be read")
@@ -54,7 +54,7 @@ def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
     write(tmp_path, "sys/fs/cgroup/memory.max", f"{5 << 30}\n")
     write(tmp_path, "sys/fs/cgroup/memory.current", f"{1 << 30}\n")
     write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(system, "ROOT", tmp_path)
     assert doctor.report()["host memory"] == (
         "4.0 GiB can be had; huge pages are made when asked, 3 reserved ones of 2 MiB are free"
     )

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from refusal import refusal
 
 from torch_kvswap.groups import Groups
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 

@@ -18,9 +18,9 @@ from rigs import in_time, run_script
 from stub import Driver, place, stubbed
 from stub.cuda import CudaError
 
-from torch_kvswap import native
+from torch_kvswap._native import handler as native_handler
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 
@@ -639,7 +639,7 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
         raise RuntimeError("no thread can be joined")
 
     handler.native.close = cannot  # type: ignore[method-assign]
-    monkeypatch.setattr(native, "_kept", [])
+    monkeypatch.setattr(native_handler, "_kept", [])
     with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
         del handler
     assert handler_of_nobody() is None

@@ -27,7 +27,7 @@ from stub.cuda import CudaError
 from stub.handles import Event, Stream
 from transfer_model import Cell, Flight, Model
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 
 if TYPE_CHECKING:
     from torch_kvswap.job import Job
@@ -41,7 +41,7 @@ ids = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=4, unique=True)
 orders = st.permutations(range(PAGES))
 afters = st.sampled_from(["current", "stream", "other", "event", "nothing"])
 numbers = st.integers(0, 1 << 16)
-HAS_KERNELS = bool(_extension.library().kvswap_kernel_version())
+HAS_KERNELS = bool(loader.library().kvswap_kernel_version())
 PATHS = ("auto", "staged", "kernel") if HAS_KERNELS else ("auto",)
 
 

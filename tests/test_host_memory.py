@@ -19,11 +19,12 @@ from stub import HOST, Driver, place, stubbed
 from stub.cuda import CudaError
 from trees import write
 
-from torch_kvswap import _extension, machine
+from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.registration import Registration
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.registration import Registration
 
 
 def make_layout(row_bytes: int = 656, device: str = "cpu") -> PagedLayout:
@@ -118,7 +119,7 @@ def test_more_than_the_machine_has_room_for_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal: 65536 kB\nMemAvailable: 4096 kB\n")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(system, "ROOT", tmp_path)
     assert_expected_inline(
         refusal(HostPool, make_layout(), num_pages=10_000),
         """\
@@ -174,7 +175,7 @@ def test_pageable_memory_is_not_registered(driver: Driver) -> None:
 def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=1000)
     address = pool.pages.data_ptr()
-    library = _extension.library()
+    library = loader.library()
     unregister = library.kvswap_host_unregister
     mapped = []
 
@@ -225,7 +226,7 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
 def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
     layout = on_gpu(driver)
     mapped: list[int] = []
-    map_memory = _extension.library().kvswap_host_map
+    map_memory = loader.library().kvswap_host_map
 
     def note(*arguments: object) -> int:
         mapped.append(map_memory(*arguments))
@@ -233,8 +234,8 @@ def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> N
 
     driver.fail("cuMemHostRegister", code=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_extension.library(), "kvswap_host_map", note)
-        patch.setattr(machine, "memlock_limit", lambda: 1000)
+        patch.setattr(loader.library(), "kvswap_host_map", note)
+        patch.setattr(system, "memlock_limit", lambda: 1000)
         text = refusal(HostPool, layout, 10, pinned=True)
     assert_expected_inline(
         text,

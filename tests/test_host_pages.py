@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from torch_kvswap.host_pages import Pages
+from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.layout import PagedLayout
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -12,7 +12,7 @@ from rigs import Hold, only
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 

@@ -24,7 +24,8 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     for a copy by having it done. guarded: without it no batch waits for anything."""
     from sim import run_until
 
-    from torch_kvswap.integrations import transformers_cache, transformers_swap
+    from torch_kvswap.integrations.transformers import cache as transformers_cache
+    from torch_kvswap.integrations.transformers import swap as transformers_swap
 
     layout = transformers_cache.PagedLayout
     swap = transformers_swap.Swap
@@ -96,7 +97,7 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
 @needs_transformers
 @stubbed
 def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
-    from torch_kvswap.integrations.transformers_swap import Swap
+    from torch_kvswap.integrations.transformers.swap import Swap
 
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))

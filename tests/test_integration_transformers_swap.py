@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.integrations.transformers_cache import Cache
-from torch_kvswap.integrations.transformers_swap import Options, Swap
+from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.swap import Options, Swap
 from torch_kvswap.layout import PagedLayout
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rigs import NEW, OLD, keep_busy
 
-from torch_kvswap.host_memory import HostPool
-from torch_kvswap.integrations.vllm_layout import Move, group_layouts, read_move
-from torch_kvswap.integrations.vllm_retry import Retry
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.retry import Retry
 from torch_kvswap.layout import PagedLayout
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from rigs import run_script
 
-from torch_kvswap.integrations.vllm_options import Options, read_options
+from torch_kvswap.integrations.vllm.options import Options, read_options
 
 
 def test_what_is_not_said_has_a_default():

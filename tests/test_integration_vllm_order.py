@@ -13,8 +13,8 @@ from sim import CURRENT, run_until
 from stub import Driver, place, stubbed
 from vllm_contract import KVSwapWorker, base, common, worker_module
 
-from torch_kvswap.host_memory import HostPool
-from torch_kvswap.integrations.vllm_options import Options
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.options import Options
 from torch_kvswap.layout import PagedLayout
 
 BLOCK, PAGE = 3, 5

@@ -16,9 +16,9 @@ import pytest
 import torch
 from patience import PATIENCE
 
-from torch_kvswap.host_memory import HostPool
-from torch_kvswap.integrations import vllm_pool
-from torch_kvswap.integrations.vllm_pool import Replicas, replicated_pool
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm import pool as vllm_pool
+from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.layout import PagedLayout
 
 
@@ -51,7 +51,7 @@ def test_all_workers_can_use_all_pages_of_one_memory(engine):
 def test_workers_are_processes_and_come_in_any_order(engine):
     code = (
         "import sys, torch\n"
-        "from torch_kvswap.integrations.vllm_pool import Replicas, replicated_pool\n"
+        "from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool\n"
         "from torch_kvswap.layout import PagedLayout\n"
         "layout = PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])\n"
         "pool = replicated_pool(layout, 6, 2, Replicas(1, 2, sys.argv[1]))\n"

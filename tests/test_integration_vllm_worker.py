@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
 
 from torch_kvswap.handler import TransferError
-from torch_kvswap.integrations.vllm_options import Options
+from torch_kvswap.integrations.vllm.options import Options
 
 PAGES = 16
 GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of each tensor
@@ -244,7 +244,7 @@ def test_wait_does_not_raise_for_a_copy_that_failed(rig, monkeypatch):
 def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is done again moves bytes only when somebody waits for it, so that a wait that
     is left out is seen."""
-    from torch_kvswap.integrations.vllm_retry import Retry
+    from torch_kvswap.integrations.vllm.retry import Retry
 
     class Late:
         def __init__(self, copy: Any) -> None:
@@ -289,7 +289,7 @@ def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
         raise RuntimeError("error 719")
 
-    monkeypatch.setattr("torch_kvswap.integrations.vllm_retry.Retry._copy", cannot)
+    monkeypatch.setattr("torch_kvswap.integrations.vllm.retry.Retry._copy", cannot)
 
 
 def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(rig, monkeypatch, caplog):

@@ -19,8 +19,9 @@ from refusal import refusal
 from rigs import Hold, Steps, in_time
 from stub import Driver, place, stubbed
 
-from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, machine
+from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
 from torch_kvswap.gate import Gate
+from torch_kvswap.host_pool import system
 
 MIB = 1 << 20
 
@@ -171,16 +172,18 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
 
 @stubbed
 def test_a_handler_whose_warning_is_an_error_is_gone(driver: Driver) -> None:
-    from torch_kvswap import native
+    from torch_kvswap._native import handler as native_handler
 
     layout = place(driver, make_layout())
     with HostPool(layout, 8) as pool:
         streams, destroyed = driver.live("streams"), []
-        destroy = native._native.kvswap_handler_destroy
+        destroy = native_handler._native.kvswap_handler_destroy
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            patch.setattr(native._native, "kvswap_handler_path_problem", lambda _: b"no kernels")
             patch.setattr(
-                native._native,
+                native_handler._native, "kvswap_handler_path_problem", lambda _: b"no kernels"
+            )
+            patch.setattr(
+                native_handler._native,
                 "kvswap_handler_destroy",
                 lambda pointer: (destroyed.append(pointer), destroy(pointer)),
             )
@@ -263,7 +266,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
-        patch.setattr(machine, "memlock_limit", lambda: None)
+        patch.setattr(system, "memlock_limit", lambda: None)
         pool = pin_in_background(driver, progress, 128)
         waiter = threading.Thread(
             target=lambda: said.append(refusal(pool.wait_ready, PATIENCE)), daemon=True

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torch_kvswap.cli.link import measure_link
+from serving_demo.link import measure_link
 
 
 @pytest.mark.gpu

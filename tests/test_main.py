@@ -3,6 +3,7 @@ from importlib.util import find_spec
 import pytest
 
 from torch_kvswap import __main__ as program
+from torch_kvswap.cli import doctor
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -24,6 +25,6 @@ def test_an_unknown_command_is_a_user_error(capsys):
     assert capsys.readouterr().err.startswith("torch_kvswap has no command 'dance'\nusage: ")
 
 
-def test_a_command_gets_its_arguments_and_gives_the_exit_code(capsys):
-    assert program.main(["demo", "--file", "/no/such/file"]) == 2
-    assert "/no/such/file" in capsys.readouterr().err
+def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch):
+    monkeypatch.setattr(doctor, "main", len)
+    assert program.main(["doctor", "--one", "--two"]) == 2

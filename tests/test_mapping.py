@@ -24,8 +24,9 @@ from rigs import a_fork_lives, run_script
 from stub import Driver, stubbed
 from trees import write
 
-from torch_kvswap import _extension, capi, machine
-from torch_kvswap.mapping import Mapping, create_file, map_pool
+from torch_kvswap._native import abi, loader
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import Mapping, create_file, map_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 MIB = 1 << 20
@@ -78,7 +79,7 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
 def test_where_no_thread_can_be_had_the_caller_touches() -> None:
     mapped = Mapping(64 * MIB)
     before = resident()
-    capi.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
+    abi.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
     assert resident() - before > 63 * MIB
 
 
@@ -101,7 +102,7 @@ def test_memory_that_is_not_there_is_an_error_when_it_is_touched() -> None:
 
 
 def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
-    if not machine.offers_huge_pages(shared=False):
+    if not system.offers_huge_pages(shared=False):
         pytest.skip("this kernel makes none")
     mapped = Mapping(16 * MIB)
     assert mapped.huge_bytes == 0
@@ -117,7 +118,7 @@ def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not() -> None:
     mapped.touch(0, 16 * MIB)
     assert mapped.huge_bytes in (0, 16 * MIB)
     version = tuple(map(int, os.uname().release.split(".")[:2]))
-    if version >= (6, 1) and machine.offers_huge_pages(shared=False):
+    if version >= (6, 1) and system.offers_huge_pages(shared=False):
         assert mapped.huge_bytes == 16 * MIB  # also where shmem_enabled is never
 
 
@@ -140,7 +141,7 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
 
 @KINDS
 def test_memory_is_unmapped_with_its_last_view(kind: str) -> None:
-    native = _extension.library()
+    native = loader.library()
     unmapped = []
     with pytest.MonkeyPatch.context() as patch:
         unmap = native.kvswap_host_unmap
@@ -236,9 +237,9 @@ def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) ->
     nodes = []
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         write(Path(folder), "sys/bus/pci/devices/0001:ab:1c.0/numa_node", "3\n")
-        patch.setattr(machine, "ROOT", Path(folder))
+        patch.setattr(system, "ROOT", Path(folder))
         bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
-        patch.setattr(_extension.library(), "kvswap_host_bind", bind)
+        patch.setattr(loader.library(), "kvswap_host_bind", bind)
         mapped = Mapping(MIB)
         mapped.place(GPU, None, range(4096, MIB))
         driver.set_attribute(33, 0)  # there is no such device
@@ -253,12 +254,12 @@ def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
 ) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{cpus[0]}\n")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    monkeypatch.setattr(_extension.library(), "kvswap_host_bind", lambda *arguments: False)
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    monkeypatch.setattr(loader.library(), "kvswap_host_bind", lambda *arguments: False)
     calls = []
-    touch = _extension.library().kvswap_host_touch
+    touch = loader.library().kvswap_host_touch
     monkeypatch.setattr(
-        _extension.library(),
+        loader.library(),
         "kvswap_host_touch",
         lambda *arguments: (calls.append((list(arguments[4]), arguments[5])), touch(*arguments))[1],
     )
@@ -277,7 +278,7 @@ def test_a_node_that_does_not_exist_hinders_nobody() -> None:
 
 
 def test_reserved_huge_pages_are_used_on_request() -> None:
-    if machine.reserved_huge_pages().free < 4:
+    if system.reserved_huge_pages().free < 4:
         pytest.skip("this machine has reserved none")
     mapped = map_pool(5 * MIB, False, True, None)
     mapped.touch(0, 5 * MIB)

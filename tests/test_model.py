@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from torch_kvswap.cli import model as transformer
-from torch_kvswap.cli.model import Model, same_bits_every_time
+from serving_demo import model as transformer
+from serving_demo.model import Model, same_bits_every_time
 
 PROMPT = b"The quick brown fox jumps over the lazy dog, again and again."
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -19,9 +19,9 @@ from rigs import in_time
 from sim import CURRENT, SIDE, Rig, Stream
 from stub import DEVICE, Driver, build, run, without_cuda
 
-from torch_kvswap.block_manager import BlockManager
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.prefix.manager import BlockManager
 
 # What a call may raise because of that, and whom a test may make fail besides.
 TOLD = ("out of host memory", "failed: ", "made up by the stub", "was cancelled")

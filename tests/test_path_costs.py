@@ -12,8 +12,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap import path_costs
-from torch_kvswap.path_costs import (
+from torch_kvswap import copy_method_costs
+from torch_kvswap.copy_method import path_options
+from torch_kvswap.copy_method_costs import (
     DIRECTIONS,
     SHIPPED,
     PathCosts,
@@ -21,7 +22,6 @@ from torch_kvswap.path_costs import (
     read_figures,
     write_figures,
 )
-from torch_kvswap.paths import path_options
 
 COSTS = {
     direction: {"strided": PathCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
@@ -65,14 +65,14 @@ def test_json_gives_back_what_it_was_given() -> None:
 
 def test_a_gpu_that_is_not_known_has_the_generic_figures() -> None:
     figures = read_figures("Imaginary 9000")
-    assert figures.source == "path_costs.json, NVIDIA H200"
+    assert figures.source == "copy_method_costs.json, NVIDIA H200"
     for direction in DIRECTIONS:
         assert {"strided", "batch"} <= set(figures.costs[direction])
 
 
 def test_every_shipped_table_can_be_read() -> None:
     for name in json.loads(SHIPPED.read_text()):
-        assert read_figures(name).source == f"path_costs.json, {name}"
+        assert read_figures(name).source == f"copy_method_costs.json, {name}"
 
 
 def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
@@ -81,7 +81,7 @@ def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
     figures = read_figures("Imaginary 9000")
     assert figures.source == str(file)
     assert figures.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
-    assert read_figures("Other GPU").source == "path_costs.json, NVIDIA H200"
+    assert read_figures("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
 
 
 def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
     before = cache_file("A/B GPU 80GB")
     assert before.name == "path-costs-A-B-GPU-80GB-0.json"
-    monkeypatch.setattr(path_costs._extension, "library", Library)
+    monkeypatch.setattr(copy_method_costs.loader, "library", Library)
     assert cache_file("A/B GPU 80GB").name == "path-costs-A-B-GPU-80GB-12345.json"
 
 
@@ -128,7 +128,7 @@ def test_a_cache_that_cannot_be_looked_at_is_passed_over(
 
         for name in ("stat", "open", "read_bytes", "read_text"):
             monkeypatch.setattr(Path, name, denied(getattr(Path, name)))
-    assert read_figures("Imaginary 9000").source == "path_costs.json, NVIDIA H200"
+    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
     (record,) = caplog.records
     assert record.getMessage().startswith("shipped costs of the paths are used, the cache cannot")
     assert path_options("auto", 0, torch.device("cuda", 0)).path == -1
@@ -138,7 +138,7 @@ def test_a_cache_in_what_is_no_folder_is_empty(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert read_figures("Imaginary 9000").source == "path_costs.json, NVIDIA H200"
+    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
     assert not caplog.records
 
 

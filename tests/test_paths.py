@@ -16,10 +16,11 @@ from rigs import in_time
 from sim import needs_kernels, rest, threads
 from stub import DEVICE, Driver, on_device, run, stubbed, without_cuda
 
-from torch_kvswap import HostPool, OffloadHandler, PagedLayout, _extension
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap._native import loader
+from torch_kvswap.copy_method import CHOICES, path_options
 from torch_kvswap.handler import Result
 from torch_kvswap.metrics import PATHS
-from torch_kvswap.paths import CHOICES, path_options
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -309,7 +310,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
         taken = paths_taken(driver, layers=4, counts=(1,))
     assert taken == "1: strided strided strided strided"
     (warning,) = warned
-    if _extension.library().kvswap_kernel_version():
+    if loader.library().kvswap_kernel_version():
         assert_expected_inline(
             str(warning.message),
             """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/paths.md)""",

@@ -16,14 +16,15 @@ from rigs import Steps, in_time
 from stub import DEVICE, Driver, place, stubbed
 from stub.cuda import CudaError
 
-from torch_kvswap import _extension, machine
+from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
 
 needs_kernels = pytest.mark.skipif(
-    not _extension.library().kvswap_kernel_version(), reason="built without nvcc"
+    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
 )
 MIB = 1 << 20
 BLOCK = 4096
@@ -142,7 +143,7 @@ def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> Non
 def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> None:
     driver.limit_registration(in_all=40 * MIB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "memlock_limit", lambda: None)
+        patch.setattr(system, "memlock_limit", lambda: None)
         text = refusal(megabytes, driver, pinned=True)
     assert_expected_inline(
         text,
@@ -263,7 +264,7 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
 def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
     steps = Steps()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
-        patch.setattr(machine, "memlock_limit", lambda: None)
+        patch.setattr(system, "memlock_limit", lambda: None)
         pool = megabytes(driver, 128, background=True, on_progress=steps)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)

@@ -22,9 +22,10 @@ from refusal import refusal
 from rigs import in_time
 from stub import HOST, Driver, place, stubbed
 
-from torch_kvswap import PoolHandle, _extension
+from torch_kvswap import PoolHandle
+from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 BLOCK = 4096
@@ -178,7 +179,7 @@ def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
 
 @stubbed
 def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None:
-    native, begins = _extension.library(), []
+    native, begins = loader.library(), []
     register = native.kvswap_host_register
 
     def note(device: int, address: int, nbytes: int) -> bool:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from torch_kvswap.block_manager import BlockManager
-from torch_kvswap.prefix_hash import (
+from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
     Medium,
     PrefixHasher,
@@ -23,6 +22,7 @@ from torch_kvswap.prefix_hash import (
     key_digest,
     reusable_blocks,
 )
+from torch_kvswap.prefix.manager import BlockManager
 
 TOKENS = list(range(1000, 1064))
 SETTINGS = {"model": "m", "dtype": "bfloat16", "block_tokens": 16}

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 import torch
 
+from serving_demo import demo
+from serving_demo.model import Model, same_bits_every_time
+from serving_demo.prefixes import PrefixServer, alike_prompts
 from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap.cli import demo
-from torch_kvswap.cli.model import Model, same_bits_every_time
-from torch_kvswap.cli.prefixes import PrefixServer, alike_prompts
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,9 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from torch_kvswap.cli.report import first_differences, traffic_table
-from torch_kvswap.cli.request import Request
-from torch_kvswap.cli.swapper import Traffic
+from serving_demo.report import first_differences, traffic_table
+from serving_demo.request import Request
+from serving_demo.swapper import Traffic
 
 
 def served(number, tokens):

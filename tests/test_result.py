@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from expecttest import assert_expected_inline
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
 from torch_kvswap.result import Result, TransferError, result_of
 
 
-def native(state: int, channel: int = capi.LOADS, error: bytes | None = None) -> capi.JobResult:
-    return capi.JobResult(
+def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> abi.JobResult:
+    return abi.JobResult(
         id=7,
         nbytes=4096,
         submit_seconds=1,
@@ -27,25 +27,25 @@ def native(state: int, channel: int = capi.LOADS, error: bytes | None = None) ->
     )
 
 
-def result(state: int, channel: int = capi.LOADS, error: bytes | None = None) -> Result:
+def result(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> Result:
     found = result_of(native(state, channel, error))
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("state", [capi.QUEUED, capi.RUNNING])
+@pytest.mark.parametrize("state", [abi.QUEUED, abi.RUNNING])
 def test_a_job_that_has_not_ended_has_no_result(state: int) -> None:
     assert result_of(native(state)) is None
 
 
 def test_a_result_has_what_the_native_side_says() -> None:
-    assert result(capi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
-    assert result(capi.DONE, capi.STORES).direction == "store"
-    assert result(capi.DONE, capi.EXPEDITED).direction == "load"
+    assert result(abi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
+    assert result(abi.DONE, abi.STORES).direction == "store"
+    assert result(abi.DONE, abi.EXPEDITED).direction == "load"
 
 
 @pytest.mark.parametrize(
-    ("state", "name"), [(capi.DONE, "done"), (capi.FAILED, "failed"), (capi.CANCELLED, "cancelled")]
+    ("state", "name"), [(abi.DONE, "done"), (abi.FAILED, "failed"), (abi.CANCELLED, "cancelled")]
 )
 def test_only_a_job_that_is_done_is_ok(state: int, name: str) -> None:
     found = result(state)
@@ -54,9 +54,9 @@ def test_only_a_job_that_is_done_is_ok(state: int, name: str) -> None:
 
 def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
     results = [
-        result(capi.FAILED, capi.STORES, b"no copy engine"),
-        result(capi.CANCELLED),
-        result(capi.FAILED, capi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
+        result(abi.FAILED, abi.STORES, b"no copy engine"),
+        result(abi.CANCELLED),
+        result(abi.FAILED, abi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
     ]
     error = TransferError(results)
     assert_expected_inline(
@@ -74,7 +74,7 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
 def test_the_error_of_jobs_can_be_sent_to_another_process(
     duplicate: Callable[[TransferError], TransferError],
 ) -> None:
-    error = TransferError([result(capi.FAILED, capi.STORES, b"no copy engine")])
+    error = TransferError([result(abi.FAILED, abi.STORES, b"no copy engine")])
     error.request = 5  # type: ignore[attr-defined]
     other = duplicate(error)
     assert type(other) is TransferError
@@ -85,6 +85,6 @@ def test_the_error_of_jobs_can_be_sent_to_another_process(
 
 
 def test_results_may_come_from_an_iterator() -> None:
-    error = TransferError(iter([result(capi.CANCELLED)]))  # type: ignore[arg-type]
+    error = TransferError(iter([result(abi.CANCELLED)]))  # type: ignore[arg-type]
     assert str(error) == "load 7 was cancelled"
     assert len(error.results) == 1

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from torch_kvswap.cli.model import Model, same_bits_every_time
-from torch_kvswap.cli.request import Request
-from torch_kvswap.cli.serving import Server
-from torch_kvswap.cli.swapper import Swapper
-from torch_kvswap.engine import OffloadEngine
+from serving_demo.model import Model, same_bits_every_time
+from serving_demo.request import Request
+from serving_demo.serving import Server
+from serving_demo.swapper import Swapper
 from torch_kvswap.handler import Result
+from torch_kvswap.prefix.engine import OffloadEngine
 
 JUNK = 77.0
 

@@ -10,8 +10,8 @@ import torch
 from refusal import refusal
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap.prefix_hash import DIGEST_BYTES, PrefixHasher
-from torch_kvswap.storing import Chain, LazyStoring
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
+from torch_kvswap.prefix.lazy import Chain, LazyStoring
 
 HASHER = PrefixHasher("m", "bfloat16", 4)
 SYSTEM = list(range(8))  # two blocks that all prompts begin with

@@ -1,6 +1,6 @@
 import pytest
 
-from torch_kvswap.cli import text
+from serving_demo import text
 
 
 def test_a_file_is_read_as_bytes(tmp_path):

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from stub import DEVICE, Driver, cache, pool, stubbed
 
 from torch_kvswap.handler import OffloadHandler
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 

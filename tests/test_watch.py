@@ -11,8 +11,8 @@ import torch
 from refusal import refusal
 from torch import Tensor
 
+from torch_kvswap.address_guard import Watch
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.watch import Watch
 
 
 def make_layout(tensors: int = 3) -> PagedLayout:

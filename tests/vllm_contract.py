@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 IS_REAL = bool(os.environ.get("KVSWAP_TEST_VLLM"))
-_OURS = "torch_kvswap.integrations."
+_OURS = "torch_kvswap.integrations.vllm."
 
 
 class LookupResult(Enum):
@@ -129,7 +129,7 @@ def _load(*names: str) -> list[Any]:
 base, common, manager_module, worker_module = _load(
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.cpu.common",
-    _OURS + "vllm_manager",
-    _OURS + "vllm_worker",
+    _OURS + "manager",
+    _OURS + "worker",
 )
 KVSwapManager, KVSwapWorker = manager_module.KVSwapManager, worker_module.KVSwapWorker

@@ -16,7 +16,7 @@ import pytest
 import stub
 from stub import Driver, stubbed
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 
 TSAN = "libtsan" in os.environ["LD_PRELOAD"]
 only_tsan = pytest.mark.skipif(not TSAN, reason="AddressSanitizer does not look for it")
@@ -46,17 +46,17 @@ def is_instrumented(library: Path) -> bool:
 
 
 def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -> None:
-    assert is_instrumented(_extension.PATH)
+    assert is_instrumented(loader.PATH)
     assert [file.name for file in stub.build().iterdir() if not is_instrumented(file)] == []
 
 
 @stubbed
 def test_processes_that_tests_start_have_the_same_library(driver: Driver) -> None:
-    from torch_kvswap import _extension
+    from torch_kvswap._native import loader
 
-    _extension.load()
+    loader.load()
     assert Path(os.environ["STUB"]).name in Path("/proc/self/maps").read_text()
-    assert is_instrumented(_extension.PATH)
+    assert is_instrumented(loader.PATH)
     assert "libtsan" in os.environ["LD_PRELOAD"] or "libasan" in os.environ["LD_PRELOAD"]
 
 

@@ -10,7 +10,7 @@ import torch
 from stub.driver import DEVICE, HOST, Driver
 
 if TYPE_CHECKING:  # the package looks for a driver when it is loaded, so the stub comes first
-    from torch_kvswap.host_memory import HostPool
+    from torch_kvswap.host_pool.pool import HostPool
     from torch_kvswap.layout import PagedLayout
 
 
@@ -37,7 +37,7 @@ def on_device(
 
 def pool(driver: Driver, layout: PagedLayout, num_pages: int, blocks_per_page: int = 1) -> HostPool:
     """A host pool for a layout on a GPU of the stub, in memory that is pinned for the stub."""
-    from torch_kvswap.host_memory import HostPool
+    from torch_kvswap.host_pool.pool import HostPool
 
     made = HostPool(layout, num_pages, blocks_per_page, pinned=False)
     driver.adopt(made.pages, HOST)
