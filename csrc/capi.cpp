@@ -4,8 +4,8 @@
 
 #include "c_error.h"
 #include "copy/address_map.h"
-#include "cuda_context.h"
-#include "cuda_driver.h"
+#include "cuda/context.h"
+#include "cuda/driver.h"
 #include "environment.h"
 #include "host_memory.h"
 

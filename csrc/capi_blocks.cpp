@@ -2,8 +2,8 @@
 
 #include <tuple>
 
-#include "blocks/manager.h"
 #include "c_error.h"
+#include "prefix/manager.h"
 
 namespace {
 

@@ -3,8 +3,8 @@
 
 #include "c_error.h"
 #include "capi.h"
-#include "cuda_context.h"
-#include "cuda_stream.h"
+#include "cuda/context.h"
+#include "cuda/stream.h"
 #include "offload/handler.h"
 
 namespace {

@@ -1,4 +1,4 @@
-"""The native part of a block manager, csrc/blocks/manager.h."""
+"""The native part of a block manager, csrc/prefix/manager.h."""
 
 from __future__ import annotations
 

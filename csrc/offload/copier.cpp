@@ -1,11 +1,11 @@
-#include "copier.h"
+#include "offload/copier.h"
 
-#include "../copy/address_check.h"
-#include "../copy/address_map.h"
-#include "../copy/host.h"
-#include "../cuda_context.h"
-#include "../kernels.h"
-#include "split.h"
+#include "copy/address_check.h"
+#include "copy/address_map.h"
+#include "copy/host.h"
+#include "cuda/context.h"
+#include "cuda/kernels.h"
+#include "offload/split.h"
 
 namespace kvswap {
 

@@ -1,11 +1,11 @@
-#include "handler.h"
+#include "offload/handler.h"
 
 #include <algorithm>
 #include <functional>
 
-#include "../cuda_context.h"
-#include "../cuda_stream.h"
-#include "clock.h"
+#include "cuda/context.h"
+#include "cuda/stream.h"
+#include "offload/clock.h"
 
 namespace kvswap {
 namespace {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <chrono>
 
-#include "../cuda_context.h"
-#include "clock.h"
-#include "handler.h"
+#include "cuda/context.h"
+#include "offload/clock.h"
+#include "offload/handler.h"
 
 // How a thread waits on the host for jobs to end.
 namespace kvswap {

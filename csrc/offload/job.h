@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "reason.h"
+#include "offload/reason.h"
 
 namespace kvswap {
 

@@ -1,11 +1,11 @@
-#include "path.h"
+#include "offload/path.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "../copy/staged.h"
-#include "job.h"
+#include "copy/staged.h"
+#include "offload/job.h"
 
 namespace kvswap {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "../capi.h"
-#include "group.h"
+#include "capi.h"
+#include "offload/group.h"
 
 namespace kvswap {
 

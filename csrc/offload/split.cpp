@@ -1,4 +1,4 @@
-#include "split.h"
+#include "offload/split.h"
 
 #include <algorithm>
 #include <numeric>

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "group.h"
-#include "transfer.h"
+#include "offload/group.h"
+#include "offload/transfer.h"
 
 // Divides what a transfer copies in one group, so that the link starts at once and stops late.
 namespace kvswap {
