@@ -22,7 +22,7 @@ POLICIES = ("lru", "arc")
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 # The calls that take keys or end jobs are made with the GIL held; they answer _BUSY when they would
-# have to wait or to take long, and are made again without it (csrc/capi_blocks.h).
+# have to wait or to take long, and are made again without it (csrc/capi.h).
 _holding = _extension.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
