@@ -2,15 +2,34 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "check.h"
+#include "copy/staged.h"
 #include "cuda/context.h"
 #include "cuda/kernels.h"
 #include "offload/clock.h"
-#include "offload/split.h"
 
 namespace kvswap {
 namespace {
+
+constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
+constexpr double kSecondsPerPage = 0.5e-6, kSecondsPerPiece = 9e-6, kSecondsPerLaunch = 4e-6;
+constexpr size_t kFragmentsPerEntry = 25;
+// A kernel that waits for the link slows down the compute beside it all the while.
+constexpr double kMostKernelBytes = 4 << 20;
+constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
+
+// Of a fragment of so many bytes: between the figures for the powers of two around it.
+double fragment_seconds(const double* table, double bytes) {
+  const double place = std::log2(bytes / 512);
+  const double last = KVSWAP_FRAGMENT_SIZES - 1;
+  if (place <= 0) return table[0];
+  if (place >= last) return table[KVSWAP_FRAGMENT_SIZES - 1] * std::exp2(place - last);
+  const auto below = static_cast<size_t>(place);
+  const double share = place - static_cast<double>(below);
+  return table[below] * (1 - share) + table[below + 1] * share;
+}
 
 constexpr double kPageableSeconds = 1;  // the driver copies in the call
 // So many times slower than the copy engines would have been, and then so many times as long
@@ -21,7 +40,122 @@ constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kEdgeSeconds = 12e-6;
 constexpr size_t kMostRunsOfEdge = 2;
 
+// Entries of the driver's queue, of which a stream has about 1,020, and seconds of the thread that
+// submits them (H200).
+size_t queue_entries(Path path, const Group& group, size_t blocks) {
+  if (path == Path::kStrided) return blocks * group.runs.size();
+  if (path == Path::kStaged) return blocks + kMostPieces;
+  if (path == Path::kKernel) return 1 + blocks / kPackBlocks;
+  return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
+}
+
+double submit_seconds(Path path, const Group& group, size_t blocks) {
+  const auto count = static_cast<double>(blocks);
+  if (path == Path::kStrided) {
+    return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
+  }
+  if (path == Path::kStaged) {
+    // Pieces grow, three times as much at a time.
+    const double bytes = count * static_cast<double>(group.block_bytes);
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}) / 2);
+    return count * kSecondsPerPage + pieces * kSecondsPerPiece;
+  }
+  if (path == Path::kKernel) {
+    return static_cast<double>(1 + blocks / kPackBlocks) * kSecondsPerLaunch;
+  }
+  return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
+}
+
+// The blocks from `first` on, as a part of their own.
+TransferPart cut(TransferPart& part, size_t first, const Group& group) {
+  TransferPart rest{part.group, part.path, {}, {}};
+  for (auto [from, to] : {std::pair(&part.blocks, &rest.blocks), {&part.slots, &rest.slots}}) {
+    to->assign(from->begin() + first, from->end());
+    from->resize(first);
+  }
+  rest.after = part.after;
+  rest.before = part.before + first * group.block_bytes;
+  part.after += rest.blocks.size() * group.block_bytes;
+  return rest;
+}
+
+// Copies some blocks of a staged transfer where they lie: the first ones of a store, while the
+// first piece is packed, and the last ones of a load, while the last piece is unpacked. blocks: so
+// many.
+void split_edge(std::vector<TransferPart>& parts, const Group& group, int channel, size_t blocks) {
+  TransferPart& all = parts.front();
+  const size_t count = all.blocks.size();
+  if (parts.size() != 1 || all.path != Path::kStaged || blocks == 0 || count < 2 * blocks) return;
+  const bool is_store = channel == kStores;
+  parts.push_back(cut(all, is_store ? blocks : count - blocks, group));
+  TransferPart& edge = is_store ? parts.front() : parts.back();
+  edge.path = Path::kStrided;
+  edge.is_edge = true;
+}
+
 }  // namespace
+
+PathChooser::PathChooser(const kvswap_path_options& options,
+                         const std::vector<kvswap::Group>& groups)
+    : forced_(options.path) {
+  for (const kvswap::Group& group : groups) {
+    Group& fitted = groups_.emplace_back();
+    fitted.host_is_pageable = group.host_is_pageable;
+    fitted.block_bytes = static_cast<double>(group.block_bytes);
+    const auto planes = static_cast<double>(group.gpu.count());
+    for (int direction = 0; direction < 2; ++direction) {
+      for (int path = 0; path < KVSWAP_PATHS; ++path) {
+        kvswap_path_costs costs = options.costs[direction][path];
+        const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
+        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
+        costs.block_seconds +=
+            planes * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / planes);
+        fitted.costs[direction][path] = costs;
+      }
+    }
+  }
+}
+
+double PathChooser::seconds(Path path, const Transfer& transfer) const {
+  const int direction = transfer.channel == kStores ? 0 : 1;
+  const kvswap_path_costs& costs = groups_[transfer.group].costs[direction][static_cast<int>(path)];
+  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
+  return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
+}
+
+Path PathChooser::choose(const Transfer& transfer) const {
+  const Group& group = groups_[transfer.group];
+  if (group.host_is_pageable) return Path::kBatch;
+  const double bytes = static_cast<double>(transfer.blocks) * group.block_bytes;
+  // Expedited loads have no staging buffer.
+  const bool may_stage =
+      transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
+  Path best = Path::kStrided;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
+    if (path == Path::kStaged && !may_stage) continue;
+    if (path == Path::kKernel && !transfer.may_launch) continue;
+    if (forces(path)) return path;
+    if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
+    const double predicted = seconds(path, transfer);
+    if (predicted >= least) continue;
+    least = predicted;
+    best = path;
+  }
+  return best;
+}
+
+bool PathChooser::wants(Path path) const {
+  if (forces(path)) return true;
+  for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
+    for (const int channel : {kStores, kLoads, kExpedited}) {
+      for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
+        if (choose({group, channel, blocks}) == path) return true;
+      }
+    }
+  }
+  return false;
+}
 
 Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
                  std::vector<std::unique_ptr<Channel>>& channels)
@@ -174,6 +308,20 @@ void Planner::close() {
   for (Group& group : groups_) group.table.reset();
   if (staging_ != 0) cuda::driver().free(staging_);
   staging_ = 0;
+}
+
+size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds) {
+  const auto is_most = [](const TransferPart& part) { return !part.is_edge; };
+  const auto most = std::find_if(parts.begin(), parts.end(), is_most);
+  size_t blocks = 1;
+  while (blocks < most->blocks.size() && submit_seconds(most->path, group, blocks + 1) <= seconds) {
+    ++blocks;
+  }
+  if (blocks == most->blocks.size()) return parts.size();
+  TransferPart rest = cut(*most, blocks, group);
+  const size_t later = most - parts.begin() + 1;
+  parts.insert(parts.begin() + later, std::move(rest));
+  return later;
 }
 
 }  // namespace kvswap

@@ -5,11 +5,41 @@
 #include <utility>
 #include <vector>
 
+#include "capi.h"
 #include "offload/channel.h"
 #include "offload/group.h"
-#include "offload/path.h"
 
 namespace kvswap {
+
+// Says which way is taken: the one that is predicted to end first, of those that can be had.
+class PathChooser {
+ public:
+  PathChooser(const kvswap_path_options& options, const std::vector<Group>& groups);
+
+  struct Transfer {
+    int group, channel;
+    size_t blocks;
+    bool may_launch = true;  // kernels
+    bool may_stage = true;   // in a buffer that is there
+  };
+  Path choose(const Transfer& transfer) const;
+  // Infinite for a path whose figures are not known.
+  double seconds(Path path, const Transfer& transfer) const;
+
+  // Whether any transfer would take this path.
+  bool wants(Path path) const;
+  bool forces(Path path) const { return forced_ == static_cast<int>(path); }
+
+ private:
+  struct Group {
+    bool host_is_pageable;
+    double block_bytes;
+    kvswap_path_costs costs[2][KVSWAP_PATHS];  // block_seconds: of all fragments, too
+  };
+
+  int forced_;
+  std::vector<Group> groups_;
+};
 
 // Says how jobs are copied, and owns what that takes on the GPU: tables of planes, and the memory
 // of the staging buffers. The context of the device is current.
@@ -66,5 +96,9 @@ class Planner {
   const cuda::Stream stream_;  // to upload tables
   cuda::Address staging_ = 0;
 };
+
+// Leaves what would cost the submitting thread more than `seconds`. Returns the first part of that;
+// the number of parts where nothing is left.
+size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds);
 
 }  // namespace kvswap

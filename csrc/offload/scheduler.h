@@ -11,7 +11,6 @@
 #include "offload/group.h"
 #include "offload/hazards.h"
 #include "offload/job_table.h"
-#include "offload/split.h"
 
 namespace kvswap {
 

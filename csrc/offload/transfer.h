@@ -6,7 +6,6 @@
 
 #include "cuda/driver.h"
 #include "offload/job.h"
-#include "offload/path.h"
 
 namespace kvswap {
 
