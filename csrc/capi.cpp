@@ -1,15 +1,81 @@
 #include "capi.h"
 
+#include <functional>
+#include <new>
 #include <optional>
+#include <string>
+#include <tuple>
 
-#include "c_error.h"
+#include "check.h"
 #include "copy/address_map.h"
-#include "cuda_context.h"
-#include "cuda_driver.h"
+#include "cuda/context.h"
+#include "cuda/driver.h"
+#include "cuda/stream.h"
 #include "environment.h"
 #include "host_memory.h"
+#include "offload/handler.h"
+#include "prefix/manager.h"
 
-using kvswap::succeeds;
+namespace {
+
+using kvswap::Handler;
+using kvswap::Job;
+using kvswap::JobRef;
+using kvswap::blocks::Keys;
+using kvswap::blocks::Manager;
+
+// Errors. No exception may leave a C function: the calling thread's last one is kept for Python.
+
+constexpr const char* kOutOfMemory = "out of host memory";
+
+thread_local std::string error_text;
+thread_local const char* shown_error = "";
+thread_local const char* error_type = "RuntimeError";
+
+void remember(const char* type, const char* message) noexcept {
+  try {
+    error_text = message;
+    shown_error = error_text.c_str();
+    error_type = type;
+  } catch (const std::bad_alloc&) {
+    shown_error = kOutOfMemory;
+    error_type = "MemoryError";
+  }
+}
+
+// Remembers the exception that is being handled. Cannot fail itself.
+void remember_error() noexcept {
+  try {
+    throw;
+  } catch (const kvswap::IndexError& error) {
+    remember("IndexError", error.what());
+  } catch (const kvswap::ValueError& error) {
+    remember("ValueError", error.what());
+  } catch (const std::bad_alloc&) {
+    remember("MemoryError", kOutOfMemory);
+  } catch (const std::exception& error) {
+    remember("RuntimeError", error.what());
+  }
+}
+
+// Runs the body of a C function, which no exception may leave.
+template <typename Body>
+bool succeeds(const Body& body) {
+  try {
+    body();
+    return true;
+  } catch (...) {
+    remember_error();
+    return false;
+  }
+}
+
+}  // namespace
+
+const char* kvswap_last_error() { return shown_error; }
+const char* kvswap_last_error_type() { return error_type; }
+
+// The driver, and host memory.
 
 int kvswap_driver_version() {
   int version = 0;
@@ -101,5 +167,324 @@ void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
   __atomic_store_n(&usable->last_page, last_page, __ATOMIC_RELEASE);
 }
 
-const char* kvswap_last_error() { return kvswap::last_error(); }
-const char* kvswap_last_error_type() { return kvswap::last_error_type(); }
+// Handlers, jobs and gates.
+
+namespace {
+
+Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
+
+// Runs the body with the context of the handler's device, if it has one. A lost device may refuse
+// it; what the handler knows can be asked for all the same. What only looks at jobs needs no
+// context: the driver is asked when something runs there.
+template <typename Body>
+bool succeeds_in(void* handler, const Body& body) {
+  return succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    Handler& of = handler_at(handler);
+    try {
+      if (of.device() >= 0) context.emplace(of.device());
+    } catch (const std::exception& error) {
+      of.lose(kvswap::Reason(error));
+    }
+    body(of);
+  });
+}
+
+std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, int device) {
+  std::vector<kvswap::Group> read;
+  for (int i = 0; i < count; ++i) read.push_back(kvswap::read_group(groups[i], device));
+  return read;
+}
+
+// What a job has come to, for Python.
+kvswap_result describe(const Job& job) {
+  kvswap_result result{};
+  result.id = job.id;
+  result.nbytes = job.nbytes;
+  result.submit_seconds = job.submit_seconds;
+  result.queue_seconds = job.queue_seconds;
+  result.copy_seconds = job.copy_seconds;
+  result.channel = job.channel;
+  result.layer_groups = job.layer_groups;
+  result.path = job.path;
+  result.state = static_cast<int32_t>(job.state);
+  result.error = job.error.c_str();
+  result.job = const_cast<Job*>(&job);
+  return result;
+}
+
+// Hands one of our references to Python.
+void* lend(const JobRef& job) {
+  job->references.fetch_add(1);
+  return job.get();
+}
+
+// Writes results one after another, each with a reference to its job.
+class Results {
+ public:
+  explicit Results(kvswap_result* results) : results_(results) {}
+
+  void operator()(const JobRef& job) {
+    results_[count] = describe(*job);
+    results_[count++].job = lend(job);
+  }
+
+  int count = 0;
+
+ private:
+  kvswap_result* results_;
+};
+
+// stream_device: -1 for the stream that is current on `device`.
+kvswap::cuda::StreamRef resolve(int device, void* stream, int stream_device) {
+  if (stream_device < 0) return kvswap::cuda::current_stream(device);
+  return {stream_device, stream};
+}
+
+}  // namespace
+
+void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device,
+                            bool threaded, const kvswap_path_options* options) {
+  void* handler = nullptr;
+  succeeds([&] {
+    std::optional<kvswap::cuda::ContextGuard> context;
+    if (device >= 0) context.emplace(device);
+    handler = new Handler(read_groups(groups, count, device), layers, device, threaded, *options);
+  });
+  return handler;
+}
+
+const char* kvswap_handler_path_problem(void* handler) {
+  return handler_at(handler).path_problem().c_str();
+}
+
+void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
+
+bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {
+  return succeeds_in(handler,
+                     [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
+}
+
+void* kvswap_handler_submit(void* handler, kvswap_request* request) {
+  void* job = nullptr;
+  succeeds_in(handler, [&](Handler& of) {
+    const JobRef submitted = of.submit(*request);
+    request->id = submitted->id;
+    job = lend(submitted);
+  });
+  return job;
+}
+
+int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity) {
+  Results found(results);
+  const bool well = succeeds([&] { handler_at(handler).report(capacity, std::ref(found)); });
+  return well ? found.count : -1;
+}
+
+int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds) {
+  int ended = -1;
+  succeeds([&] {
+    std::vector<Job*> list;
+    for (int i = 0; i < count; ++i) list.push_back(static_cast<Job*>(jobs[i]));
+    ended = handler_at(handler).wait(list, jobs == nullptr, seconds);
+  });
+  return ended;
+}
+
+int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
+  Results found(results);
+  const bool well =
+      succeeds([&] { handler_at(handler).look_at_failures(capacity, std::ref(found)); });
+  return well ? found.count : -1;
+}
+
+int kvswap_handler_close(void* handler, double seconds) {
+  int closed = -1;
+  succeeds_in(handler, [&](Handler& of) { closed = of.close(seconds); });
+  return closed;
+}
+
+void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
+
+bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
+  return succeeds([&] { *result = handler_at(handler).look(static_cast<Job*>(job), describe); });
+}
+
+int kvswap_job_done(void* handler, void* job) {
+  int done = -1;
+  succeeds([&] { done = handler_at(handler).has_ended(static_cast<Job*>(job)); });
+  return done;
+}
+
+bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
+                        int stream_device) {
+  return succeeds_in(handler, [&](Handler& of) {
+    if (of.device() < 0) return;  // the job has ended
+    of.wait_on(static_cast<Job*>(job), layer_group, resolve(of.device(), stream, stream_device));
+  });
+}
+
+int kvswap_job_cancel(void* handler, void* job) {
+  int cancelled = -1;
+  succeeds_in(handler, [&](Handler& of) { cancelled = of.cancel(static_cast<Job*>(job)); });
+  return cancelled;
+}
+
+void* kvswap_gate_create(void* handler, int parts) {
+  void* gate = nullptr;
+  succeeds_in(handler, [&](Handler& of) { gate = of.make_gate(parts); });
+  return gate;
+}
+
+void kvswap_gate_release(void* gate) { kvswap::Gate::release(static_cast<kvswap::Gate*>(gate)); }
+
+bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device) {
+  const auto& of = *static_cast<kvswap::Gate*>(gate);
+  return succeeds([&] { of.wait(part, resolve(of.device, stream, stream_device)); });
+}
+
+bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {
+  return succeeds([&] { *metrics = handler_at(handler).metrics(channel); });
+}
+
+// Block managers.
+
+namespace {
+
+static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::blocks::Event));
+static_assert(KVSWAP_DIGEST_BYTES == kvswap::blocks::kDigestBytes);
+static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
+
+Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
+
+Keys read_keys(const void* keys, const int64_t* counts) {
+  return {static_cast<const uint8_t*>(keys), counts};
+}
+
+// What a call answers that is made again without the GIL, or that fails.
+template <typename Call>
+int64_t answer(const Call& call) {
+  int64_t value = -1;
+  succeeds([&] {
+    try {
+      value = static_cast<int64_t>(call());
+    } catch (const kvswap::blocks::Busy&) {
+      value = KVSWAP_BLOCKS_BUSY;
+    }
+  });
+  return value;
+}
+
+std::vector<kvswap::blocks::GroupOptions> read_groups(const kvswap_blocks_group* groups,
+                                                      int count) {
+  std::vector<kvswap::blocks::GroupOptions> read;
+  for (int i = 0; i < count; ++i) {
+    const auto [num_pages, ratio, window] = groups[i];
+    read.push_back({size_t(num_pages), size_t(ratio), size_t(window)});
+  }
+  return read;
+}
+
+}  // namespace
+
+void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
+                           const kvswap_blocks_options* options) {
+  void* made = nullptr;
+  succeeds([&] {
+    made = new Manager(read_groups(groups, count),
+                       {static_cast<kvswap::blocks::PolicyKind>(options->policy),
+                        static_cast<uint32_t>(options->store_threshold),
+                        static_cast<size_t>(options->asked_capacity), options->events});
+  });
+  return made;
+}
+
+void kvswap_blocks_destroy(void* blocks) { delete &manager_at(blocks); }
+
+bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages) {
+  return succeeds([&] { manager_at(blocks).grow(ready_pages); });
+}
+
+int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
+                             kvswap_blocks_found* found, bool wait) {
+  return answer([&] {
+    const auto [cached, ready, pending] =
+        manager_at(blocks).lookup(read_keys(keys, counts), again, wait);
+    *found = {cached, ready, pending};
+    return 1;
+  });
+}
+
+int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t* counts,
+                                   int64_t* pages, bool wait) {
+  return answer(
+      [&] { return manager_at(blocks).prepare_load(read_keys(keys, counts), pages, wait); });
+}
+
+int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts,
+                                    double now, bool keep, int64_t* places, int64_t* pages,
+                                    int64_t* new_counts, int64_t* job, int64_t* lease, bool wait) {
+  return answer([&] {
+    const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep, places,
+                                                         pages, new_counts, wait);
+    if (stored) std::tie(*job, *lease) = std::pair(stored->job, stored->lease);
+    return stored.has_value();
+  });
+}
+
+int64_t kvswap_blocks_end(void* blocks, int64_t job, bool well, bool wait) {
+  return answer([&] {
+    manager_at(blocks).end(job, well, wait);
+    return 1;
+  });
+}
+
+int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts, bool wait) {
+  return answer([&] {
+    manager_at(blocks).touch(read_keys(keys, counts), wait);
+    return 1;
+  });
+}
+
+int64_t kvswap_blocks_order(void* blocks, const void* keys, const int64_t* counts, bool renew,
+                            bool wait) {
+  return answer([&] {
+    manager_at(blocks).order(read_keys(keys, counts), renew, wait);
+    return 1;
+  });
+}
+
+int64_t kvswap_blocks_lease(void* blocks, const void* keys, const int64_t* counts, double now,
+                            double seconds, bool wait) {
+  return answer(
+      [&] { return manager_at(blocks).lease(read_keys(keys, counts), now, seconds, wait); });
+}
+
+int64_t kvswap_blocks_release(void* blocks, int64_t lease, bool wait) {
+  return answer([&] { return manager_at(blocks).release(lease, wait); });
+}
+
+bool kvswap_blocks_reset(void* blocks) {
+  return succeeds([&] { manager_at(blocks).reset(); });
+}
+
+int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
+  int64_t taken = -1;
+  succeeds([&] {
+    auto* into = reinterpret_cast<kvswap::blocks::Event*>(events);
+    taken = static_cast<int64_t>(manager_at(blocks).take_events(into, size_t(capacity)));
+  });
+  return taken;
+}
+
+bool kvswap_blocks_stats_of(void* blocks, int group, double now, kvswap_blocks_stats* stats) {
+  return succeeds([&] {
+    manager_at(blocks).stats(size_t(group), now, [&](const auto& of, const auto& pages) {
+      *stats = {of.asked,           of.hits,          of.pending,
+                of.stored,          of.loaded,        pages.num_evicted(),
+                of.skipped,         of.refused,       of.failed,
+                pages.num_ready(),  pages.num_free(), pages.num_idle(),
+                pages.num_filling()};
+    });
+  });
+}

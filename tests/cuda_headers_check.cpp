@@ -1,11 +1,11 @@
-// Compares the prototypes of csrc/cuda_driver.h with the headers of a CUDA release. Only compiled:
+// Compares the prototypes of csrc/cuda/driver.h with the headers of a CUDA release. Only compiled:
 // tests/test_binary.py runs the compiler over it once for each release.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-#include "../csrc/cuda_driver.h"
+#include "../csrc/cuda/driver.h"
 
 namespace {
 

@@ -37,7 +37,7 @@ FLOORS = (
     ("cli", "integrations", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.
-TORCH_FREE = ("blocks", "copy", "offload")
+TORCH_FREE = ("copy", "offload", "prefix")
 
 
 def room(module: str) -> str:
@@ -182,7 +182,7 @@ def test_a_native_file_includes_what_its_room_may(path):
         assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
     if path.parent.name == "copy":
         assert not [name for name in names if "offload/" in name], "copies know no jobs"
-    if path.parent.name == "blocks":
+    if path.parent.name == "prefix":
         assert not [name for name in names if re.match("copy/|offload/", name)]
 
 

@@ -137,6 +137,6 @@ def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path)
 
 
 def test_no_driver_function_is_left_out_of_the_comparison():
-    header = (ROOT / "csrc" / "cuda_driver.h").read_text()
+    header = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
     check = (ROOT / "tests" / "cuda_headers_check.cpp").read_text()
     assert re.findall(r"Result \(\*(\w+)\)", header) == re.findall(r"SAME\((\w+), cu", check)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of each folder, those first that are fast and find most.
 TESTS = {
-    "csrc/blocks": [
+    "csrc/prefix": [
         *("test_block_manager*.py", "test_block_policies.py", "test_engine*.py"),
         "test_out_of_memory.py",
     ],

@@ -1,12 +1,12 @@
-#include "address_check.h"
+#include "copy/address_check.h"
 
 #include <algorithm>
 #include <fstream>
 #include <sstream>
 #include <string>
 
-#include "../check.h"
-#include "overlap.h"
+#include "check.h"
+#include "copy/overlap.h"
 
 namespace kvswap {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "address_map.h"
-#include "fragment.h"
+#include "copy/address_map.h"
+#include "copy/fragment.h"
 
 namespace kvswap {
 

@@ -1,10 +1,10 @@
-#include "address_map.h"
+#include "copy/address_map.h"
 
 #include <algorithm>
 #include <sstream>
 
-#include "../check.h"
-#include "../cuda_driver.h"
+#include "check.h"
+#include "cuda/driver.h"
 
 namespace kvswap {
 AddressMap::AddressMap() : cuda_in_use_(cuda::is_initialised()) {}

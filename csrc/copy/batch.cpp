@@ -1,12 +1,12 @@
-#include "batch.h"
+#include "copy/batch.h"
 
 #include <algorithm>
 #include <string>
 
-#include "../check.h"
-#include "../cuda_context.h"
-#include "../environment.h"
-#include "address_map.h"
+#include "check.h"
+#include "copy/address_map.h"
+#include "cuda/context.h"
+#include "environment.h"
 
 namespace kvswap {
 namespace {

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "../cuda_context.h"
-#include "../environment.h"
-#include "fragment.h"
+#include "copy/fragment.h"
+#include "cuda/context.h"
+#include "environment.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "host.h"
+#include "copy/host.h"
 
 #include <cstring>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "fragment.h"
+#include "copy/fragment.h"
 
 namespace kvswap {
 

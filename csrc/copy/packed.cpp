@@ -1,9 +1,9 @@
-#include "packed.h"
+#include "copy/packed.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "../check.h"
+#include "check.h"
 
 namespace kvswap {
 namespace {

@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "../cuda_driver.h"
-#include "../kernels.h"
-#include "pack.h"
-#include "planes.h"
+#include "copy/pack.h"
+#include "copy/slabs.h"
+#include "cuda/driver.h"
+#include "cuda/kernels.h"
 
 // Blocks as the pack kernels see them: planes on the GPU, and packed in a host page or a buffer.
 namespace kvswap {

@@ -1,8 +1,8 @@
-#include "staged.h"
+#include "copy/staged.h"
 
 #include <algorithm>
 
-#include "../check.h"
+#include "check.h"
 
 namespace kvswap {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <deque>
 
-#include "../event_pool.h"
-#include "batch.h"
-#include "packed.h"
+#include "copy/batch.h"
+#include "copy/packed.h"
+#include "cuda/event_pool.h"
 
 namespace kvswap {
 

@@ -1,7 +1,7 @@
-#include "strided.h"
+#include "copy/strided.h"
 
-#include "../check.h"
-#include "address_map.h"
+#include "check.h"
+#include "copy/address_map.h"
 
 namespace kvswap {
 namespace {

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "../cuda_driver.h"
-#include "planes.h"
+#include "copy/slabs.h"
+#include "cuda/driver.h"
 
 namespace kvswap {
 

@@ -1,6 +1,6 @@
-#include "channel.h"
+#include "offload/channel.h"
 
-#include "../cuda_context.h"
+#include "cuda/context.h"
 
 namespace kvswap {
 

@@ -6,12 +6,12 @@
 #include <thread>
 #include <vector>
 
-#include "../event_pool.h"
-#include "copier.h"
-#include "group.h"
-#include "job.h"
-#include "moment.h"
-#include "transfer.h"
+#include "cuda/event_pool.h"
+#include "offload/copier.h"
+#include "offload/group.h"
+#include "offload/job.h"
+#include "offload/stream_point.h"
+#include "offload/transfer.h"
 
 namespace kvswap {
 

@@ -1,13 +1,32 @@
-#include "copier.h"
+#include "offload/copier.h"
 
-#include "../copy/address_check.h"
-#include "../copy/address_map.h"
-#include "../copy/host.h"
-#include "../cuda_context.h"
-#include "../kernels.h"
-#include "split.h"
+#include <algorithm>
+#include <numeric>
+
+#include "copy/address_check.h"
+#include "copy/address_map.h"
+#include "copy/host.h"
+#include "cuda/context.h"
+#include "cuda/kernels.h"
 
 namespace kvswap {
+namespace {
+
+// Neighbours on the host are copied as one, whatever order the caller named them in.
+void sort_by_slot(TransferPart& part) {
+  if (std::is_sorted(part.slots.begin(), part.slots.end())) return;
+  std::vector<size_t> order(part.slots.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](size_t one, size_t other) { return part.slots[one] < part.slots[other]; });
+  const TransferPart old = part;
+  for (size_t i = 0; i < order.size(); ++i) {
+    part.blocks[i] = old.blocks[order[i]];
+    part.slots[i] = old.slots[order[i]];
+  }
+}
+
+}  // namespace
 
 Copier::Copier(int channel, int device, cuda::Stream copies)
     : channel_(channel), device_(device), copies_(copies) {}

@@ -3,10 +3,10 @@
 #include <memory>
 #include <vector>
 
-#include "../copy/staged.h"
-#include "../environment.h"
-#include "group.h"
-#include "transfer.h"
+#include "copy/staged.h"
+#include "environment.h"
+#include "offload/group.h"
+#include "offload/transfer.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "gate.h"
+#include "offload/gate.h"
 
 #include <algorithm>
 #include <optional>

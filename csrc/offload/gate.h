@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstdint>
 
-#include "../cuda_context.h"
-#include "reason.h"
-#include "transfer.h"
+#include "cuda/context.h"
+#include "offload/reason.h"
+#include "offload/transfer.h"
 
 namespace kvswap {
 

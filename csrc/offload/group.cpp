@@ -1,10 +1,10 @@
-#include "group.h"
+#include "offload/group.h"
 
 #include <map>
 #include <string>
 
-#include "../check.h"
-#include "../copy/address_map.h"
+#include "check.h"
+#include "copy/address_map.h"
 
 namespace kvswap {
 namespace {

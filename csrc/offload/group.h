@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "../capi.h"
-#include "../copy/packed.h"
-#include "../copy/strided.h"
+#include "capi.h"
+#include "copy/packed.h"
+#include "copy/strided.h"
 
 namespace kvswap {
 

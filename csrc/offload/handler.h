@@ -3,10 +3,10 @@
 #include <memory>
 #include <vector>
 
-#include "../capi.h"
-#include "dispatcher.h"
-#include "gate.h"
-#include "request.h"
+#include "capi.h"
+#include "offload/gate.h"
+#include "offload/request.h"
+#include "offload/scheduler.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "hazards.h"
+#include "offload/hazards.h"
 
 #include <algorithm>
 

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "group.h"
-#include "job.h"
+#include "offload/group.h"
+#include "offload/job.h"
 
 namespace kvswap {
 

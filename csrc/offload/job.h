@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "reason.h"
+#include "offload/reason.h"
 
 namespace kvswap {
 
@@ -17,6 +17,14 @@ inline const char* direction_name(int channel) { return channel == kStores ? "st
 
 // Python knows these numbers.
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
+
+// Ways of copying. Python knows these numbers.
+enum class Path : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
+
+inline const char* path_name(Path path) {
+  static constexpr const char* names[] = {"host", "batch", "strided", "staged", "kernel"};
+  return names[static_cast<int>(path)];
+}
 
 struct Transfer;
 class Gate;

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "../capi.h"
+#include "capi.h"
 
 namespace kvswap {
 

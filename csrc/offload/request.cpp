@@ -1,8 +1,8 @@
-#include "request.h"
+#include "offload/request.h"
 
 #include <algorithm>
 
-#include "../check.h"
+#include "check.h"
 
 namespace kvswap {
 namespace {

@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
-#include "../capi.h"
-#include "group.h"
-#include "job.h"
+#include "capi.h"
+#include "offload/group.h"
+#include "offload/job.h"
 
 namespace kvswap {
 

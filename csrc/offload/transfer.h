@@ -4,9 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "../cuda_driver.h"
-#include "job.h"
-#include "path.h"
+#include "cuda/driver.h"
+#include "offload/job.h"
 
 namespace kvswap {
 

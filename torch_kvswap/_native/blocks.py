@@ -1,4 +1,4 @@
-"""The native part of a block manager, csrc/blocks/manager.h."""
+"""The native part of a block manager, csrc/prefix/manager.h."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ("lru", "arc")
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 # The calls that take keys or end jobs are made with the GIL held; they answer _BUSY when they would
-# have to wait or to take long, and are made again without it (csrc/capi_blocks.h).
+# have to wait or to take long, and are made again without it (csrc/capi.h).
 _holding = loader.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end

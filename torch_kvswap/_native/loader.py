@@ -10,7 +10,7 @@ import torch
 _Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
 _Long, _Real = ctypes.c_int64, ctypes.c_double
 
-# The functions of csrc/capi.h and csrc/capi_blocks.h: what they return, then what they take.
+# The functions of csrc/capi.h: what they return, then what they take.
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_driver_version": (_Int,),
     "kvswap_driver_error": (_Text,),

@@ -1,0 +1,327 @@
+#include "offload/copy_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "check.h"
+#include "copy/staged.h"
+#include "cuda/context.h"
+#include "cuda/kernels.h"
+#include "offload/clock.h"
+
+namespace kvswap {
+namespace {
+
+constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
+constexpr double kSecondsPerPage = 0.5e-6, kSecondsPerPiece = 9e-6, kSecondsPerLaunch = 4e-6;
+constexpr size_t kFragmentsPerEntry = 25;
+// A kernel that waits for the link slows down the compute beside it all the while.
+constexpr double kMostKernelBytes = 4 << 20;
+constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
+
+// Of a fragment of so many bytes: between the figures for the powers of two around it.
+double fragment_seconds(const double* table, double bytes) {
+  const double place = std::log2(bytes / 512);
+  const double last = KVSWAP_FRAGMENT_SIZES - 1;
+  if (place <= 0) return table[0];
+  if (place >= last) return table[KVSWAP_FRAGMENT_SIZES - 1] * std::exp2(place - last);
+  const auto below = static_cast<size_t>(place);
+  const double share = place - static_cast<double>(below);
+  return table[below] * (1 - share) + table[below + 1] * share;
+}
+
+constexpr double kPageableSeconds = 1;  // the driver copies in the call
+// So many times slower than the copy engines would have been, and then so many times as long
+// without kernels, in seconds at most: to try too early costs several times as much as to try too
+// late. Where two copies share the link both are slower, and the copy engines lose nothing.
+constexpr double kCrowded = 1.6, kAvoidTimes = 100, kLongestAvoidance = 2;
+constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
+constexpr double kEdgeSeconds = 12e-6;
+constexpr size_t kMostRunsOfEdge = 2;
+
+// Entries of the driver's queue, of which a stream has about 1,020, and seconds of the thread that
+// submits them (H200).
+size_t queue_entries(Path path, const Group& group, size_t blocks) {
+  if (path == Path::kStrided) return blocks * group.runs.size();
+  if (path == Path::kStaged) return blocks + kMostPieces;
+  if (path == Path::kKernel) return 1 + blocks / kPackBlocks;
+  return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
+}
+
+double submit_seconds(Path path, const Group& group, size_t blocks) {
+  const auto count = static_cast<double>(blocks);
+  if (path == Path::kStrided) {
+    return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
+  }
+  if (path == Path::kStaged) {
+    // Pieces grow, three times as much at a time.
+    const double bytes = count * static_cast<double>(group.block_bytes);
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}) / 2);
+    return count * kSecondsPerPage + pieces * kSecondsPerPiece;
+  }
+  if (path == Path::kKernel) {
+    return static_cast<double>(1 + blocks / kPackBlocks) * kSecondsPerLaunch;
+  }
+  return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
+}
+
+// The blocks from `first` on, as a part of their own.
+TransferPart cut(TransferPart& part, size_t first, const Group& group) {
+  TransferPart rest{part.group, part.path, {}, {}};
+  for (auto [from, to] : {std::pair(&part.blocks, &rest.blocks), {&part.slots, &rest.slots}}) {
+    to->assign(from->begin() + first, from->end());
+    from->resize(first);
+  }
+  rest.after = part.after;
+  rest.before = part.before + first * group.block_bytes;
+  part.after += rest.blocks.size() * group.block_bytes;
+  return rest;
+}
+
+// Copies some blocks of a staged transfer where they lie: the first ones of a store, while the
+// first piece is packed, and the last ones of a load, while the last piece is unpacked. blocks: so
+// many.
+void split_edge(std::vector<TransferPart>& parts, const Group& group, int channel, size_t blocks) {
+  TransferPart& all = parts.front();
+  const size_t count = all.blocks.size();
+  if (parts.size() != 1 || all.path != Path::kStaged || blocks == 0 || count < 2 * blocks) return;
+  const bool is_store = channel == kStores;
+  parts.push_back(cut(all, is_store ? blocks : count - blocks, group));
+  TransferPart& edge = is_store ? parts.front() : parts.back();
+  edge.path = Path::kStrided;
+  edge.is_edge = true;
+}
+
+}  // namespace
+
+PathChooser::PathChooser(const kvswap_path_options& options,
+                         const std::vector<kvswap::Group>& groups)
+    : forced_(options.path) {
+  for (const kvswap::Group& group : groups) {
+    Group& fitted = groups_.emplace_back();
+    fitted.host_is_pageable = group.host_is_pageable;
+    fitted.block_bytes = static_cast<double>(group.block_bytes);
+    const auto planes = static_cast<double>(group.gpu.count());
+    for (int direction = 0; direction < 2; ++direction) {
+      for (int path = 0; path < KVSWAP_PATHS; ++path) {
+        kvswap_path_costs costs = options.costs[direction][path];
+        const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
+        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
+        costs.block_seconds +=
+            planes * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / planes);
+        fitted.costs[direction][path] = costs;
+      }
+    }
+  }
+}
+
+double PathChooser::seconds(Path path, const Transfer& transfer) const {
+  const int direction = transfer.channel == kStores ? 0 : 1;
+  const kvswap_path_costs& costs = groups_[transfer.group].costs[direction][static_cast<int>(path)];
+  if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
+  return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
+}
+
+Path PathChooser::choose(const Transfer& transfer) const {
+  const Group& group = groups_[transfer.group];
+  if (group.host_is_pageable) return Path::kBatch;
+  const double bytes = static_cast<double>(transfer.blocks) * group.block_bytes;
+  // Expedited loads have no staging buffer.
+  const bool may_stage =
+      transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
+  Path best = Path::kStrided;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
+    if (path == Path::kStaged && !may_stage) continue;
+    if (path == Path::kKernel && !transfer.may_launch) continue;
+    if (forces(path)) return path;
+    if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
+    const double predicted = seconds(path, transfer);
+    if (predicted >= least) continue;
+    least = predicted;
+    best = path;
+  }
+  return best;
+}
+
+bool PathChooser::wants(Path path) const {
+  if (forces(path)) return true;
+  for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
+    for (const int channel : {kStores, kLoads, kExpedited}) {
+      for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
+        if (choose({group, channel, blocks}) == path) return true;
+      }
+    }
+  }
+  return false;
+}
+
+Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
+                 std::vector<std::unique_ptr<Channel>>& channels)
+    : groups_(groups),
+      device_(device),
+      options_(options),
+      chooser_(options, groups),
+      stream_(channels[kStores]->stream()) {
+  if (device < 0) return;
+  try {
+    set_up(channels);
+  } catch (const std::bad_alloc&) {
+    close();
+    throw;
+  } catch (const std::exception& error) {
+    close();
+    has_kernels_ = false;
+    problem_ = error.what();
+    for (const Path path : {Path::kStaged, Path::kKernel}) {
+      if (!chooser_.forces(path)) continue;
+      fail<ValueError>("path='", path_name(path), "' cannot be had: ", error.what());
+    }
+  }
+}
+
+void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
+  const bool stages = chooser_.wants(Path::kStaged);
+  if (!stages && !chooser_.wants(Path::kKernel)) return;
+  cuda::kernels(device_);
+  make_tables(groups_);
+  has_kernels_ = true;
+  for (const Group& group : groups_) {
+    const bool forced = chooser_.forces(Path::kStaged) || chooser_.forces(Path::kKernel);
+    KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
+  }
+  if (!stages) return;
+  KVSWAP_CHECK(options_.staging_bytes >= kFewestStagingBytes,
+               "staging_bytes=", options_.staging_bytes, " is too little; give it ",
+               kFewestStagingBytes, " or more");
+  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
+                      options_.staging_bytes, " bytes for staging");
+  const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
+  channels[kStores]->use_staging(staging_, half);
+  channels[kLoads]->use_staging(staging_ + half, half);
+}
+
+void Planner::make_tables(std::vector<Group>& groups) const {
+  for (Group& group : groups) {
+    const int64_t slots = group.num_pages * group.blocks_per_page;
+    if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
+    group.table = std::make_shared<PlaneTable>(group.gpu, group.host, stream_);
+  }
+}
+
+PathChooser Planner::prepare(std::vector<Group>& groups) const {
+  if (has_kernels_) make_tables(groups);
+  return PathChooser(options_, groups);
+}
+
+Path Planner::choose(const Job& job, int group, size_t blocks) const {
+  if (device_ < 0) return Path::kHost;
+  const bool is_crowded = options_.path < 0 && crowded_until_ > job.work->submitted_at;
+  const bool may_launch = groups_[group].table != nullptr && !job.work->background && !is_crowded;
+  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
+}
+
+void Planner::plan(Job& job) const noexcept {
+  Work& work = *job.work;
+  double seconds = 0;
+  for (const Part& part : work.parts) {
+    const Group& group = groups_[part.group];
+    const Path path = choose(job, part.group, part.count);
+    if (&part == &work.parts.front()) job.path = static_cast<int>(path);
+    work.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
+    seconds += group.host_is_pageable ? kPageableSeconds : submit_seconds(path, group, part.count);
+  }
+  work.enqueue_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
+}
+
+void Planner::note(const Transfer& transfer, double seconds) noexcept {
+  double predicted = kLeastCrowdedSeconds;
+  bool launched = false;
+  for (const TransferPart& part : transfer.parts) {
+    launched |= part.path == Path::kStaged || part.path == Path::kKernel;
+    predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
+  }
+  // While the host was late with the rest the device may have had nothing to do.
+  if (!launched || seconds - transfer.late_seconds < kCrowded * predicted) return;
+  crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
+}
+
+std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) const {
+  std::vector<TransferPart> parts;
+  std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
+  for (const Job& job : jobs) {
+    const int64_t *blocks = job.work->blocks(), *slots = job.work->slots();
+    for (const Part& part : job.work->parts) {
+      if (place[part.group] == groups_.size()) {
+        place[part.group] = parts.size();
+        parts.push_back({part.group, Path::kHost, {}, {}});
+      }
+      TransferPart& all = parts[place[part.group]];
+      all.blocks.insert(all.blocks.end(), blocks, blocks + part.count);
+      all.slots.insert(all.slots.end(), slots, slots + part.count);
+      blocks += part.count;
+      slots += part.count;
+    }
+  }
+  const Job& first = jobs.front();
+  for (TransferPart& part : parts) part.path = choose(first, part.group, part.blocks.size());
+  // A load that others precede is unpacked while they are on the link.
+  const bool has_edge =
+      parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
+  if (has_edge) split_edge(parts, groups_[parts.front().group], first.channel, edge_blocks(first));
+  return parts;
+}
+
+// As many as the link takes for while a kernel is launched.
+size_t Planner::edge_blocks(const Job& job) const {
+  const int group = job.work->parts.front().group;
+  if (groups_[group].runs.size() > kMostRunsOfEdge) return 0;
+  const auto seconds = [&](size_t blocks) {
+    return chooser_.seconds(Path::kStrided, {group, job.channel, blocks});
+  };
+  const double each = seconds(2) - seconds(1);
+  return each > 0 ? static_cast<size_t>(std::ceil(kEdgeSeconds / each)) : 1;
+}
+
+double Planner::without_kernels(const PathChooser::Transfer& transfer) const {
+  return std::min(chooser_.seconds(Path::kStrided, transfer),
+                  chooser_.seconds(Path::kBatch, transfer));
+}
+
+size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {
+  size_t entries = 0;
+  for (const TransferPart& part : parts) {
+    entries += queue_entries(part.path, groups_[part.group], part.blocks.size());
+  }
+  return entries;
+}
+
+void Planner::leave() noexcept {
+  for (Group& group : groups_) {
+    if (group.table != nullptr) group.table->leave();
+  }
+  staging_ = 0;
+}
+
+void Planner::close() {
+  for (Group& group : groups_) group.table.reset();
+  if (staging_ != 0) cuda::driver().free(staging_);
+  staging_ = 0;
+}
+
+size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds) {
+  const auto is_most = [](const TransferPart& part) { return !part.is_edge; };
+  const auto most = std::find_if(parts.begin(), parts.end(), is_most);
+  size_t blocks = 1;
+  while (blocks < most->blocks.size() && submit_seconds(most->path, group, blocks + 1) <= seconds) {
+    ++blocks;
+  }
+  if (blocks == most->blocks.size()) return parts.size();
+  TransferPart rest = cut(*most, blocks, group);
+  const size_t later = most - parts.begin() + 1;
+  parts.insert(parts.begin() + later, std::move(rest));
+  return later;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,25 @@
+#include <torch/csrc/stable/library.h>
+
+#include "ops/ops.h"
+
+// The index of the native code. Every op takes the same function on both keys: it looks at its
+// tensors itself, and a CUDA tensor where a CPU one belongs gets an error that says so.
+namespace {
+
+void register_ops(torch::stable::detail::StableLibrary& m) {
+  m.impl("swap_blocks", TORCH_BOX(&kvswap::swap_blocks));
+  m.impl("swap_kv_blocks", TORCH_BOX(&kvswap::swap_kv_blocks));
+  m.impl("swap_blocks_batch", TORCH_BOX(&kvswap::swap_blocks_batch));
+  m.impl("expand_block_ids", TORCH_BOX(&kvswap::expand_block_ids));
+  m.impl("expand_block_ids.out", TORCH_BOX(&kvswap::expand_block_ids_out));
+  m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
+}
+
+}  // namespace
+
+// How the native side gets hold of tensors of Python; torch_kvswap/ops.py has those for users.
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
+  m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
+}
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }

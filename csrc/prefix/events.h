@@ -1,0 +1,61 @@
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <vector>
+
+#include "prefix/table.h"
+
+namespace kvswap::blocks {
+
+enum class EventKind : int32_t { kStored = 0, kEvicted = 1, kCleared = 2, kLost = 3 };
+
+struct Event {
+  EventKind kind;
+  int32_t group;
+  Digest key;
+};
+
+// What others are to know of, in order, of the kinds that they asked for: a bit each. When nobody
+// takes the events, all are dropped at the limit, and a kLost is in their place.
+class Events {
+ public:
+  // Reserves room for all events, which takes memory when it is written to: record() neither fails
+  // nor moves a million events to a larger place.
+  explicit Events(int32_t kinds) : kinds_(kinds) {
+    if (kinds_ != 0) events_.reserve(kLimit);
+  }
+
+  void record(EventKind kind, int32_t group, const Digest& key) noexcept {
+    if ((kinds_ >> static_cast<int32_t>(kind) & 1) == 0) return;
+    if (events_.size() == kLimit) lose();
+    events_.push_back({kind, group, key});
+  }
+
+  // The oldest ones, up to `capacity`; gives each only once.
+  size_t take(Event* events, size_t capacity) {
+    size_t taken = 0;
+    while (taken < capacity && taken_ < events_.size()) events[taken++] = events_[taken_++];
+    if (taken_ == events_.size()) {
+      events_.clear();
+      taken_ = 0;
+    }
+    return taken;
+  }
+
+ private:
+  static constexpr size_t kLimit = 1 << 20;
+
+  void lose() noexcept {
+    events_.clear();
+    taken_ = 0;
+    events_.push_back({EventKind::kLost, -1, {}});
+  }
+
+  const int32_t kinds_;
+  std::vector<Event> events_;
+  size_t taken_ = 0;
+};
+
+}  // namespace kvswap::blocks

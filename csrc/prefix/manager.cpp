@@ -1,0 +1,384 @@
+#include "prefix/manager.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "check.h"
+
+namespace kvswap::blocks {
+namespace {
+
+// Of all managers, so that none takes a job or a lease of another one for its own.
+int64_t next_id() {
+  static std::atomic<int64_t> last{0};
+  return ++last;
+}
+
+constexpr size_t kAtOnce = 64;
+
+}  // namespace
+
+Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options)
+    : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
+  for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
+  for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
+  if (store_threshold_ > 1) asked_.emplace(options.asked_capacity);
+}
+
+std::unique_ptr<Pages> Manager::make_pages(size_t group) {
+  const size_t num_pages = groups_[group].options.num_pages;
+  return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, events_);
+}
+
+std::unique_lock<std::mutex> Manager::enter(size_t visits, bool wait) {
+  if (wait) return std::unique_lock(mutex_);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (visits > kFewKeys || !lock) throw Busy{};
+  return lock;
+}
+
+void Manager::grow(const int64_t* ready_pages) {
+  const std::lock_guard lock(mutex_);
+  for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
+}
+
+int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  find(keys, true);
+  Job job{false, {}};
+  job.pins.reserve(found_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      if (!groups_[g].pages->is_ready(found_[at])) return 0;
+      pages[at] = found_[at];
+      job.pins.push_back({g, found_[at], false});
+    }
+  }
+  const int64_t id = next_id();
+  const Job& kept = jobs_.emplace(id, std::move(job)).first->second;
+  for (const Pin& pin : kept.pins) {
+    groups_[pin.group].pages->hold(pin.page);
+    groups_[pin.group].pages->use(pin.page);
+  }
+  return id;
+}
+
+std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
+                                             int64_t* places, int64_t* pages, int64_t* counts,
+                                             bool wait) {
+  const auto lock = enter(total(keys), wait);
+  expire(now, wait);
+  check_distinct(keys);
+  find(keys, true);
+  if (!has_room(keys, keep)) return std::nullopt;
+  // All memory is taken before anything is held or evicted.
+  placed_.resize(found_.size());
+  std::vector<Pin> pins, kept;
+  pins.reserve(found_.size());
+  if (keep) kept.reserve(found_.size());
+  const Stored stored{next_id(), keep ? next_id() : 0};
+  const auto job = jobs_.emplace(stored.job, Job{true, {}}).first;
+  try {
+    if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
+  } catch (...) {
+    jobs_.erase(job);
+    throw;
+  }
+  size_t at = 0, written = 0;
+  for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
+    Group& group = groups_[g];
+    uint32_t* found = found_.data() + at;
+    for (int64_t i = 0; i < keys.counts[g]; ++i) {
+      if (found[i] != kNone) group.pages->hold(found[i]);
+    }
+    group.pages->place(keys.digests + at * kDigestBytes, group.wanted, placed_.data());
+    for (size_t i = 0; i < group.wanted.size(); ++i, ++written) {
+      places[written] = group.wanted[i];
+      pages[written] = found[group.wanted[i]] = placed_[i];
+    }
+    counts[g] = static_cast<int64_t>(group.wanted.size());
+    auto next = group.wanted.begin();
+    for (int64_t i = 0; i < keys.counts[g]; ++i) {
+      const bool fills = next != group.wanted.end() && *next == i;
+      next += fills;
+      if (found[i] != kNone) pins.push_back({g, found[i], fills});
+    }
+  }
+  if (keep) {
+    for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
+    kept = pins;
+    leases_.find(stored.lease)->second = std::move(kept);
+  }
+  job->second.pins = std::move(pins);
+  if (written > 0) return stored;
+  release_all(job->second.pins);
+  jobs_.erase(job);
+  return Stored{0, stored.lease};
+}
+
+void Manager::end(int64_t id, bool well, bool wait) {
+  const auto lock = enter(0, wait);
+  const auto found = jobs_.find(id);
+  if (found == jobs_.end()) {
+    fail<ValueError>("job ", id, " has ended before, or is another manager's");
+  }
+  const Job& job = found->second;
+  if (!wait && job.pins.size() > kFewKeys) throw Busy{};
+  for (const Pin& pin : job.pins) {
+    Group& group = groups_[pin.group];
+    if (well && pin.fills) {
+      group.counters.stored += group.pages->fill(pin.page);
+    } else if (well) {
+      group.counters.loaded += !job.is_store;
+    } else if (pin.fills || !job.is_store) {
+      group.pages->forget(pin.page);
+      ++group.counters.failed;
+    }
+  }
+  release_all(job.pins);
+  jobs_.erase(found);
+}
+
+void Manager::touch(const Keys& keys, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  find(keys, true);
+  // Its first block is the newest then: without it no other is of use.
+  size_t end = found_.size();
+  for (size_t g = groups_.size(); g-- > 0;) {
+    for (int64_t i = keys.counts[g]; i-- > 0;) {
+      const uint32_t page = found_[--end];
+      if (groups_[g].pages->is_ready(page)) groups_[g].pages->use(page);
+    }
+  }
+}
+
+void Manager::order(const Keys& keys, bool renew, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  find(keys, true);
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+    Pages& pages = *groups_[g].pages;
+    const auto count = static_cast<size_t>(keys.counts[g]);
+    for (size_t i = renew ? count : 0; i-- > 0;) {
+      if (!pages.is_idle(found_[at + i])) continue;
+      pages.hold(found_[at + i]);
+      pages.release(found_[at + i]);
+    }
+    if (!renew) pages.order(found_.data() + at, count);
+  }
+}
+
+int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  expire(now, wait);
+  find(keys, true);
+  if (std::find(found_.begin(), found_.end(), kNone) != found_.end()) return 0;
+  const int64_t id = next_id();
+  std::vector<Pin> pins;
+  pins.reserve(found_.size());
+  size_t at = 0;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_[at++], false});
+  }
+  if (std::isfinite(seconds)) ends_.push({now + seconds, id});
+  const std::vector<Pin>& kept = leases_.emplace(id, std::move(pins)).first->second;
+  for (const Pin& pin : kept) groups_[pin.group].pages->hold(pin.page);
+  return id;
+}
+
+bool Manager::release(int64_t id, bool wait) {
+  const auto lock = enter(0, wait);
+  const auto found = leases_.find(id);
+  if (found == leases_.end()) return false;
+  if (!wait && found->second.size() > kFewKeys) throw Busy{};
+  release_all(found->second);
+  leases_.erase(found);
+  return true;
+}
+
+void Manager::reset() {
+  // New pages are made, and the old ones freed, while other calls go on.
+  std::vector<std::unique_ptr<Pages>> pages;
+  for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
+  decltype(leases_) leases;
+  decltype(ends_) ends;
+  const std::lock_guard lock(mutex_);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    pages[g]->follow(*groups_[g].pages);
+    groups_[g].pages.swap(pages[g]);
+  }
+  for (const auto& [id, job] : jobs_) {
+    for (const Pin& pin : job.pins) groups_[pin.group].pages->keep_held(pin.page);
+  }
+  leases_.swap(leases);
+  ends_.swap(ends);
+  events_.record(EventKind::kCleared, -1, {});
+}
+
+void Manager::release_all(const std::vector<Pin>& pins) {
+  // The last one released is the newest: the first block, without which no other is of use.
+  for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
+}
+
+void Manager::expire(double now, bool wait) {
+  for (size_t visits = 0; !ends_.empty() && ends_.top().first <= now; ends_.pop()) {
+    const auto found = leases_.find(ends_.top().second);
+    visits += 1 + (found == leases_.end() ? 0 : found->second.size());
+    if (!wait && visits > kFewKeys) throw Busy{};
+    if (found == leases_.end()) continue;
+    release_all(found->second);
+    leases_.erase(found);
+  }
+}
+
+size_t Manager::total(const Keys& keys) const {
+  size_t sum = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) sum += static_cast<size_t>(keys.counts[g]);
+  return sum;
+}
+
+void Manager::find(const Keys& keys, bool all) {
+  found_.resize(total(keys));
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const auto count = static_cast<size_t>(keys.counts[g]);
+    size_t step = all || group.options.window > 0 ? count : 1;  // most misses are at the front
+    for (size_t start = 0; start < count;) {
+      const size_t size = std::min(step, count - start);
+      uint32_t* found = found_.data() + at + start;
+      group.pages->find_all(keys.digests + (at + start) * kDigestBytes, size, found);
+      if (size < count && std::find(found, found + size, kNone) != found + size) {
+        std::fill(found + size, found_.data() + at + count, kNone);
+        break;
+      }
+      start += size;
+      step = kAtOnce;
+    }
+    at += count;
+  }
+}
+
+std::pair<size_t, size_t> Manager::needed(const Group& group, int64_t units) const {
+  const size_t end = static_cast<size_t>(units) * group.options.ratio;
+  const size_t window = group.options.window;
+  return {window == 0 || window > end ? 0 : end - window, end};
+}
+
+int64_t Manager::longest(const Keys& keys, bool ready) const {
+  int64_t units = INT64_MAX;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    units = std::min(units, keys.counts[g] / static_cast<int64_t>(groups_[g].options.ratio));
+  }
+  // A prefix that lacks the block j of a group can only end before that block. Groups that need all
+  // blocks are asked from the front, others from the back of the prefix, until none of them
+  // objects.
+  for (bool shorter = true; shorter && units > 0;) {
+    shorter = false;
+    size_t at = 0;
+    for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+      const Group& group = groups_[g];
+      const auto lacks = [&](size_t j) {
+        return ready ? !group.pages->is_ready(found_[at + j]) : found_[at + j] == kNone;
+      };
+      auto [start, end] = needed(group, units);
+      size_t missing = end;
+      if (group.options.window == 0) {
+        missing = start;
+        while (missing < end && !lacks(missing)) ++missing;
+      } else {
+        while (missing > start && !lacks(missing - 1)) --missing;
+        missing = missing == start ? end : missing - 1;
+      }
+      if (missing == end) continue;
+      units = static_cast<int64_t>(missing / group.options.ratio);
+      // A single group that needs all blocks has no more to say.
+      shorter = group.options.window > 0 || groups_.size() > 1;
+    }
+  }
+  return units;
+}
+
+Found Manager::lookup(const Keys& keys, bool again, bool wait) {
+  const auto lock = enter(total(keys), wait);
+  find(keys, false);
+  Found found{longest(keys, false), longest(keys, true), 0};
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+    Group& group = groups_[g];
+    const auto [start, end] = needed(group, found.found);
+    int64_t pending = 0;
+    for (size_t i = start; i < end; ++i) pending += !group.pages->is_ready(found_[at + i]);
+    found.pending += pending;
+    if (again) continue;
+    const auto [first, last] = needed(group, found.ready);
+    group.counters.asked += static_cast<uint64_t>(keys.counts[g]);
+    group.counters.hits += last - first;
+    group.counters.pending += static_cast<uint64_t>(pending);
+  }
+  if (asked_ && !again) {
+    for (size_t i = 0; i < found_.size(); ++i) asked_->add(digest_at(keys.digests, i));
+  }
+  return found;
+}
+
+void Manager::check_distinct(const Keys& keys) {
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+    const auto count = static_cast<size_t>(keys.counts[g]);
+    size_t slots = 2;
+    while (slots < 2 * count) slots *= 2;
+    seen_.assign(slots, kNone);
+    for (size_t i = 0; i < count; ++i) {
+      const Digest key = digest_at(keys.digests, at + i);
+      size_t slot = groups_[g].pages->hash(key) & (slots - 1);
+      for (; seen_[slot] != kNone; slot = (slot + 1) & (slots - 1)) {
+        if (!(digest_at(keys.digests, at + seen_[slot]) == key)) continue;
+        fail<ValueError>("keys[", i, "] is the same key as keys[", seen_[slot],
+                         "]; name a block once");
+      }
+      seen_[slot] = static_cast<uint32_t>(i);
+    }
+  }
+}
+
+bool Manager::has_room(const Keys& keys, bool keep) {
+  size_t at = 0;
+  bool fits = true;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    group.wanted.clear();
+    size_t idle = group.pages->num_idle(), skipped = 0;
+    for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
+      if (found_[at] != kNone) {
+        idle -= group.pages->is_idle(found_[at]);  // what the job has already is not evicted for it
+      } else if (!keep && asked_ && asked_->count(digest_at(keys.digests, at)) < store_threshold_) {
+        ++skipped;
+      } else {
+        group.wanted.push_back(static_cast<uint32_t>(i));
+      }
+    }
+    if (group.wanted.size() > group.pages->num_free() + idle) {
+      ++group.counters.refused;
+      fits = false;
+    }
+    group.counters.skipped += skipped;
+  }
+  return fits;
+}
+
+size_t Manager::take_events(Event* events, size_t capacity) {
+  const std::lock_guard lock(mutex_);
+  return events_.take(events, capacity);
+}
+
+void Manager::stats(size_t group, double now,
+                    const std::function<void(const Counters&, const Pages&)>& read) {
+  const std::lock_guard lock(mutex_);
+  expire(now, true);
+  read(groups_.at(group).counters, *groups_.at(group).pages);
+}
+
+}  // namespace kvswap::blocks

@@ -1,0 +1,137 @@
+#include "prefix/pages.h"
+
+#include <algorithm>
+
+namespace kvswap::blocks {
+
+Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
+    : group_(group),
+      num_pages_(num_pages),
+      events_(events),
+      table_(num_nodes(kind, num_pages)),
+      policy_(make_policy(kind, table_, num_pages)),
+      admissions_(num_pages) {}
+
+void Pages::grow(size_t ready_pages) {
+  num_ready_ = std::max(num_ready_, ready_pages);
+  policy_->grow(num_ready_);
+}
+
+void Pages::follow(const Pages& before) {
+  grow(before.num_ready_);
+  num_evicted_ = before.num_evicted_;
+}
+
+void Pages::keep_held(uint32_t page) {
+  Node& node = table_.nodes[page];
+  if (++node.count > 1) return;  // another job holds it, too
+  set_state(page, PageState::kForgotten);
+  ++num_kept_;
+}
+
+void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
+  table_.find_all(digests, count, pages);
+  for (size_t i = 0; i < count; ++i) {
+    if (pages[i] >= num_pages_) pages[i] = kNone;  // what the policy remembers of lost keys
+  }
+}
+
+void Pages::hold(uint32_t page) {
+  if (is_idle(page)) policy_->remove_idle(page);
+  ++table_.nodes[page].count;
+}
+
+void Pages::release(uint32_t page) {
+  if (--table_.nodes[page].count > 0) return;
+  if (state(page) == PageState::kForgotten) {
+    free(page);
+  } else {
+    policy_->add_idle(page);
+  }
+}
+
+void Pages::use(uint32_t page) {
+  hold(page);
+  policy_->use(page);
+  release(page);
+}
+
+void Pages::order(const uint32_t* pages, size_t count) {
+  uint32_t fronts[kMostLists];
+  std::fill(fronts, fronts + kMostLists, kNone);
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_idle(pages[i])) continue;
+    uint32_t& front = fronts[table_.nodes[pages[i]].list];
+    if (front != kNone && front != pages[i]) policy_->move_idle(pages[i], front);
+    front = pages[i];
+  }
+}
+
+void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages) {
+  const size_t count = places.size();
+  for (size_t i = 0; i < count; ++i) {
+    admissions_[i] = policy_->admit(digest_at(digests, places[i]));
+    if (num_free() > 0) {
+      pages[i] = take_free();
+    } else {
+      pages[i] = policy_->evict(admissions_[i]);
+      events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
+      ++num_evicted_;
+    }
+    policy_->enter(admissions_[i]);
+  }
+  std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
+  if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
+  for (size_t i = 0; i < count; ++i) {
+    table_.insert(pages[i], digest_at(digests, places[i]));
+    Node& node = table_.nodes[pages[i]];
+    node.count = 1;
+    node.list = admissions_[i].list;
+    set_state(pages[i], PageState::kFilling);
+  }
+}
+
+bool Pages::fill(uint32_t page) {
+  if (state(page) != PageState::kFilling) return false;
+  set_state(page, PageState::kReady);
+  events_.record(EventKind::kStored, group_, table_.nodes[page].key);
+  return true;
+}
+
+void Pages::forget(uint32_t page) {
+  if (state(page) == PageState::kReady) {
+    events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
+  }
+  if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
+  if (is_idle(page)) policy_->remove_idle(page);
+  policy_->leave(page);
+  set_state(page, PageState::kForgotten);
+  if (table_.nodes[page].count == 0) free(page);
+}
+
+void Pages::set_state(uint32_t page, PageState state) {
+  uint8_t& now = table_.nodes[page].state;
+  num_filling_ -= now == static_cast<uint8_t>(PageState::kFilling);
+  now = static_cast<uint8_t>(state);
+  num_filling_ += state == PageState::kFilling;
+}
+
+uint32_t Pages::take_free() {
+  while (num_tried_ < num_ready_) {
+    const auto page = static_cast<uint32_t>(num_tried_++);
+    if (state(page) == PageState::kFree) return page;
+    --num_kept_;  // in the list when it is released
+  }
+  return free_.take_oldest(table_.nodes);
+}
+
+void Pages::free(uint32_t page) {
+  set_state(page, PageState::kFree);
+  if (page < num_tried_) {
+    free_.append(table_.nodes, page);
+  } else {
+    --num_kept_;  // take_free() comes to it
+  }
+}
+
+}  // namespace kvswap::blocks
