@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("benchmarks", "csrc", "pyproject.toml", "tests", "torch_kvswap")
-SUPPRESSIONS = ROOT / "tests" / "sanitizers" / "tsan.supp"
+COPIED = ("benchmarks", "conftest.py", "csrc", "pyproject.toml", "tests", "torch_kvswap")
+SUPPRESSIONS = ROOT / "tests" / "support" / "sanitizers" / "tsan.supp"
 
 
 class Sanitizer(NamedTuple):
@@ -65,7 +65,7 @@ TESTS = (
 LEFT_OUT = {
     "tsan": [
         # It counts how often threads wake up, and the sanitizer has one of its own.
-        "test_dispatcher.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
+        "sim/test_dispatcher.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
     ],
     "asan": [],
 }
@@ -110,9 +110,9 @@ def find_tests(arguments: list[str]) -> list[str]:
     """pytest's arguments, with all of TESTS if they name none."""
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         return arguments
-    files = {path for pattern in TESTS for path in (ROOT / "tests").glob(pattern)}
+    files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]
-    return ["tests/sanitizers/controls.py", *names, *arguments]
+    return ["tests/support/sanitizers/controls.py", *names, *arguments]
 
 
 def make_copy(copy: Path) -> None:
@@ -149,7 +149,7 @@ def main(name: str, arguments: list[str]) -> int:
             environment[variable] += f":log_path={reports / 'report'}"
     environment |= {
         "LD_PRELOAD": preload,
-        "PYTHONPATH": str(copy / "tests" / "sanitizers"),
+        "PYTHONPATH": str(copy / "tests" / "support" / "sanitizers"),
         "KVSWAP_REPORTS": str(reports),
         "KVSWAP_TEST_TIMEOUT_SCALE": "5",
         "OMP_NUM_THREADS": "1",  # how libgomp's threads wait for each other is not seen
