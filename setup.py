@@ -227,22 +227,26 @@ def run_ninja(program: str, folder: Path, advice: str) -> None:
         fail(f"the build failed. Above is the command that failed, and what it said.{advice}")
 
 
+def replace(library: Path, built: Path) -> None:
+    """A process that loads the library meanwhile gets the old or the new one, and never a part."""
+    if not (library.exists() and filecmp.cmp(built, library, shallow=False)):
+        part = library.with_suffix(".part")
+        shutil.copy(built, part)
+        part.replace(library)
+
+
 class BuildLibrary(build_ext):
     def run(self) -> None:
         torch, cxx, cuda, program = find_torch(), find_cxx(), find_cuda(), find_ninja()
-        advice = " KVSWAP_CUDA=0 leaves the kernels out." if cuda else ""
-        folder = Path(self.build_temp, "with-kernels" if cuda else "without-kernels")
         library = Path(self.get_ext_fullpath(self.extensions[0].name))
+        folder = Path(self.build_temp, "with-kernels" if cuda else "without-kernels")
         for parent in (Path("build"), folder, library.parent):
             parent.mkdir(parents=True, exist_ok=True)
         with Path("build", "setup.lock").open("w") as lock:
-            flock(lock, LOCK_EX)  # a checkout has one build at a time
+            flock(lock, LOCK_EX)  # one build of a checkout at a time
             built = write_build(folder, torch, cxx, cuda)
-            run_ninja(program, folder, advice)
-            if not (library.exists() and filecmp.cmp(built, library, shallow=False)):
-                part = library.with_suffix(".part")
-                shutil.copy(built, part)
-                part.replace(library)  # whoever loads it meanwhile gets a whole one
+            run_ninja(program, folder, " KVSWAP_CUDA=0 leaves the kernels out." if cuda else "")
+            replace(library, built)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,9 @@ def test_a_library_that_is_up_to_date_is_left_alone_and_another_replaced(checkou
     checkout.build()
     assert checkout.library.stat().st_ino == first.st_ino
     checkout.library.write_text("of another build")
-    checkout.build()
+    with checkout.library.open() as being_read:
+        checkout.build()
+        assert being_read.read() == "of another build"
     assert checkout.library.read_bytes() == content
     assert [path.name for path in checkout.library.parent.iterdir()] == ["_C.abi3.so"]
 
