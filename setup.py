@@ -158,6 +158,9 @@ def architectures(version: tuple[int, ...], wanted: str | None = None) -> list[s
     return flags
 
 
+# The commands as ninja reads them. It fills in $in and $out, quoted for the shell.
+
+
 def shell(command: list[str]) -> str:
     return ninja.escape(shlex.join(command))
 
@@ -182,7 +185,7 @@ def cu_command(cxx: list[str], cuda: Cuda) -> str:
 
 
 def embed_command(cxx: list[str]) -> str:
-    file = """-DFILE='"'$in'"'"""  # ninja quotes $in where the shell needs it
+    file = """-DFILE='"'$in'"'"""
     return f"{shell(cxx)} -DNAME=kvswap_${{name}}_image {file} -c csrc/embed.S -o $out"
 
 
