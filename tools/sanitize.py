@@ -139,6 +139,7 @@ def main(name: str, arguments: list[str]) -> int:
         "LDFLAGS": sanitizer.flags,
     }
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(copy)]
+    command += ["--build-temp", str(copy / "objects")]  # beside those of the ordinary build
     subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
     reports = copy / "reports"
     shutil.rmtree(reports, ignore_errors=True)

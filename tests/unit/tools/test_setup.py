@@ -1,7 +1,11 @@
 """setup.py: what it finds, which flags it chooses, and what it says when it cannot build."""
 
+import ctypes
 import importlib.util
+import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -9,15 +13,16 @@ import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
+from tempfile import mkdtemp
 from types import ModuleType
 
 import pytest
 from expecttest import assert_expected_inline
-from setuptools import Distribution
 
 import torch_kvswap as kvs
 
 ROOT = Path(__file__).parents[3]
+SHOW_ALL = "-fvisibility=default"
 
 
 @pytest.fixture
@@ -30,15 +35,23 @@ def setup(monkeypatch) -> ModuleType:
     return module
 
 
+def make_program(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    return path
+
+
 def make_cuda(home: Path, version: str) -> Path:
-    """A folder that looks like CUDA; its nvcc can say its version and where it is."""
-    nvcc = home / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(
-        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "release {version}, V{version}.1"\n'
-        f'else echo "#$ TOP={home}" >&2; fi\n'
+    """A folder that looks like CUDA. Its nvcc can say its version and where it is, and compiles a
+    source to what it reads there."""
+    (home / "bin").mkdir(parents=True)
+    make_program(
+        home / "bin" / "nvcc",
+        f'if [ "$1" = --version ]; then echo "release {version}, V{version}.1"; exit; fi',
+        f'if [ "$1" = --dryrun ]; then echo "#$ TOP={home}" >&2; exit; fi',
+        'while [ $# -gt 3 ]; do [ "$1" = -MF ] && depfile=$2; shift; done',
+        'cp "$1" "$3" && echo "image: $1 csrc/a.h" >"$depfile"',
     )
-    nvcc.chmod(0o755)
     (home / "include").mkdir()
     (home / "include" / "cuda_runtime.h").touch()
     return home
@@ -142,36 +155,226 @@ def test_a_missing_compiler_is_named(setup, monkeypatch):
         setup.find_cxx()
 
 
-def test_a_failing_command_is_shown_with_what_it_printed(setup, capsys):
-    with pytest.raises(SystemExit, match="status 3 from: sh -c"):
-        setup.call(["sh", "-c", "echo broken; exit 3"])
-    assert capsys.readouterr().out == "broken\n"
+def test_a_missing_ninja_is_named_with_the_way_out(setup, monkeypatch):
+    monkeypatch.setattr(setup.ninja, "BIN_DIR", "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit) as stop:
+        setup.find_ninja()
+    assert_expected_inline(
+        str(stop.value).replace(sys.executable, "python3"),
+        """torch_kvswap: python3 has no ninja, which runs the compilers. Install it: pip install 'ninja>=1.11'""",
+    )
+    monkeypatch.setattr(setup, "ninja", None)
+    with pytest.raises(SystemExit, match="has no ninja"):
+        setup.find_ninja()
 
 
-def test_an_object_is_made_again_when_source_header_or_flags_change(setup, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("csrc").mkdir()
-    Path("csrc/a.cpp").write_text("1")
-    Path("csrc/a.h").write_text("1")
-    made = []
+class Checkout:
+    """A checkout with two sources, a header and a kernel, and a torch of its own.
 
-    def compile_it(command: list[str], advice: str) -> None:
-        made.append(command)
-        Path(command[-1]).touch()
+    Its folder is one that a shell and ninja would read otherwise without quotes.
+    """
 
-    monkeypatch.setattr(setup, "call", compile_it)
-    build = setup.BuildLibrary(Distribution())
-    build.build_temp = "build"
-    for change in (None, ("csrc/a.cpp", "2"), ("csrc/a.h", "2")):
-        if change:
-            Path(change[0]).write_text(change[1])
-        before = len(made)
-        product = build.compile(Path("csrc/a.cpp"), ["g++"])
-        assert product.exists()
-        assert build.compile(Path("csrc/a.cpp"), ["g++"]) == product
-        assert len(made) == before + 1
-    build.compile(Path("csrc/a.cpp"), ["g++", "-DKVSWAP_WITH_KERNELS"])
-    assert len(made) == 4
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.site = folder / "a $checkout: 'small'", folder / "site"
+        self.library = self.folder / "torch_kvswap" / "_C.abi3.so"
+        for name in ("setup.py", "csrc/embed.S", "csrc/exports.map"):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.folder / name)
+        self.write("csrc/a.h", "#define A 1")
+        self.write("csrc/a.cpp", '#include "a.h"\nextern "C" int kvswap_a() { return A; }')
+        self.write("csrc/b/b.cpp", '#include <torch.h>\nextern "C" int kvswap_b() { return 2; }')
+        self.write("csrc/b/kernel.cu", "machine code")
+        (self.site / "torch" / "include").mkdir(parents=True)
+        (self.site / "torch" / "include" / "torch.h").touch()
+        (self.site / "torch" / "__init__.py").touch()
+        (self.site / "torch" / "lib").mkdir()
+        (self.site / "torch" / "lib" / "libtorch_cpu.so").write_text("INPUT(-lc)")  # for the linker
+        self.set_torch_version("2.12.0")
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / name).write_text(text)
+
+    def set_torch_version(self, version: str) -> None:
+        metadata = self.site / "torch-2.12.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+    def start_build(self, **environment: object) -> subprocess.Popen[str]:
+        settings = {"KVSWAP_CUDA": 0, "CXX": "g++", "CXXFLAGS": SHOW_ALL, "LDFLAGS": ""}
+        settings |= {"MAX_JOBS": 2, "PYTHONPATH": self.site, **environment}
+        return subprocess.Popen(
+            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+            cwd=self.folder,
+            env={**os.environ, **{name: str(value) for name, value in settings.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def build(self, **environment: object) -> list[str]:
+        """Build, which must succeed. Returns what was compiled."""
+        process = self.start_build(**environment)
+        output, errors = process.communicate()
+        assert process.returncode == 0, output + errors
+        return compiled(output)
+
+    def load(self) -> ctypes.CDLL:
+        # From a copy of a new name: the loader takes what it has under an old one.
+        copy = Path(mkdtemp(dir=self.folder), "library.so")
+        return ctypes.CDLL(shutil.copy(self.library, copy))
+
+
+def compiled(output: str) -> list[str]:
+    return sorted(re.findall(r"compiling (.+)", output))
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_only_what_a_change_touches_is_compiled_again(checkout):
+    both = ["csrc/a.cpp", "csrc/b/b.cpp"]
+    assert checkout.build() == both
+    assert checkout.build() == []
+    checkout.write("csrc/b/b.cpp", '#include <torch.h>\nextern "C" int kvswap_b() { return 3; }')
+    assert checkout.build() == ["csrc/b/b.cpp"]
+    assert checkout.load().kvswap_b() == 3
+    checkout.write("csrc/a.h", "#define A 4")
+    assert checkout.build() == ["csrc/a.cpp"]
+    assert checkout.load().kvswap_a() == 4
+    (checkout.site / "torch" / "include" / "torch.h").touch()
+    assert checkout.build() == ["csrc/b/b.cpp"]
+    assert checkout.build(CXXFLAGS="-O1") == both
+    checkout.set_torch_version("2.13.0")
+    assert checkout.build(CXXFLAGS="-O1") == both
+    assert checkout.build(CXXFLAGS="-O1") == []
+
+
+def test_a_header_may_move(checkout):
+    checkout.build()
+    (checkout.folder / "csrc" / "a.h").rename(checkout.folder / "csrc" / "b" / "a.h")
+    checkout.write("csrc/a.cpp", '#include "b/a.h"\nextern "C" int kvswap_a() { return A; }')
+    assert checkout.build() == ["csrc/a.cpp"]
+
+
+def test_a_library_that_is_up_to_date_is_left_alone_and_another_replaced(checkout):
+    checkout.build()
+    first, content = checkout.library.stat(), checkout.library.read_bytes()
+    checkout.build()
+    assert checkout.library.stat().st_ino == first.st_ino
+    checkout.library.write_text("of another build")
+    with checkout.library.open() as being_read:
+        checkout.build()
+        assert being_read.read() == "of another build"
+    assert checkout.library.read_bytes() == content
+    assert [path.name for path in checkout.library.parent.iterdir()] == ["_C.abi3.so"]
+
+
+def test_flags_reach_the_compiler_as_they_are(checkout):
+    checkout.write("csrc/a.cpp", 'extern "C" const char* kvswap_text() { return TEXT; }')
+    definition = f'-DTEXT="{"2  spaces, " * 20}$HOME \'"'
+    checkout.build(CXXFLAGS=shlex.join([SHOW_ALL, definition]))
+    text = checkout.load().kvswap_text
+    text.restype = ctypes.c_char_p
+    assert text() == b"2  spaces, " * 20 + b"$HOME '"
+
+
+def test_kernels_are_bytes_of_the_library(checkout, tmp_path):
+    home = make_cuda(tmp_path / "cuda home", "12.8")
+    checkout.write("csrc/a.cpp", 'extern "C" int kvswap_a() { return KVSWAP_WITH_KERNELS; }')
+    with_kernels = {"KVSWAP_CUDA": 1, "CUDA_HOME": home}
+    sources = ["csrc/a.cpp", "csrc/b/b.cpp", "csrc/b/kernel.cu"]
+    assert checkout.build(**with_kernels) == sources
+    assert checkout.load().kvswap_a() == 12080
+    image = (ctypes.c_char * 12).in_dll(checkout.load(), "kvswap_kernel_image")
+    assert image.raw == b"machine code"
+    assert ctypes.addressof(image) % 64 == 0
+    checkout.write("csrc/b/kernel.cu", "faster codes")
+    assert checkout.build(**with_kernels) == ["csrc/b/kernel.cu"]
+    image = (ctypes.c_char * 12).in_dll(checkout.load(), "kvswap_kernel_image")
+    assert image.raw == b"faster codes"
+    checkout.write("csrc/a.h", "#define A 5")  # which make_cuda's nvcc says it has read
+    assert checkout.build(**with_kernels) == ["csrc/b/kernel.cu"]
+
+
+def test_a_build_without_kernels_compiles_those_with_kernels_not_again(checkout, tmp_path):
+    checkout.write("csrc/a.cpp", 'extern "C" int kvswap_a() { return 1; }')
+    with_kernels = {"KVSWAP_CUDA": 1, "CUDA_HOME": make_cuda(tmp_path / "cuda", "12.8")}
+    checkout.build(**with_kernels)
+    checkout.build()
+    assert not hasattr(checkout.load(), "kvswap_kernel_image")
+    assert checkout.build(**with_kernels) == []
+    assert hasattr(checkout.load(), "kvswap_kernel_image")
+
+
+def test_a_failing_compiler_is_shown_with_its_command_and_what_it_said(checkout):
+    checkout.write("csrc/a.cpp", "#error broken")
+    process = checkout.start_build()
+    output, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.search(r"^g\+\+ .* -c csrc/a\.cpp -o ", output, re.MULTILINE)
+    assert "error: #error broken" in output
+    assert_expected_inline(
+        errors,
+        """\
+torch_kvswap: the build failed. Above is the command that failed, and what it said.
+""",
+    )
+    checkout.write("csrc/a.cpp", "")
+    assert "csrc/a.cpp" in checkout.build()
+
+
+def test_a_failing_build_with_kernels_says_how_to_do_without(checkout, tmp_path):
+    home = make_cuda(tmp_path / "cuda", "12.8")
+    process = checkout.start_build(KVSWAP_CUDA=1, CUDA_HOME=home, CXX="g++ -no-such-option")
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.endswith("what it said. KVSWAP_CUDA=0 leaves the kernels out.\n")
+
+
+@pytest.fixture
+def meeting_compiler(tmp_path) -> Path:
+    """Compiles only when two do so at once."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    return make_program(
+        tmp_path / "compiler",
+        f'case "$*" in *" -c "*) touch {meeting}/$$;; *) exec g++ "$@";; esac',
+        "tries=0",
+        f'until [ "$(ls {meeting} | wc -l)" -ge 2 ]; do',
+        "  tries=$((tries + 1))",
+        '  if [ "$tries" -gt "$PATIENCE" ]; then echo alone; exit 1; fi',
+        "  sleep 0.01",
+        "done",
+        'exec g++ "$@"',
+    )
+
+
+def test_max_jobs_says_how_many_sources_are_compiled_at_once(checkout, meeting_compiler):
+    process = checkout.start_build(CXX=meeting_compiler, MAX_JOBS=1, PATIENCE=1)
+    assert "alone" in process.communicate()[0]
+    assert checkout.build(CXX=meeting_compiler, MAX_JOBS=2, PATIENCE=3000)
+
+
+def build_twice_at_once(checkout: Checkout, **environment: object) -> list[str]:
+    """What both together compiled."""
+    builds = [checkout.start_build(**environment) for _ in range(2)]
+    return sorted(source for build in builds for source in compiled(build.communicate()[0]))
+
+
+def test_of_two_builds_at_once_one_waits_and_has_nothing_to_do(checkout):
+    assert build_twice_at_once(checkout) == ["csrc/a.cpp", "csrc/b/b.cpp"]
+    assert checkout.load().kvswap_a() == 1
+    assert checkout.build() == []
+
+
+def test_control_without_the_lock_two_builds_compile_the_same(checkout, meeting_compiler):
+    (checkout.site / "sitecustomize.py").write_text("import fcntl; fcntl.flock = print")
+    settings = {"CXX": meeting_compiler, "MAX_JOBS": 1, "PATIENCE": 3000}
+    assert build_twice_at_once(checkout, **settings).count("csrc/a.cpp") == 2
 
 
 @pytest.fixture(scope="module")
