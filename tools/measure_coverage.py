@@ -2,9 +2,9 @@
 
     python tools/measure_coverage.py [pytest's arguments]
 
-All is in build/coverage, a copy of the checkout with a library that counts. Processes that the tests
-start are counted too, unless they are killed. Prints a table by folders. The lines themselves are in
-build/coverage/report: python/index.html, native/index.html, and the same as JSON.
+All is in build/coverage, a copy of the checkout with a library that counts. Processes that the
+tests start are counted too, unless they are killed. Prints a table by folders. The lines themselves
+are in build/coverage/report: python/index.html, native/index.html, and the same as JSON.
 
 Branches that C++ only takes when something throws are not counted: nearly every call has one.
 """
@@ -46,7 +46,7 @@ class Count(NamedTuple):
 
 
 def compile_counters() -> Path:
-    """The object by which tests/gcov/sitecustomize.py tells the library to write what it counted."""
+    """The object by which tests/gcov/sitecustomize.py has the library write what it counted."""
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     source, made = COPY / "tests" / "gcov" / "write_counters.cpp", COPY / "write_counters.o"
     subprocess.run([*cxx, "-fPIC", "-c", str(source), "-o", str(made)], check=True)
