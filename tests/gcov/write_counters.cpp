@@ -1,5 +1,5 @@
-// Linked into the library by tools/measure_coverage.py: os._exit runs no destructor, and one of them
-// writes what was counted.
+// Linked into the library by tools/measure_coverage.py: what was counted is written by a
+// destructor, and os._exit runs none.
 
 extern "C" void __gcov_dump(void);
 
