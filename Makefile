@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint build clean
+.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -40,6 +40,10 @@ test-tsan:
 
 test-asan:
 	@python=$$($(environment) test) && "$$python" tools/sanitize.py asan $(ARGS)
+
+# Which lines and branches all tests reach, also in C++, on the simulated driver.
+coverage:
+	@python=$$($(environment) coverage) && "$$python" tools/measure_coverage.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

@@ -30,6 +30,7 @@ class Worker:
     longer than the patience of their own, which can say what they wait for."""
 
     def __init__(self, seconds: float = 3 * PATIENCE) -> None:
+        self._runs_a_test = False
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._tests, theirs = Pipe()
         self._process = subprocess.Popen(
@@ -45,9 +46,11 @@ class Worker:
         """None, or why the test failed. After a failure the worker is of no more use."""
         begin = self._output.seek(0, os.SEEK_END)
         try:
+            self._runs_a_test = True
             self._tests.send((module, sys.modules[module].__file__))
             self._tests.send((name, arguments))
             failure, edits = self._tests.recv()
+            self._runs_a_test = False
         except (EOFError, OSError):
             status = self._process.wait()
             failure, edits = f"the process of the test ended with status {status}", {}
@@ -59,9 +62,14 @@ class Worker:
         return f"{failure}\n{self._output.read()}"
 
     def close(self) -> None:
+        """The worker ends by itself, and with that writes what tools/measure_coverage.py counts. It
+        is killed if it still runs a test."""
         self._tests.close()
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(0 if self._runs_a_test else PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._output.close()
 
 

@@ -1,6 +1,6 @@
-"""tools/sanitize.py, without a sanitizer."""
+"""tools/sanitize.py, without a sanitizer, and what it shares with tools/measure_coverage.py."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -13,11 +13,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def sanitize() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sanitize", ROOT / "tools" / "sanitize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def sanitize(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("sanitize")
+
+
+@pytest.fixture
+def instrumented(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("instrumented")
 
 
 def make_compiler(folder: Path, answer: str) -> str:
@@ -67,17 +71,17 @@ def test_a_test_that_is_left_out_exists(sanitize, name):
         assert f"def {function}(" in (ROOT / "tests" / file).read_text()
 
 
-def test_the_copy_has_no_library_and_no_test_that_is_gone(sanitize, monkeypatch, tmp_path):
-    monkeypatch.setattr(sanitize, "ROOT", tmp_path)
-    monkeypatch.setattr(sanitize, "COPIED", ("package", "settings"))
+def test_the_copy_has_no_library_and_no_test_that_is_gone(instrumented, monkeypatch, tmp_path):
+    monkeypatch.setattr(instrumented, "ROOT", tmp_path)
+    monkeypatch.setattr(instrumented, "COPIED", ("package",))
     (tmp_path / "package").mkdir()
     (tmp_path / "settings").touch()
     for file in ("a.py", "b.py", "_C.so"):
         (tmp_path / "package" / file).touch()
     copy = tmp_path / "build"
-    sanitize.make_copy(copy)
+    instrumented.make_copy(copy, ["settings"])
     (tmp_path / "package" / "b.py").unlink()
-    sanitize.make_copy(copy)
+    instrumented.make_copy(copy, ["settings"])
     assert sorted(path.name for path in copy.rglob("*")) == ["a.py", "package", "settings"]
 
 
