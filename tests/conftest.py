@@ -1,9 +1,15 @@
 """Tests marked gpu need CUDA: without it they are skipped, or fail if KVSWAP_REQUIRE_GPU is 1."""
 
+import gc
 import os
 
 import pytest
 import torch
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: to look through all of it for garbage takes long
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

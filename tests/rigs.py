@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -46,6 +47,20 @@ def keep_busy(ms: float = 200) -> None:
     """Holds the current stream up: for so much longer than the calls take that a test makes
     meanwhile that these come first. Calls that a sanitizer watches take more: see SCALE."""
     torch.cuda._sleep(int(ms * SCALE * cycles_per_ms()))
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """The exit status of a fork: 1 if the body was true, 0 if not; that of a signal is negative."""
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            faulthandler.disable()
+            signal.alarm(int(PATIENCE))
+            status = int(bool(body()))
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextmanager

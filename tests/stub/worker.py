@@ -78,7 +78,10 @@ def main() -> None:
             module, name, arguments = tests.recv()
         except EOFError:
             break
-        importlib.import_module(module)  # which is no part of the test's time
+        if module not in sys.modules:
+            importlib.import_module(module)  # which is no part of the test's time
+            gc.collect()
+            gc.freeze()  # what was imported stays: to look through all of it for garbage takes long
         faulthandler.dump_traceback_later(seconds, exit=True)
         failure = attempt(driver, module, name, arguments)
         faulthandler.cancel_dump_traceback_later()
