@@ -1,5 +1,6 @@
 """Tests marked gpu need CUDA: without it they are skipped, or fail if KVSWAP_REQUIRE_GPU is 1."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,11 @@ import torch
 # Each stream of a test gets a hardware queue of its own: a stream that a test holds up must not
 # hold up others that share its queue. CUDA reads it when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: to look through all of it for garbage takes long
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("benchmarks", "conftest.py", "csrc", "examples", "pyproject.toml", "tests", "torch_kvswap")
+COPIED = (
+    *("benchmarks", "conftest.py", "csrc", "examples", "pyproject.toml"),
+    *("tests", "torch_kvswap"),
+)
 
 
 def say(message: str) -> None:

@@ -26,6 +26,7 @@ from instrumented import ROOT, build_library, make_copy, names_tests, say
 COPY = ROOT / "build" / "coverage"
 OBJECTS = COPY / "objects"  # beside each is what it has counted
 REPORT = COPY / "report"
+GCOV = COPY / "tests" / "support" / "gcov"
 FLAGS = "--coverage -fprofile-update=atomic -O0"  # threads count; -O0 merges no lines
 DOCS = ("README.md", "CHANGELOG.md", "docs")
 # They read the checkout, build wheels or look at the library's symbols.
@@ -46,15 +47,15 @@ class Count(NamedTuple):
 
 
 def compile_counters() -> Path:
-    """The object by which tests/support/gcov/sitecustomize.py has the library write what it counted."""
+    """The object with which `GCOV`/sitecustomize.py makes the library write its counters."""
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    source, made = COPY / "tests" / "support" / "gcov" / "write_counters.cpp", COPY / "write_counters.o"
+    source, made = GCOV / "write_counters.cpp", COPY / "write_counters.o"
     subprocess.run([*cxx, "-fPIC", "-c", str(source), "-o", str(made)], check=True)
     return made
 
 
 def run_tests(arguments: list[str]) -> int:
-    path = [str(COPY / "tests" / "support" / "gcov"), os.environ.get("PYTHONPATH", "")]
+    path = [str(GCOV), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),

@@ -312,7 +312,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         assert ours.get_stats().reduce()[METRIC] == ours._measure_usage()[METRIC]
 
 
-@pytest.mark.slow  # it compares times: a busy machine may stop every one of twenty rounds
+@pytest.mark.slow  # it compares times, which are of this thread only: a busy machine may stop it
 def test_a_lookup_costs_about_what_it_costs_vllm():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -322,9 +322,9 @@ def test_a_lookup_costs_about_what_it_costs_vllm():
         one.complete_store(set(prompt), context)
         times = []
         for _ in range(20):
-            began = time.perf_counter()
+            began = time.thread_time()
             for each in prompt:
                 one.lookup(each, context)
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         seconds.append(min(times))
     assert seconds[0] < 3 * seconds[1]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 THREADS, OWN, SHARED = 5, 6, 3  # blocks, and as many pages
 LAYERS, ROW, VERSIONS = 2, 32, 1 << 14
 JOBS = 2000  # at least, of all threads
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
 STATES = {"done", "failed", "cancelled"}
 
 
@@ -245,7 +246,7 @@ def assert_bytes_are_right(world: World, callers: list[Caller]) -> None:
         assert world.version_at(index, is_slot=True) is not None
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @stubbed
 def test_threads_that_do_everything_at_once_get_what_each_of_them_expects(driver, seed):
     world = World(driver, seed)
@@ -258,7 +259,7 @@ def test_threads_that_do_everything_at_once_get_what_each_of_them_expects(driver
     assert states == STATES
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @stubbed
 def test_a_handler_that_is_closed_while_threads_submit_ends_every_job_that_it_took(driver, seed):
     world = World(driver, seed)
@@ -278,7 +279,7 @@ def test_a_handler_that_is_closed_while_threads_submit_ends_every_job_that_it_to
     assert_bytes_are_right(world, callers)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @stubbed
 def test_a_device_that_is_lost_while_threads_submit_ends_every_job_once(driver, seed):
     world = World(driver, seed)

@@ -124,7 +124,7 @@ class Call(threading.Thread):
 
     def ends(self) -> object:
         """What it returned or raised."""
-        self.join(20)
+        self.join(PATIENCE)
         assert not self.is_alive(), "this hangs"
         return self.answer
 

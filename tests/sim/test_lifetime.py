@@ -88,7 +88,7 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
         with Hold():
             jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
             assert not jobs[0].done()
-        handler.wait(jobs, timeout=60)
+        handler.wait(jobs, timeout=PATIENCE)
         assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
 
 

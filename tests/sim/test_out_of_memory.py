@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from rigs import in_time
 from sim import CURRENT, SIDE, Rig, Stream
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
@@ -111,8 +112,8 @@ class Attempt:
 
     def run_until_ended(self, job: Job) -> None:
         """Also where a worker thread has yet to give it to the device."""
-        assert in_time(lambda: self.driver.run() >= 0 and job.done(), 20), "a job does not end"
-        self.call(self.rig.handler.wait, job, 20)
+        assert in_time(lambda: self.driver.run() >= 0 and job.done()), "a job does not end"
+        self.call(self.rig.handler.wait, job, PATIENCE)
 
     def check(self) -> None:
         """All is as it should be, whatever has failed."""
@@ -120,7 +121,7 @@ class Attempt:
         self.release()
         self.driver.set_mode("immediate")
         jobs = {job.id: job for job, _, _ in self.jobs}
-        assert in_time(lambda: all(job.done() for job in jobs.values()), 20), "a job does not end"
+        assert in_time(lambda: all(job.done() for job in jobs.values())), "a job does not end"
         self.reported += [result.job_id for result in rig.handler.finished()]
         assert sorted(self.reported) == sorted(jobs), (self.reported, jobs)
         for job, block, page in self.jobs:
@@ -129,8 +130,8 @@ class Attempt:
             if job.result.ok:
                 assert torch.equal(rig.block(block), rig.page(page)), job.result
         rig.host.pages[599].fill_(7)
-        rig.handler.wait(rig.handler.load([599], [599]), 20)
-        rig.handler.wait(rig.handler.store([599], [598]), 20)
+        rig.handler.wait(rig.handler.load([599], [599]), PATIENCE)
+        rig.handler.wait(rig.handler.store([599], [598]), PATIENCE)
         assert rig.page(598).unique().tolist() == [7]
         rig.handler.close()
         left = {what: self.driver.live(what) for what in ("events", "streams", "allocations")}
@@ -212,10 +213,10 @@ def wait_and_cancel(attempt: Attempt) -> None:
     for job in jobs:
         if job is not None:
             attempt.run_until_ended(job)
-    attempt.call(handler.wait, [job for job in jobs if job], 20)
+    attempt.call(handler.wait, [job for job in jobs if job], PATIENCE)
     for job, _, _ in attempt.jobs:
         attempt.run_until_ended(job)
-    attempt.call(handler.wait, None, 20)
+    attempt.call(handler.wait, None, PATIENCE)
 
 
 def use_gates(attempt: Attempt) -> None:
@@ -322,7 +323,7 @@ def sweep(driver: Driver, name: str) -> None:
     """The scenario with its first allocation failing, with its second, until none fails."""
     scenario, options = SCENARIOS[name]
     for nth in itertools.count(1):
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)
         attempt = Attempt(driver, nth, **options)
         try:
             scenario(attempt)

@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -88,6 +89,20 @@ class Hold(torch.cuda.Event):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """The exit status of a fork: 1 if the body was true, 0 if not; that of a signal is negative."""
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            faulthandler.disable()
+            signal.alarm(int(PATIENCE))
+            status = int(bool(body()))
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextmanager

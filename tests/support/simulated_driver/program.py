@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import inspect
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 
 from simulated_driver.driver import Driver
@@ -24,29 +27,49 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "STUB": str(build()), **more}
 
 
+class ForkServer:
+    """A process that has loaded PyTorch and the stub, and forks for each program that it runs.
+
+    Args:
+        preload (str): shared libraries that are in it from its beginning on.
+    """
+
+    def __init__(self, preload: str) -> None:
+        self._requests, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "simulated_driver.fork_server", str(theirs.fileno())],
+            env=environment(LD_PRELOAD=preload),
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        atexit.register(self._close)
+
+    def run(self, program: str, environment: dict[str, str]) -> str:
+        """What the program prints. It has this environment when it loads torch_kvswap."""
+        self._requests.send((program, environment))
+        status, output, errors = self._requests.recv()
+        assert status == 0, f"the program ended with status {status}\n{errors}"
+        return output
+
+    def _close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+fork_server = functools.cache(ForkServer)
+
+
 def run(body: Callable[[Driver], None], **more: str) -> str:
-    """Runs `body(driver)` in a new process with the stub in place and returns what it printed. The
-    body can import modules of its folder."""
+    """Runs `body(driver)` in a new process with the stub in place and returns what it printed.
+
+    Args:
+        body (Callable): it knows what this package and `ops` are, and nothing else of its module.
+        more (str): variables of its environment.
+    """
     source = textwrap.dedent(inspect.getsource(body))
-    program = "\n".join(
-        [
-            "from simulated_driver import DEVICE, HOST, Driver, error_of",
-            "driver = Driver()",
-            "import torch",
-            "from torch_kvswap import ops",
-            source,
-            f"{body.__name__}(driver)",
-        ]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(inspect.getfile(body)).parent,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    program = f"from torch_kvswap import ops\n{source}\n{body.__name__}(driver)"
+    variables = environment(**more)
+    return fork_server(variables.get("LD_PRELOAD", "")).run(program, variables)
 
 
 def error_of(call: Callable[[], None]) -> str:

@@ -26,8 +26,6 @@ lost: list[str] = []  # errors that were raised where nobody catches them
 
 def load(module: str, file: str) -> None:
     """Imports a module of tests, which no search path need lead to."""
-    if module in sys.modules:
-        return
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None
     assert spec.loader is not None
@@ -89,7 +87,12 @@ def main() -> None:
             module, file = tests.recv()
         except EOFError:
             break
-        load(module, file)  # before the test's time begins, and before its arguments are unpickled
+        if module not in sys.modules:
+            load(
+                module, file
+            )  # before the test's time begins, and before its arguments are unpickled
+            gc.collect()
+            gc.freeze()  # what was imported stays: to look through all of it for garbage takes long
         name, arguments = tests.recv()
         faulthandler.dump_traceback_later(seconds, exit=True)
         failure = attempt(driver, module, name, arguments)

@@ -6,8 +6,6 @@ import copy
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from array import array
 from random import Random
@@ -18,6 +16,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import refusal
+from rigs import in_child
 
 from torch_kvswap.prefix.groups import needed_blocks
 from torch_kvswap.prefix.hashing import key_digest
@@ -688,22 +687,16 @@ def test_a_manager_cannot_be_copied(copied):
             copied(owner)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_manager_is_refused_in_a_forked_child():
     manager = BlockManager(2)
-    program = f"import sys; sys.path[:] = {sys.path!r}\n" + (
-        "import os\n"
-        "from torch_kvswap.prefix.manager import BlockManager\n"
-        "manager = BlockManager(2)\n"
-        "if os.fork() == 0:\n"
-        "    try:\n"
-        "        manager.lookup(['a'])\n"
-        "    except RuntimeError as error:\n"
-        "        print(str(error).split(' and ')[1], flush=True)\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.startswith("cannot be used in process"), done.stderr
+
+    def is_refused():
+        with pytest.raises(RuntimeError, match="cannot be used in process"):
+            manager.lookup(["a"])
+        return True
+
+    assert in_child(is_refused) == 1
     assert manager.lookup(["a"]).found == 0
 
 

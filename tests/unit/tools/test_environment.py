@@ -107,9 +107,10 @@ class Index:
 
 
 class Checkout:
-    """A checkout whose .venv has only pip. pip sees no configuration but that of `monkeypatch`."""
+    """A checkout with a copy of `venv` as its .venv, which has only pip. pip sees no configuration
+    but that of `monkeypatch`."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.index = folder / "a checkout", Index(folder / "index")
         (self.folder / "tools").mkdir(parents=True)
         shutil.copy(SOURCE, self.folder / "tools")
@@ -119,11 +120,8 @@ class Checkout:
         monkeypatch.setattr(self.environment, "has_nvidia_driver", lambda: False)
         for name in ("setuptools", "ninja", "numpy", "needed"):
             self.index.add(name, "99.0")
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / ".venv"])
+        shutil.copytree(venv, self.folder / ".venv", symlinks=True)
         self.python = self.folder / ".venv" / "bin" / "python"
-        (packages,) = (self.folder / ".venv").glob("lib/python*/site-packages")
-        # Importing pip, or looking for its spec, would take setuptools' distutils from other tests.
-        (packages / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
 
     def packages(self) -> dict[str, str]:
         places = (self.folder / ".venv").glob("lib/python*/site-packages/*.dist-info")
@@ -134,12 +132,22 @@ class Checkout:
         zipfile.ZipFile(self.index.wheel(name, version)).extractall(packages)
 
 
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory) -> Path:
+    venv = tmp_path_factory.mktemp("venv") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    # Importing pip, or looking for its spec, would take setuptools' distutils from other tests.
+    (packages / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
+    return venv
+
+
 @pytest.fixture
-def checkout(monkeypatch, tmp_path) -> Checkout:
+def checkout(monkeypatch, tmp_path, venv) -> Checkout:
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("KVSWAP_TORCH_INDEX", raising=False)
-    checkout = Checkout(tmp_path, monkeypatch)
+    checkout = Checkout(tmp_path, venv, monkeypatch)
     for name, value in {
         "CONFIG_FILE": os.devnull,
         "INDEX_URL": checkout.index.url,
