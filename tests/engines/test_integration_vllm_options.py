@@ -76,7 +76,7 @@ def test_without_vllm_it_says_what_to_install():
     script = """
     sys.modules["vllm"] = None
     try:
-        import torch_kvswap.integrations.vllm
+        from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
     except ImportError as error:
         print(error)
     """

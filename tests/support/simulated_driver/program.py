@@ -64,10 +64,13 @@ def run(body: Callable[[Driver], None], **more: str) -> str:
 
     Args:
         body (Callable): it knows what this package and `ops` are, and nothing else of its module.
+            It can import modules of its folder.
         more (str): variables of its environment.
     """
     source = textwrap.dedent(inspect.getsource(body))
-    program = f"from torch_kvswap import ops\n{source}\n{body.__name__}(driver)"
+    folder = str(Path(inspect.getfile(body)).parent)
+    program = f"import sys\nsys.path.insert(0, {folder!r})\nfrom torch_kvswap import ops\n"
+    program += f"{source}\n{body.__name__}(driver)"
     variables = environment(**more)
     return fork_server(variables.get("LD_PRELOAD", "")).run(program, variables)
 
