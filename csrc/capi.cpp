@@ -488,3 +488,5 @@ bool kvswap_blocks_stats_of(void* blocks, int group, double now, kvswap_blocks_s
     });
   });
 }
+
+int kvswap_abi_version() { return KVSWAP_ABI_VERSION; }

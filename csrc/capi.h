@@ -298,3 +298,8 @@ struct kvswap_blocks_stats {
 
 KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
                                        kvswap_blocks_stats* stats);
+
+// Of this file and of torch_kvswap/_native/abi.py, which loads no library of another one. Goes up
+// with every change of a function or a structure.
+#define KVSWAP_ABI_VERSION 1
+KVSWAP_API int kvswap_abi_version();

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from torch_kvswap.copy_method_costs import DIRECTIONS, Costs, PathCosts
+from torch_kvswap.copy_method import DIRECTIONS, Costs, PathCosts
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout

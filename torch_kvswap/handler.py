@@ -4,22 +4,245 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import NotCopyable, read_timeout
+import torch
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, read_timeout
 from torch_kvswap._native.handler import NativeHandler
-from torch_kvswap._native.ids import Ids
-from torch_kvswap._native.submit import Request
-from torch_kvswap.after import After
+from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import path_options
-from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.job import Job, wait_for
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.metrics import Metrics
+from torch_kvswap.metrics import PATHS, Metrics, read_metrics
 from torch_kvswap.nvtx import Ranges
-from torch_kvswap.result import Result, TransferError, direction_of
+
+Direction = Literal["store", "load"]
+State = Literal["done", "failed", "cancelled"]
+
+_STATES: dict[int, State] = {
+    abi.DONE: "done",
+    abi.FAILED: "failed",
+    abi.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job has ended.
+
+    state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
+    what it was to copy. path: the way of copying, "strided" (copy engine, a driver call for a
+    block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so),
+    "staged" (kernels pack, the copy engine moves whole pages), "kernel" (it reads and writes host
+    pages itself) or "host" (memcpy). submit_seconds: host time in the call that submitted it.
+    queue_seconds: how long it waited for its turn to be given to the driver. copy_seconds: the copy
+    on the device without the waits before it, for a job that was joined with others that of all of
+    them; 0 when it was never copied. error: why it failed; else None.
+    """
+
+    job_id: int
+    direction: Direction
+    state: State
+    nbytes: int
+    path: str
+    submit_seconds: float
+    queue_seconds: float
+    copy_seconds: float
+    error: BaseException | None = field(compare=False)  # made anew for whoever asks
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "done"
+
+
+class TransferError(RuntimeError):
+    """Jobs that were asked for have failed or were cancelled. results: theirs. Can be pickled."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.results = list(results)
+        super().__init__("; ".join(map(_sentence, self.results)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.results,), self.__dict__  # an exception's own has the text alone
+
+
+def _sentence(result: Result) -> str:
+    name = f"{result.direction} {result.job_id}"
+    if result.state == "cancelled":
+        return f"{name} was cancelled"
+    return f"{name} failed: {result.error}"
+
+
+def direction_of(channel: int) -> Direction:
+    return "store" if channel == abi.STORES else "load"
+
+
+def result_of(native: abi.JobResult) -> Result:
+    """Of a job that has ended."""
+    return Result(
+        job_id=native.id,
+        direction=direction_of(native.channel),
+        state=_STATES[native.state],
+        nbytes=native.nbytes,
+        path=PATHS[native.path],
+        submit_seconds=native.submit_seconds,
+        queue_seconds=native.queue_seconds,
+        copy_seconds=native.copy_seconds,
+        error=None if native.error is None else RuntimeError(native.error.decode()),
+    )
+
+
+class Gate(NotCopyable):
+    """What a captured graph waits for on each replay: open, or closed until a load has landed.
+
+    Capture `wait(part)` in front of the kernels that read loaded layers. `load(..., gate=gate)`
+    closes all parts in the order of the current stream, on which the graph must be replayed
+    afterwards, and opens part g as soon as its g-th group of layers has landed, failed or been
+    cancelled. Without a load the graph does not wait. Any thread may call. parts: their number.
+
+    Graphs may outlive the gate and its handler: eight bytes of pinned memory for each part are
+    never freed. The gate has a stream and two events. When it has been dropped they are let go as
+    soon as the handler makes another gate, or is dropped, too.
+    """
+
+    native: int | None = None
+
+    def __init__(self, handler: NativeHandler, parts: int) -> None:
+        self.handler = handler
+        self.parts = read_int("parts", parts, 1, handler.groups.num_layers)
+        if handler.device.type != "cuda":
+            raise ValueError(
+                f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
+                "load has landed when it returns; leave the gate out"
+            )
+        self.native = handler.make_gate(self.parts)
+
+    def __del__(self) -> None:
+        if self.native is not None:
+            self.handler.release_gate(self.native)
+
+    def wait(self, part: int = 0, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes work given to the stream from now on wait until the part is open.
+
+        In a captured stream, each replay waits there.
+
+        Args:
+            part (int): the group of layers.
+            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
+                the cache's GPU. A stream other than the one on which a load closes the gate passes
+                as long as the gate is open: order it behind the closing, with an event.
+
+        Raises:
+            IndexError: the gate has no such part.
+        """
+        part = read_int("part", part, INT64_MIN)
+        if not 0 <= part < self.parts:
+            raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
+        self.handler.check_process()
+        loader.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))
+
+
+_release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
+
+
+class Job(NotCopyable):
+    """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
+
+    id: its number within the handler.
+    """
+
+    __slots__ = ("__weakref__", "handler", "id", "native")
+
+    def __init__(self, handler: OffloadHandler, native: int, number: int) -> None:
+        self.handler = handler
+        self.id = number
+        self.native = native
+
+    def __del__(self) -> None:
+        if hasattr(self, "native"):  # else __init__ was not reached
+            _release(self.native)
+
+    @property
+    def direction(self) -> Direction:
+        """ "store" or "load"."""
+        return direction_of(self._ask().channel)
+
+    @property
+    def nbytes(self) -> int:
+        """What it copies."""
+        return int(self._ask().nbytes)
+
+    @property
+    def result(self) -> Result | None:
+        """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
+        answer = self._ask()
+        return result_of(answer) if answer.state in _STATES else None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Waits for nothing."""
+        return bool(self.handler.native.is_done(self.native))
+
+    def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes work given to the stream from now on wait for the job; the host goes on.
+
+        A job that is still queued is first given to the driver, with all that is queued ahead of
+        it; the host waits for that, but for nothing on the GPU.
+
+        Args:
+            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
+                the cache's GPU.
+
+        Raises:
+            TransferError: the job has failed or was cancelled. What fails later, finished() and
+                wait() tell.
+            RuntimeError: the stream is capturing a CUDA graph, which could not hold the wait.
+                Raised whether or not the job has ended.
+        """
+        self._wait_on(-1, stream)
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """wait_on() for the group of layers that has this layer, and those before it.
+
+        layer: the position of its tensor in the layout, or in all layouts one after the other.
+        Raises IndexError for a layer that there is not.
+        """
+        layers = self.handler.native.groups.num_layers
+        layer = read_int("layer", layer, INT64_MIN)
+        if not 0 <= layer < layers:
+            raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
+        self._wait_on(layer * self._ask().layer_groups // layers, stream)
+
+    def _wait_on(self, layer_group: int, stream: torch.cuda.Stream | None) -> None:
+        self.handler.native.wait_on(self.native, layer_group, *resolve_waiting(stream))
+        result = self.result
+        if result is not None and not result.ok:
+            raise TransferError([result]) from result.error
+
+    def _ask(self) -> abi.JobResult:
+        return self.handler.native.job(self.native)
+
+
+def wait_for(native: NativeHandler, jobs: list[Job] | None, timeout: float | None) -> None:
+    """`OffloadHandler.wait` for jobs of that handler; None is for all that were not reported."""
+    well = native.wait(None if jobs is None else [job.native for job in jobs], timeout)
+    if well is None:
+        running = [job for job in jobs or () if not job.done()]
+        names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
+        raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
+    if well:
+        return
+    if jobs is None:
+        failed = native.unreported_failures(result_of)
+    else:
+        results = [job.result for job in jobs]
+        failed = [result for result in results if result and not result.ok]
+    if failed:  # else another thread has been told
+        raise TransferError(failed) from failed[0].error
+
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 
@@ -99,7 +322,8 @@ class OffloadHandler(NotCopyable):
         was cancelled, unless finished() has said so.
         """
         ids = gpu_block_ids, page_ids, first_block
-        request = Request(self.native, abi.STORES, *ids, after, background=background)
+        groups = self.native.groups
+        request = Request(groups, abi.STORES, *ids, after, background=background)
         return self._submit(request)
 
     def load(
@@ -127,14 +351,16 @@ class OffloadHandler(NotCopyable):
         """
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        request = Request(self.native, channel, *ids, after, layer_groups, gate, background)
+        parts = self._layer_parts(layer_groups, gate)
+        closed = None if gate is None else gate.native
+        request = Request(self.native.groups, channel, *ids, after, parts, closed, background)
         return self._submit(request)
 
     def finished(self) -> list[Result]:
         """The jobs that have ended since the last call, each job in one call only, in the order in
         which they ended. Waits for nothing. Call it now and then: until then the handler remembers
         every job's result, in 120 bytes each."""
-        for result in (results := self.native.finished()):
+        for result in (results := self.native.finished(result_of)):
             self._ranges.end(result.job_id)
         return results
 
@@ -155,7 +381,7 @@ class OffloadHandler(NotCopyable):
         A job that is queued ends at once and copies nothing. One that the driver has runs to its
         end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid. Takes
         one job: TypeError for a list."""
-        return self.native.cancel(self._own(job))
+        return self.native.cancel(self._own(job).native)
 
     def gate(self, parts: int = 1) -> Gate:
         """A gate, open, with this many parts: 1 to the number of tensors of the cache."""
@@ -163,7 +389,7 @@ class OffloadHandler(NotCopyable):
 
     def metrics(self) -> Metrics:
         """What the handler has done and has to do, now."""
-        return self.native.metrics()
+        return read_metrics(self.native.fill_metrics)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Drains, and goes on with a cache that has moved: new layouts, with blocks of the same
@@ -195,6 +421,23 @@ class OffloadHandler(NotCopyable):
             job = Job(self, *self.native.submit(request))
         self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
+
+    def _layer_parts(self, parts: int | None, gate: Gate | None) -> int:
+        """In how many groups of layers a load is moved."""
+        if gate is not None and not isinstance(gate, Gate):
+            raise TypeError(
+                f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
+            )
+        if gate is not None and gate.handler is not self.native:
+            raise ValueError("the gate was made by another handler than this load's")
+        if parts is None:
+            return 1 if gate is None else gate.parts
+        parts = read_int("layer_groups", parts, 1, self.native.groups.num_layers)
+        if gate is not None and gate.parts != parts:
+            raise ValueError(
+                f"the gate has {gate.parts} parts, the load {parts} layer groups; make them equal"
+            )
+        return parts
 
     def _own(self, job: object) -> Job:
         if not isinstance(job, Job):

@@ -1,42 +1,22 @@
-"""What a handler has counted: a snapshot, and the same as text for Prometheus."""
+"""What a handler has counted: a snapshot."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-BUCKETS = 26
-PATHS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
+from torch_kvswap import prometheus
+from torch_kvswap._native import abi
+
+PATHS, BUCKETS = abi.PATHS, abi.BUCKETS
 # Seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
 
 
-class NativeHistogram(ctypes.Structure):
-    """kvswap_histogram of csrc/capi.h."""
-
-    _fields_ = [("counts", ctypes.c_uint64 * BUCKETS), ("sum", ctypes.c_double)]
-
-
-_JOBS = ("submitted", "done", "failed", "cancelled", "bytes")
-_DEVICE = ("queued", "running", "transfers", "streams", "events")
-
-
-class NativeMetrics(ctypes.Structure):
-    """kvswap_metrics of csrc/capi.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in _JOBS + _DEVICE),
-        ("jobs_by_path", ctypes.c_uint64 * len(PATHS)),
-        *((name, NativeHistogram) for name in ("submit", "queue", "copy")),
-    ]
-
-
-Fill = Callable[[int, Any], bool]  # a channel's number and a pointer to NativeMetrics
+Fill = Callable[[int, Any], bool]  # a channel's number and a pointer to abi.Metrics
 
 
 @dataclass(frozen=True)
@@ -114,90 +94,26 @@ class Metrics:
         """The text that a Prometheus server scrapes (format 0.0.4). labels: names and values that
         every sample gets beside its own; TypeError for what is no string, ValueError for a name
         that a label cannot have."""
-        given = dict(labels or {})
-        for name, text in given.items():
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise TypeError(f"label {name!r} is {text!r}; both must be strings")
-            if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name, re.ASCII) or name in _TAKEN:
-                raise ValueError(
-                    f"a label cannot be named {name!r}: letters, digits and _ are allowed, not a "
-                    f"digit or __ in front, and {', '.join(_TAKEN)} are in use"
-                )
         channels = {"store": self.stores, "load": self.loads, "expedited": self.expedited}
-        lines: list[str] = []
-        for name, kind, text, samples in _FAMILIES:
-            lines += [f"# HELP kvswap_{name} {text}", f"# TYPE kvswap_{name} {kind}"]
-            for direction, channel in channels.items():
-                for suffix, own, value in samples(channel):
-                    said = _labels({"direction": direction, **given, **own})
-                    lines.append(f"kvswap_{name}{suffix}{{{said}}} {value}")
-        return "\n".join(lines) + "\n"
+        return prometheus.text_of(channels, labels or {})
 
 
 def read_metrics(fill: Fill) -> Metrics:
     """fill: writes the metrics of channel 0, 1 or 2 (store, load, expedited load) to a pointer to
-    NativeMetrics, and says whether it did. Raises RuntimeError when it did not."""
+    abi.Metrics, and says whether it did. Raises RuntimeError when it did not."""
     return Metrics(*(_read_channel(fill, channel) for channel in range(3)))
 
 
 def _read_channel(fill: Fill, channel: int) -> ChannelMetrics:
-    native = NativeMetrics()
+    native = abi.Metrics()
     if not fill(channel, ctypes.pointer(native)):
         raise RuntimeError(f"the native handler gave no metrics of its channel {channel}")
-    counts = {name: getattr(native, name) for name in _JOBS + _DEVICE}
+    counts = {
+        field[0]: getattr(native, field[0])
+        for field in abi.Metrics._fields_
+        if field[1] is ctypes.c_uint64
+    }
     paths = dict(zip(PATHS, native.jobs_by_path, strict=True))
     seconds = (native.submit, native.queue, native.copy)
     submit, queue, copy = (Histogram(BOUNDS, tuple(h.counts), h.sum) for h in seconds)
     return ChannelMetrics(**counts, path_jobs=paths, submit=submit, queue=queue, copy=copy)
-
-
-Sample = tuple[str, dict[str, str], float]  # a suffix of the name, labels of its own, the value
-Samples = Callable[[ChannelMetrics], Iterator[Sample]]
-_TAKEN = ("direction", "state", "path", "le")
-
-
-def _one(field: str) -> Samples:
-    return lambda channel: iter([("", {}, getattr(channel, field))])
-
-
-def _states(channel: ChannelMetrics) -> Iterator[Sample]:
-    for state in ("done", "failed", "cancelled"):
-        yield "", {"state": state}, getattr(channel, state)
-
-
-def _paths(channel: ChannelMetrics) -> Iterator[Sample]:
-    for path, jobs in channel.path_jobs.items():
-        yield "", {"path": path}, jobs
-
-
-def _histogram(field: str) -> Samples:
-    def samples(channel: ChannelMetrics) -> Iterator[Sample]:
-        histogram: Histogram = getattr(channel, field)
-        bounds = [*map(repr, histogram.bounds), "+Inf"]
-        for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
-            yield "_bucket", {"le": bound}, count
-        yield "_sum", {}, histogram.sum
-        yield "_count", {}, histogram.count
-
-    return samples
-
-
-_FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
-    ("jobs_submitted_total", "counter", "Jobs submitted.", _one("submitted")),
-    ("jobs_ended_total", "counter", "Jobs ended, by how they ended.", _states),
-    ("jobs_copied_total", "counter", "Jobs done, by the way of copying.", _paths),
-    ("copied_bytes_total", "counter", "Bytes of the jobs done.", _one("bytes")),
-    ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
-    ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),
-    ("jobs_running", "gauge", "Jobs on the device.", _one("running")),
-    ("streams", "gauge", "Streams that exist.", _one("streams")),
-    ("events", "gauge", "Events that exist.", _one("events")),
-    ("submit_seconds", "histogram", "Host time in the call that submits.", _histogram("submit")),
-    ("queue_seconds", "histogram", "Time in the software queue.", _histogram("queue")),
-    ("copy_seconds", "histogram", "Time copying, without the waits.", _histogram("copy")),
-)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())

@@ -1,24 +1,20 @@
 """The text that prompts are cut from."""
 
-from importlib import metadata
 from pathlib import Path
 from random import Random
 
-CHECKOUT = Path(__file__).parents[2]
+README = Path(__file__).parents[2] / "README.md"
 
 
 def read_text(file: Path | None) -> tuple[str, bytes]:
-    """Name and bytes of `file`, or else of the project's README: beside the package in a checkout,
-    in the metadata of an installed package. Raises OSError when there is none."""
-    if file is not None:
-        return str(file), file.read_bytes()
-    if (CHECKOUT / "pyproject.toml").exists():
-        return "README.md", (CHECKOUT / "README.md").read_bytes()
-    try:
-        description = metadata.metadata("torch_kvswap")["Description"]
-    except metadata.PackageNotFoundError as error:
-        raise FileNotFoundError("torch_kvswap is not installed and brings no README") from error
-    return "the README", description.encode()
+    """Name and bytes of `file`, or else of the project's README.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if file is None:
+        return README.name, README.read_bytes()
+    return str(file), file.read_bytes()
 
 
 def cut_prompts(text: bytes, count: int, shortest: int, longest: int, seed: int) -> list[bytes]:

@@ -13,7 +13,7 @@ from patience import PATIENCE
 from rigs import NEW, OLD, ROW, Hold, Rig, only, run_script
 
 from torch_kvswap import ops
-from torch_kvswap.gate import Gate
+from torch_kvswap.handler import Gate
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,7 @@ from sim import rest, threads
 from simulated_driver import Driver, cache, stubbed
 from simulated_driver.handles import Stream
 
-from torch_kvswap.gate import Gate
-from torch_kvswap.handler import Job, OffloadHandler
+from torch_kvswap.handler import Gate, Job, OffloadHandler
 
 
 def make(driver: Driver) -> OffloadHandler:

@@ -30,7 +30,7 @@ from transfer_model import Cell, Flight, Model
 from torch_kvswap._native import loader
 
 if TYPE_CHECKING:
-    from torch_kvswap.job import Job
+    from torch_kvswap.handler import Job
 
 BLOCKS, PAGES, LAYERS, ROW = 6, 5, 2, 32
 KERNELS, OTHER = 42, 43  # streams: of the kernels, which is current; another that is behind it

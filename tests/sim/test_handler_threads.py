@@ -19,7 +19,7 @@ from simulated_driver.handles import Stream
 from transfer_model import Cell, Flight, Model
 
 if TYPE_CHECKING:
-    from torch_kvswap.job import Job
+    from torch_kvswap.handler import Job
 
 THREADS, OWN, SHARED = 5, 6, 3  # blocks, and as many pages
 LAYERS, ROW, VERSIONS = 2, 32, 1 << 14

@@ -19,7 +19,7 @@ from rigs import in_time
 from sim import CHANNELS, SIDE, Rig, Stream, let_threads_look, rest, run_until, states, threads
 from simulated_driver import Driver, stubbed
 
-from torch_kvswap._native import abi
+from torch_kvswap._native import loader
 from torch_kvswap.handler import Job
 
 PR_GET_TIMERSLACK = 30
@@ -223,7 +223,7 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
     with Rig(driver, threaded=True) as rig:
         with stopped_worker(rig, "store"):  # for whose end the first waits
             close = "kvswap_handler_close", rig.handler.native.pointer, 600.0
-            closing = [Call(abi.call, *close) for _ in range(2)]
+            closing = [Call(loader.call, *close) for _ in range(2)]
             assert all(call.waits() for call in closing)
         assert [call.ends() for call in closing] == [True, True]
 

@@ -20,7 +20,7 @@ from rigs import Hold, Steps, in_time
 from simulated_driver import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
-from torch_kvswap.gate import Gate
+from torch_kvswap.handler import Gate
 from torch_kvswap.host_pool import system
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import os
 import torch
 from simulated_driver import HOST, Driver, stubbed
 
-from torch_kvswap.host_pool.registration import Registration, is_pinned
+from torch_kvswap.host_pool.memory import Registration, is_pinned
 
 GPU = torch.device("cuda", 0)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_kvswap.job import Job
-    from torch_kvswap.result import Result
+    from torch_kvswap.handler import Job, Result
 
 
 @dataclass(eq=False)

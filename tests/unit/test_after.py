@@ -9,7 +9,7 @@ from sim import Event, Stream
 from simulated_driver import without_cuda
 
 from torch_kvswap._native import abi
-from torch_kvswap.after import resolve_after, resolve_waiting
+from torch_kvswap._native.submit import resolve_after, resolve_waiting
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

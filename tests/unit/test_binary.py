@@ -1,5 +1,6 @@
 """The native library as a file: what it needs of others, and that it fits every CUDA."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import pytest
 import simulated_driver
 import torch
 
-from torch_kvswap._native import loader
+from torch_kvswap._native import abi, loader
 
 ROOT = Path(__file__).parents[2]
 # What every Linux with torch has. In particular no libcuda, libcudart, libtorch_cuda, libc10_cuda
@@ -140,3 +141,14 @@ def test_no_driver_function_is_left_out_of_the_comparison():
     header = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
     check = (ROOT / "tests" / "support" / "cuda_headers_check.cpp").read_text()
     assert re.findall(r"Result \(\*(\w+)\)", header) == re.findall(r"SAME\((\w+), cu", check)
+
+
+def test_a_library_of_another_version_of_the_interface_is_refused(monkeypatch):
+    monkeypatch.setattr(abi, "ABI_VERSION", abi.ABI_VERSION + 1)
+    with pytest.raises(ImportError, match="they are of different releases"):
+        loader.holding.__wrapped__()
+
+
+def test_a_library_that_says_no_version_of_the_interface_is_refused():
+    with pytest.raises(ImportError, match="has version None of the C interface"):
+        loader._declare(ctypes.CDLL(None))

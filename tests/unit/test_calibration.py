@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_kvswap.calibrate import PATHS, SIZES, STEPS, Machine, Seconds, calibrate
-from torch_kvswap.copy_method_costs import PathCosts
+from torch_kvswap.copy_method import PathCosts
 
 
 def machine_with(costs: dict[tuple[str, str], PathCosts]) -> Seconds:

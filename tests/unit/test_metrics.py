@@ -11,13 +11,12 @@ import pytest
 from expecttest import assert_expected_inline
 from refusal import refusal
 
+from torch_kvswap._native import abi
 from torch_kvswap.metrics import (
     BOUNDS,
     ChannelMetrics,
     Histogram,
     Metrics,
-    NativeHistogram,
-    NativeMetrics,
     read_metrics,
 )
 
@@ -44,7 +43,7 @@ BUSY = ChannelMetrics(
 def fill(channel: int, out: Any) -> bool:
     """Every number of the structure differs from every other one, in all three channels."""
     words = ctypes.cast(out, ctypes.POINTER(ctypes.c_uint64))
-    for index in range(ctypes.sizeof(NativeMetrics) // 8):
+    for index in range(ctypes.sizeof(abi.Metrics) // 8):
         words[index] = 1000 * channel + index
     for number, name in enumerate(("submit", "queue", "copy")):
         getattr(out.contents, name).sum = channel + number / 4
@@ -55,7 +54,7 @@ def fill(channel: int, out: Any) -> bool:
 
 
 def test_the_structures_are_as_long_as_those_of_the_header() -> None:
-    assert (ctypes.sizeof(NativeHistogram), ctypes.sizeof(NativeMetrics)) == (27 * 8, 96 * 8)
+    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 96 * 8)
 
 
 def test_every_number_of_the_native_side_arrives_under_its_own_name() -> None:

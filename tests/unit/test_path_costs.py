@@ -12,13 +12,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap import copy_method_costs
-from torch_kvswap.copy_method import path_options
-from torch_kvswap.copy_method_costs import (
+from torch_kvswap import copy_method
+from torch_kvswap.copy_method import (
     DIRECTIONS,
     SHIPPED,
     PathCosts,
     cache_file,
+    path_options,
     read_figures,
     write_figures,
 )
@@ -91,7 +91,7 @@ def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
     before = cache_file("A/B GPU 80GB")
     assert before.name == "path-costs-A-B-GPU-80GB-0.json"
-    monkeypatch.setattr(copy_method_costs.loader, "library", Library)
+    monkeypatch.setattr(copy_method.loader, "library", Library)
     assert cache_file("A/B GPU 80GB").name == "path-costs-A-B-GPU-80GB-12345.json"
 
 

@@ -7,8 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
 
-from torch_kvswap.aliasing import block_spaces
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, block_spaces
 
 
 def same(*layouts: PagedLayout) -> list[int]:

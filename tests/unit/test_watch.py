@@ -11,7 +11,7 @@ import torch
 from refusal import refusal
 from torch import Tensor
 
-from torch_kvswap.address_guard import Watch
+from torch_kvswap.groups import Watch
 from torch_kvswap.layout import PagedLayout
 
 

@@ -1,17 +1,27 @@
-"""The structures and functions of csrc/capi.h, and the exceptions that stand for their errors."""
+"""The C interface of csrc/capi.h: every constant, structure and function, once.
+
+ABI_VERSION goes up, here and there, with every change of one of them: a library of another version
+is not loaded.
+"""
 
 from __future__ import annotations
 
-import builtins
 import ctypes
-from typing import Any, NoReturn
+from typing import Any
 
-from torch_kvswap._native import loader
-from torch_kvswap.metrics import PATHS
+import numpy as np
+
+ABI_VERSION = 1
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
+PATHS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
+FRAGMENT_SIZES = 14
+BUCKETS = 26
+DIGEST_BYTES = 32
+BLOCKS_FEW_KEYS = 1024
+BLOCKS_BUSY = -2
 
 _Int64s = ctypes.c_void_p  # the address of a list of int64
 
@@ -41,9 +51,6 @@ class Group(ctypes.Structure):
         ("slot_space", ctypes.c_int32),
         ("usable", ctypes.c_void_p),
     )
-
-
-FRAGMENT_SIZES = 14
 
 
 class PathCosts(ctypes.Structure):
@@ -95,16 +102,122 @@ class JobResult(ctypes.Structure):
     )
 
 
-def fail() -> NoReturn:
-    """Raises what the calling thread's last call has failed with."""
-    native = loader.library()
-    error: Any = getattr(builtins, native.kvswap_last_error_type().decode())
-    raise error(native.kvswap_last_error().decode())
+class Histogram(ctypes.Structure):
+    _fields_ = (("counts", ctypes.c_uint64 * BUCKETS), ("sum", ctypes.c_double))
 
 
-def call(name: str, *arguments: Any) -> Any:
-    """Calls the function; raises when it returns null, false or -1: so it says that it failed."""
-    result = getattr(loader.library(), name)(*arguments)
-    if result is None or result is False or result == -1:
-        fail()
-    return result
+class Metrics(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("submitted", "done", "failed", "cancelled", "bytes"),
+                *("queued", "running", "transfers", "streams", "events"),
+            )
+        ),
+        ("jobs_by_path", ctypes.c_uint64 * len(PATHS)),
+        *((name, Histogram) for name in ("submit", "queue", "copy")),
+    )
+
+
+class BlocksGroup(ctypes.Structure):
+    _fields_ = (
+        ("num_pages", ctypes.c_int64),
+        ("ratio", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+    )
+
+
+class BlocksOptions(ctypes.Structure):
+    _fields_ = (
+        ("policy", ctypes.c_int32),
+        ("events", ctypes.c_int32),
+        ("store_threshold", ctypes.c_int64),
+        ("asked_capacity", ctypes.c_int64),
+    )
+
+
+class BlocksFound(ctypes.Structure):
+    _fields_ = (
+        ("found", ctypes.c_int64),
+        ("ready", ctypes.c_int64),
+        ("pending", ctypes.c_int64),
+    )
+
+
+class BlocksStats(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            *("asked", "hits", "pending", "stored", "loaded", "evicted", "skipped"),
+            *("refused", "failed", "pages", "free_pages", "idle_pages", "filling_pages"),
+        )
+    )
+
+
+BLOCKS_EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DIGEST_BYTES}")])
+
+_Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
+_Long, _Real = ctypes.c_int64, ctypes.c_double
+
+# What each function returns, then what it takes.
+PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "kvswap_abi_version": (_Int,),
+    "kvswap_driver_version": (_Int,),
+    "kvswap_driver_error": (_Text,),
+    "kvswap_driver_has_batch": (_Bool,),
+    "kvswap_batch_limit": (_Int,),
+    "kvswap_kernel_version": (_Int,),
+    "kvswap_host_register": (_Bool, _Int, _Pointer, ctypes.c_uint64),
+    "kvswap_host_unregister": (_Bool, _Int, _Pointer),
+    "kvswap_host_is_pinned": (_Int, _Int, _Pointer),
+    "kvswap_device_pci_address": (_Bool, _Int, _Pointer),
+    "kvswap_host_map": (_Pointer, _Int, ctypes.c_uint64, ctypes.c_uint64, _Bool),
+    "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
+    "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
+    "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
+    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_last_error": (_Text,),
+    "kvswap_last_error_type": (_Text,),
+    "kvswap_cache_moved": (_Bool, _Pointer),
+    "kvswap_cache_release": (None, _Pointer),
+    "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
+    "kvswap_handler_path_problem": (_Text, _Pointer),
+    "kvswap_handler_destroy": (None, _Pointer),
+    "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
+    "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
+    "kvswap_handler_finished": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_wait": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
+    "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),
+    "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
+    "kvswap_job_release": (None, _Pointer),
+    "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),
+    "kvswap_job_done": (_Int, _Pointer, _Pointer),
+    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
+    "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
+    "kvswap_gate_create": (_Pointer, _Pointer, _Int),
+    "kvswap_gate_release": (None, _Pointer),
+    "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
+    "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
+    "kvswap_blocks_destroy": (None, _Pointer),
+    "kvswap_blocks_grow": (_Bool, _Pointer, _Pointer),
+    "kvswap_blocks_lookup": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Pointer, _Bool),
+    "kvswap_blocks_prepare_load": (_Long, *[_Pointer] * 4, _Bool),
+    "kvswap_blocks_prepare_store": (_Long, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5, _Bool),
+    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Bool),
+    "kvswap_blocks_touch": (_Long, _Pointer, _Pointer, _Pointer, _Bool),
+    "kvswap_blocks_order": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Bool),
+    "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
+    "kvswap_blocks_release": (_Long, _Pointer, _Long, _Bool),
+    "kvswap_blocks_reset": (_Bool, _Pointer),
+    "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
+    "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
+}
+# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
+# more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
+# manager are made in both ways, see holding().
+HOLD_THE_GIL = (
+    *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
+    "kvswap_usable_pages_publish",
+)

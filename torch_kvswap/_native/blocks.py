@@ -13,59 +13,19 @@ import numpy.typing as npt
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
-from torch_kvswap._native.fork_guard import Process
-from torch_kvswap.prefix.digests import SLICE
-from torch_kvswap.prefix.groups import BlockGroup, unit_tokens
-from torch_kvswap.prefix.hashing import DIGEST_BYTES
+from torch_kvswap._native.loader import Process
 
-POLICIES = ("lru", "arc")
+POLICIES = ("lru", "arc")  # by number
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
-# The calls that take keys or end jobs are made with the GIL held; they answer _BUSY when they would
-# have to wait or to take long, and are made again without it (csrc/capi.h).
+# The calls that take keys or end jobs are made with the GIL held; they answer BLOCKS_BUSY when they
+# would have to wait or to take long, and are made again without it (csrc/capi.h).
 _holding = loader.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
 _touch, _lease = _holding.kvswap_blocks_touch, _holding.kvswap_blocks_lease
 _release, _order = _holding.kvswap_blocks_release, _holding.kvswap_blocks_order
-_BUSY = -2
-EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DIGEST_BYTES}")])
 _EVENTS_AT_ONCE = 1024
-
-
-class Group(ctypes.Structure):
-    _fields_ = (
-        ("num_pages", ctypes.c_int64),
-        ("ratio", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    )
-
-
-class Options(ctypes.Structure):
-    _fields_ = (
-        ("policy", ctypes.c_int32),
-        ("events", ctypes.c_int32),
-        ("store_threshold", ctypes.c_int64),
-        ("asked_capacity", ctypes.c_int64),
-    )
-
-
-class Found(ctypes.Structure):
-    _fields_ = (
-        ("found", ctypes.c_int64),
-        ("ready", ctypes.c_int64),
-        ("pending", ctypes.c_int64),
-    )
-
-
-class Stats(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            *("asked", "hits", "pending", "stored", "loaded", "evicted", "skipped"),
-            *("refused", "failed", "pages", "free_pages", "idle_pages", "filling_pages"),
-        )
-    )
 
 
 class NativeBlocks(NotCopyable):
@@ -74,19 +34,16 @@ class NativeBlocks(NotCopyable):
 
     def __init__(
         self,
-        groups: Sequence[BlockGroup],
+        groups: Sequence[tuple[int, int, int]],
         policy: str,
         store_threshold: int,
         events: int,
     ) -> None:
-        unit = unit_tokens(groups)
-        native = (Group * len(groups))(
-            *(Group(group.num_pages, unit // group.block_tokens, group.window) for group in groups)
-        )
-        asked = sum(group.num_pages for group in groups)
-        options = Options(POLICIES.index(policy), events, store_threshold, asked)
+        native = (abi.BlocksGroup * len(groups))(*(abi.BlocksGroup(*group) for group in groups))
+        asked = sum(num_pages for num_pages, *_ in groups)
+        options = abi.BlocksOptions(POLICIES.index(policy), events, store_threshold, asked)
         self._process = Process()
-        self._pointer: int = abi.call(
+        self._pointer: int = loader.call(
             "kvswap_blocks_create", native, len(native), ctypes.byref(options)
         )
         weakref.finalize(self, _destroy, self._pointer, self._process)
@@ -98,10 +55,10 @@ class NativeBlocks(NotCopyable):
 
     def grow(self, ready_pages: Sequence[int]) -> None:
         ready = array("q", ready_pages)
-        abi.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
+        loader.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
-        found = array("q", (0, 0, 0))  # faster than a Found
+        found = array("q", (0, 0, 0))  # faster than a BlocksFound
         place, into = counts.buffer_info()[0], found.buffer_info()[0]
         answer = _lookup(self.pointer, digests, place, again, into, False)
         if answer < 0:
@@ -110,7 +67,7 @@ class NativeBlocks(NotCopyable):
 
     def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Numbers]:
         """The job, 0 for none, and its pages."""
-        pages, into = _room(len(digests) // DIGEST_BYTES)
+        pages, into = _room(len(digests) // abi.DIGEST_BYTES)
         place = counts.buffer_info()[0]
         job: int = _prepare_load(self.pointer, digests, place, into, False)
         if job < 0:
@@ -122,7 +79,7 @@ class NativeBlocks(NotCopyable):
     ) -> tuple[int, int, Numbers, Numbers, array[int]] | None:
         """Job and lease, 0 for none; places and pages, of which the first are used; how many of
         them each group has. None when there is no room."""
-        count = len(digests) // DIGEST_BYTES
+        count = len(digests) // abi.DIGEST_BYTES
         numbers, into = _room(2 * count)
         new, ids = array("q", counts), array("q", (0, 0))
         job = ids.buffer_info()[0]
@@ -166,26 +123,28 @@ class NativeBlocks(NotCopyable):
         return released == 1
 
     def reset(self) -> None:
-        abi.call("kvswap_blocks_reset", self.pointer)
+        loader.call("kvswap_blocks_reset", self.pointer)
 
     def take_events(self) -> Iterator[tuple[int, int, bytes]]:
         """Kind, group and key of each."""
-        events = np.empty(_EVENTS_AT_ONCE, EVENT)
+        events = np.empty(_EVENTS_AT_ONCE, abi.BLOCKS_EVENT)
         while True:
-            count = abi.call("kvswap_blocks_events", self.pointer, events.ctypes.data, len(events))
+            count = loader.call(
+                "kvswap_blocks_events", self.pointer, events.ctypes.data, len(events)
+            )
             yield from events[:count].tolist()
             if count < len(events):
                 return
 
-    def stats(self, group: int, now: float) -> Stats:
-        stats = Stats()
-        abi.call("kvswap_blocks_stats_of", self.pointer, group, now, ctypes.byref(stats))
+    def stats(self, group: int, now: float) -> abi.BlocksStats:
+        stats = abi.BlocksStats()
+        loader.call("kvswap_blocks_stats_of", self.pointer, group, now, ctypes.byref(stats))
         return stats
 
 
 def _room(count: int) -> tuple[Numbers, int]:
     """Memory for so many numbers, and its address."""
-    if count <= SLICE:
+    if count <= abi.BLOCKS_FEW_KEYS:
         few = array("q", bytes(count * 8))
         return np.frombuffer(few, np.int64), few.buffer_info()[0]
     many = np.empty(count, np.int64)  # writes nothing to it while it holds the GIL
@@ -198,10 +157,10 @@ def _go_on(answer: int, name: str, *arguments: Any) -> int:
     Raises:
         ValueError, MemoryError: the call has failed.
     """
-    if answer == _BUSY:
+    if answer == abi.BLOCKS_BUSY:
         answer = getattr(loader.library(), f"kvswap_blocks_{name}")(*arguments, True)
     if answer < 0:
-        abi.fail()
+        loader.fail()
     return answer
 
 

@@ -6,20 +6,18 @@ import ctypes
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
-from torch_kvswap._native.fork_guard import Process
-from torch_kvswap.groups import Groups
-from torch_kvswap.metrics import Metrics, read_metrics
-from torch_kvswap.result import Result, result_of
+from torch_kvswap._native.loader import Process
 
 if TYPE_CHECKING:
     from torch_kvswap._native.submit import Request
-    from torch_kvswap.job import Job
+    from torch_kvswap.groups import Groups
 
+_T = TypeVar("_T")
 _native = loader.library()
 _submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
 _result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
@@ -35,7 +33,7 @@ class NativeHandler(NotCopyable):
         self.groups = groups
         self.device = groups.device
         self._process = Process()
-        self._pointer: int | None = abi.call(
+        self._pointer: int | None = loader.call(
             "kvswap_handler_create",
             groups.structures,
             len(groups.structures),
@@ -76,53 +74,56 @@ class NativeHandler(NotCopyable):
         native = request.native
         job: int | None = _submit(self.pointer, ctypes.byref(native))
         if job is None:
-            abi.fail()
+            loader.fail()
         return job, native.id
 
     def job(self, native: int) -> abi.JobResult:
         """What has become of a job; does not ask the device."""
         answer = abi.JobResult()
         if not _result_of(self.pointer, native, ctypes.byref(answer)):
-            abi.fail()
+            loader.fail()
         return answer
 
     def is_done(self, native: int) -> bool:
         """Whether a job has ended; asks the device."""
         done: int = _is_done(self.pointer, native)
         if done < 0:
-            abi.fail()
+            loader.fail()
         return done == 1
 
-    def finished(self) -> list[Result]:
-        results: list[Result] = []
+    def finished(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+        """What `read` makes of each job that has ended since the last call. It reads all it needs:
+        nothing of its argument is valid afterwards."""
+        results: list[_T] = []
         capacity = _AT_FIRST
         while True:
-            found = self._results("kvswap_handler_finished", capacity)
+            found = self._results("kvswap_handler_finished", capacity, read)
             results += found
             if len(found) < capacity:
                 return results
             capacity = _AT_ONCE
 
-    def unreported_failures(self) -> list[Result]:
+    def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+        """What `read` makes of each job that has failed and was in no answer of finished() yet."""
         capacity = _AT_ONCE
         while True:
-            found = self._results("kvswap_handler_unreported_failures", capacity)
+            found = self._results("kvswap_handler_unreported_failures", capacity, read)
             if len(found) < capacity:
                 return found
             capacity *= 2
 
-    def wait(self, jobs: Sequence[Job] | None, timeout: float | None) -> bool | None:
+    def wait(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | None:
         """Whether the jobs, None for all, have ended well; None when they have not in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
         array = ctypes.c_void_p * count
-        pointers = None if jobs is None else array(*[job.native for job in jobs])
+        pointers = None if jobs is None else array(*jobs)
         while True:
             left = _PATIENCE if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _PATIENCE)
             ended: int = _wait(self.pointer, pointers, count, seconds)
             if ended < 0:
-                abi.fail()
+                loader.fail()
             if ended:
                 return ended == 1
             if left <= seconds and deadline is not None:
@@ -130,13 +131,13 @@ class NativeHandler(NotCopyable):
 
     def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
         """stream, device: as `resolve_waiting` gives them."""
-        abi.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
+        loader.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
 
-    def cancel(self, job: Job) -> bool:
-        return bool(abi.call("kvswap_job_cancel", self.pointer, job.native))
+    def cancel(self, job: int) -> bool:
+        return bool(loader.call("kvswap_job_cancel", self.pointer, job))
 
     def make_gate(self, parts: int) -> int:
-        gate: int = abi.call("kvswap_gate_create", self.pointer, parts)
+        gate: int = loader.call("kvswap_gate_create", self.pointer, parts)
         return gate
 
     def release_gate(self, gate: int) -> None:
@@ -144,19 +145,17 @@ class NativeHandler(NotCopyable):
         if self._process.is_current:
             _release_gate(gate)
 
-    def metrics(self) -> Metrics:
-        pointer = self.pointer
-        return read_metrics(
-            lambda channel, out: bool(abi.call("kvswap_handler_metrics", pointer, channel, out))
-        )
+    def fill_metrics(self, channel: int, out: Any) -> bool:
+        """out: a pointer to abi.Metrics."""
+        return bool(loader.call("kvswap_handler_metrics", self.pointer, channel, out))
 
     def rebind(self, groups: Groups) -> None:
         count = len(groups.structures)
-        abi.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
+        loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
         self.groups = groups
 
     def close(self) -> None:
-        while not abi.call("kvswap_handler_close", self.pointer, _PATIENCE):
+        while not loader.call("kvswap_handler_close", self.pointer, _PATIENCE):
             pass
 
     def destroy(self, owner: weakref.ref[object]) -> None:
@@ -179,14 +178,14 @@ class NativeHandler(NotCopyable):
         pointer, self._pointer = self._pointer, None
         _native.kvswap_handler_destroy(pointer)
 
-    def _results(self, function: str, capacity: int) -> list[Result]:
+    def _results(
+        self, function: str, capacity: int, read: Callable[[abi.JobResult], _T]
+    ) -> list[_T]:
         answers = (abi.JobResult * capacity)()
         results = []
-        for answer in answers[: abi.call(function, self.pointer, answers, capacity)]:
-            result = result_of(answer)
+        for answer in answers[: loader.call(function, self.pointer, answers, capacity)]:
+            results.append(read(answer))
             _release(answer.job)
-            if result is not None:
-                results.append(result)
         return results
 
 

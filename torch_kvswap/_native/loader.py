@@ -1,75 +1,18 @@
-"""Loads the native library, and says why when it cannot."""
+"""Loads the native library, or says why it cannot, and calls it."""
 
+from __future__ import annotations
+
+import builtins
 import ctypes
 import functools
+import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-_Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
-_Long, _Real = ctypes.c_int64, ctypes.c_double
+from torch_kvswap._native import abi
 
-# The functions of csrc/capi.h: what they return, then what they take.
-PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "kvswap_driver_version": (_Int,),
-    "kvswap_driver_error": (_Text,),
-    "kvswap_driver_has_batch": (_Bool,),
-    "kvswap_batch_limit": (_Int,),
-    "kvswap_kernel_version": (_Int,),
-    "kvswap_host_register": (_Bool, _Int, _Pointer, ctypes.c_uint64),
-    "kvswap_host_unregister": (_Bool, _Int, _Pointer),
-    "kvswap_host_is_pinned": (_Int, _Int, _Pointer),
-    "kvswap_device_pci_address": (_Bool, _Int, _Pointer),
-    "kvswap_host_map": (_Pointer, _Int, ctypes.c_uint64, ctypes.c_uint64, _Bool),
-    "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
-    "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
-    "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
-    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
-    "kvswap_last_error": (_Text,),
-    "kvswap_last_error_type": (_Text,),
-    "kvswap_cache_moved": (_Bool, _Pointer),
-    "kvswap_cache_release": (None, _Pointer),
-    "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
-    "kvswap_handler_path_problem": (_Text, _Pointer),
-    "kvswap_handler_destroy": (None, _Pointer),
-    "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
-    "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
-    "kvswap_handler_finished": (_Int, _Pointer, _Pointer, _Int),
-    "kvswap_handler_wait": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
-    "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
-    "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),
-    "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
-    "kvswap_job_release": (None, _Pointer),
-    "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),
-    "kvswap_job_done": (_Int, _Pointer, _Pointer),
-    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
-    "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
-    "kvswap_gate_create": (_Pointer, _Pointer, _Int),
-    "kvswap_gate_release": (None, _Pointer),
-    "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
-    "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
-    "kvswap_blocks_destroy": (None, _Pointer),
-    "kvswap_blocks_grow": (_Bool, _Pointer, _Pointer),
-    "kvswap_blocks_lookup": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Pointer, _Bool),
-    "kvswap_blocks_prepare_load": (_Long, *[_Pointer] * 4, _Bool),
-    "kvswap_blocks_prepare_store": (_Long, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5, _Bool),
-    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Bool),
-    "kvswap_blocks_touch": (_Long, _Pointer, _Pointer, _Pointer, _Bool),
-    "kvswap_blocks_order": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Bool),
-    "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
-    "kvswap_blocks_release": (_Long, _Pointer, _Long, _Bool),
-    "kvswap_blocks_reset": (_Bool, _Pointer),
-    "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
-    "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
-}
-# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
-# more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
-# manager are made in both ways, see holding().
-HOLD_THE_GIL = (
-    *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
-    "kvswap_usable_pages_publish",
-)
 PATH = Path(__file__).parent.with_name("_C.abi3.so")
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
 ops: Any = torch.ops  # torch has no type for load_library
@@ -101,10 +44,11 @@ def load() -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native library's C interface. Calls through it release the GIL, but for HOLD_THE_GIL."""
+    """The native library's C interface. Calls through it release the GIL, but for
+    abi.HOLD_THE_GIL."""
     load()
-    handle = _declared(ctypes.CDLL(str(PATH)))
-    for name in HOLD_THE_GIL:
+    handle = _declare(ctypes.CDLL(str(PATH)))
+    for name in abi.HOLD_THE_GIL:
         setattr(handle, name, getattr(holding(), name))
     return handle
 
@@ -113,11 +57,59 @@ def library() -> ctypes.CDLL:
 def holding() -> ctypes.PyDLL:
     """The C interface, for calls that keep the GIL. None of them may wait for another thread."""
     load()
-    return _declared(ctypes.PyDLL(str(PATH)))
+    return _declare(ctypes.PyDLL(str(PATH)))
 
 
-def _declared(handle: _Library) -> _Library:
-    for name, (result, *arguments) in PROTOTYPES.items():
+def _declare(handle: _Library) -> _Library:
+    _check_version(handle)
+    for name, (result, *arguments) in abi.PROTOTYPES.items():
         function = getattr(handle, name)
         function.restype, function.argtypes = result, arguments
     return handle
+
+
+def _check_version(handle: ctypes.CDLL) -> None:
+    try:
+        version: int | None = handle.kvswap_abi_version()
+    except AttributeError:  # older than the function
+        version = None
+    if version != abi.ABI_VERSION:
+        raise ImportError(
+            f"torch_kvswap's native library {PATH} has version {version} of the C interface, "
+            f"Python expects {abi.ABI_VERSION}: they are of different releases. Build it again "
+            "(`make build` in a checkout, else `pip install --no-build-isolation .`)."
+        )
+
+
+def fail() -> NoReturn:
+    """Raises what the calling thread's last call has failed with."""
+    native = library()
+    error: Any = getattr(builtins, native.kvswap_last_error_type().decode())
+    raise error(native.kvswap_last_error().decode())
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Calls the function; raises when it returns null, false or -1: so it says that it failed."""
+    result = getattr(library(), name)(*arguments)
+    if result is None or result is False or result == -1:
+        fail()
+    return result
+
+
+class Process:
+    """The calling process, remembered."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        return os.getpid() == self.pid
+
+    def check(self, noun: str) -> None:
+        """Raises RuntimeError in a process that was forked from the remembered one."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"this {noun} is of process {self.pid} and cannot be used in process "
+                f"{os.getpid()}, forked from it; make a {noun} in each process"
+            )

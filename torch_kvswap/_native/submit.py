@@ -1,48 +1,158 @@
-"""What a caller wants moved, read and checked, for the native side."""
+"""What a caller wants moved, read and checked for the native side: ids, streams and events."""
 
 from __future__ import annotations
 
+import struct
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import INT64_MIN, read_int
-from torch_kvswap._native.handler import NativeHandler
-from torch_kvswap._native.ids import read_ids
-from torch_kvswap.after import resolve_after
-from torch_kvswap.gate import Gate
-from torch_kvswap.groups import Groups
+
+if TYPE_CHECKING:
+    from torch_kvswap.groups import Groups
+
+CURRENT = -1  # in place of a GPU: the current stream of the cache's GPU
+
+After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
+
+
+def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]:
+    """Kind and handle of a point in time for `Request`. Raises TypeError or ValueError for what
+    cannot be waited for."""
+    if after is None:
+        return abi.AFTER_CURRENT, None
+    if isinstance(after, tuple) and not after:
+        return abi.AFTER_NOTHING, None
+    if device.type == "cpu":
+        raise TypeError(
+            "after= must be None or () for a cache on the CPU, whose transfers run inside the "
+            f"call and can wait for no stream; it is {type(after).__name__}: wait for it first"
+        )
+    if isinstance(after, torch.cuda.Event):
+        if not after.cuda_event:  # created when first recorded; a wait before is no wait
+            raise ValueError(
+                "after= is an event that was never recorded, so that nothing would be waited "
+                "for; record it behind the work that it stands for, or pass that stream"
+            )
+        return abi.AFTER_EVENT, after.cuda_event
+    if not isinstance(after, torch.cuda.Stream):
+        raise TypeError(
+            "after= must be None (the current stream), a torch.cuda.Stream, a "
+            f"torch.cuda.Event or () for nothing, not {type(after).__name__}"
+        )
+    if after.device != device:
+        raise ValueError(
+            f"after= is a stream of {after.device}, the transfer is on {device}; record "
+            "an event on that stream and pass the event"
+        )
+    return abi.AFTER_STREAM, after.cuda_stream
+
+
+def resolve_waiting(stream: object) -> tuple[int | None, int]:
+    """Names the stream that is to wait.
+
+    Args:
+        stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
+
+    Returns:
+        The handle and the GPU, both of which name a stream: handle 0 is the default stream of every
+        GPU. (None, -1) for the current stream.
+
+    Raises:
+        TypeError: it is no stream.
+    """
+    if stream is None:
+        return None, CURRENT
+    if not isinstance(stream, torch.cuda.Stream):  # torch would read any object as a stream
+        raise TypeError(f"a torch.cuda.Stream (or None) can wait, {type(stream).__name__} cannot")
+    return stream.cuda_stream, stream.device.index
+
+
+_FEW = 32  # from here on packing is faster, 7 ns an id instead of 15
+
+Ids = Sequence[int] | npt.NDArray[Any] | Tensor
+
+
+def read_ids(name: str, ids: Ids) -> array[int]:
+    """A copy of the ids. Raises TypeError for what are no integers, ValueError for a wrong shape or
+    device, IndexError for what no int64 holds."""
+    if type(ids) is not list:  # asked first: what else it may be takes longer than the copy
+        if isinstance(ids, Tensor):
+            ids = _of_tensor(name, ids)
+        if isinstance(ids, np.ndarray):
+            return _from_numpy(name, ids)
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | str):
+            kind = type(ids).__name__
+            raise TypeError(f"{name} is a {kind}; pass a list, numpy array or CPU tensor")
+    try:
+        if len(ids) < _FEW:
+            return array("q", ids)
+        return array("q", struct.pack(f"{len(ids)}q", *ids))
+    except (TypeError, ValueError, OverflowError, struct.error):
+        return array("q", [_read_id(f"{name}[{at}]", id_) for at, id_ in enumerate(ids)])
+
+
+def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
+    if ids.device.type != "cpu":
+        raise ValueError(
+            f"{name} is on {ids.device}, but ids are read on the host; pass {name}.cpu()"
+        )
+    if ids.is_floating_point() or ids.is_complex():  # numpy lacks some of these types
+        raise TypeError(f"{name} is of {ids.dtype}; ids must be integers")
+    of_tensor: npt.NDArray[Any] = ids.numpy()
+    return of_tensor
+
+
+def _read_id(name: str, value: object) -> int:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"{name} is a {type(value).__name__}; the ids must have one dimension")
+    try:
+        return read_int(name, value, INT64_MIN)
+    except ValueError:
+        raise IndexError(f"{name} is {value}; no block has such a number") from None
+
+
+def _from_numpy(name: str, ids: npt.NDArray[Any]) -> array[int]:
+    if ids.ndim != 1:
+        raise ValueError(f"{name} has shape {list(ids.shape)}; it must have one dimension")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"{name} is of {ids.dtype}; ids must be integers")
+    if ids.dtype == np.uint64 and ids.size and int(ids.max()) >= 2**63:
+        position = int(np.argmax(ids >= 2**63))
+        raise IndexError(f"{name}[{position}] is {ids[position]}; no block has such a number")
+    return array("q", ids.astype(np.int64).tobytes())
 
 
 class Request:
-    """One submission, read and checked: `native`, with its ids copied. Raises TypeError and
-    ValueError for what this handler cannot move, RuntimeError when its cache has moved."""
+    """One submission, read and checked: `native`, with its ids copied. gate: a native one. Raises
+    TypeError and ValueError for what these groups cannot move, RuntimeError when their cache has
+    moved."""
 
     __slots__ = ("_held", "native")
 
     def __init__(
         self,
-        handler: NativeHandler,
+        groups: Groups,
         channel: int,
         gpu_block_ids: Any,
         page_ids: Any,
         first_block: Any,
         after: object,
-        layer_groups: int | None = None,
-        gate: Gate | None = None,
+        layer_groups: int = 1,
+        gate: int | None = None,
         background: bool = False,
     ) -> None:
         began = time.perf_counter()
-        groups = handler.groups
         groups.check_unmoved()
         after_kind, after_handle = resolve_after(after, groups.device)
-        parts, native_gate = 1, None
-        if gate is not None or layer_groups is not None:
-            parts, native_gate = _layer_parts(handler, layer_groups, gate)
         if groups.is_list:
             blocks, pages, counts = _read_lists(groups, gpu_block_ids, page_ids, first_block)
         else:
@@ -54,36 +164,16 @@ class Request:
         self.native = abi.Request(
             began,
             channel,
-            parts,
+            layer_groups,
             after_kind,
             groups.is_list,
             bool(background),
             after_handle,
-            native_gate,
+            gate,
             blocks.buffer_info()[0],
             pages.buffer_info()[0],
             counts.buffer_info()[0],
         )
-
-
-def _layer_parts(
-    handler: NativeHandler, parts: int | None, gate: Gate | None
-) -> tuple[int, int | None]:
-    """In how many groups of layers, and the native gate."""
-    if gate is not None and not isinstance(gate, Gate):
-        raise TypeError(f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns")
-    if gate is not None and gate.handler is not handler:
-        raise ValueError("the gate was made by another handler than this load's")
-    if parts is None:
-        parts = 1 if gate is None else gate.parts
-    parts = read_int("layer_groups", parts, 1, handler.groups.num_layers)
-    if gate is None:
-        return parts, None
-    if gate.parts != parts:
-        raise ValueError(
-            f"the gate has {gate.parts} parts, the load {parts} layer groups; make them equal"
-        )
-    return parts, gate.native
 
 
 def _read_lists(

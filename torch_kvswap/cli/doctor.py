@@ -11,7 +11,7 @@ import re
 import torch
 
 from torch_kvswap._native import loader
-from torch_kvswap.copy_method_costs import read_figures
+from torch_kvswap.copy_method import read_figures
 from torch_kvswap.host_pool import system
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"

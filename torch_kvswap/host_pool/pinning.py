@@ -13,11 +13,10 @@ import torch
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import UsablePages
 from torch_kvswap._native.arguments import read_int
-from torch_kvswap._native.fork_guard import Process
-from torch_kvswap.host_pool.memory import Mapping
-from torch_kvswap.host_pool.memory_limits import advice
+from torch_kvswap._native.loader import Process
+from torch_kvswap.host_pool.memory import Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
-from torch_kvswap.host_pool.registration import Registration
+from torch_kvswap.host_pool.system import advice
 from torch_kvswap.layout import PagedLayout
 
 MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one piece

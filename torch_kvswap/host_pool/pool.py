@@ -12,11 +12,10 @@ from torch import Tensor
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
-from torch_kvswap._native.fork_guard import Process
-from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, map_pool
+from torch_kvswap._native.loader import Process
+from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, is_pinned, map_pool
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.pinning import Pinning, Progress, check_pinned
-from torch_kvswap.host_pool.registration import is_pinned
 from torch_kvswap.host_pool.shared import PoolHandle, check_handle
 from torch_kvswap.layout import PagedLayout
 

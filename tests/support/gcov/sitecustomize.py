@@ -9,7 +9,7 @@ end = os._exit
 
 
 def write_counters_and_end(status: int) -> NoReturn:
-    extension = sys.modules.get("torch_kvswap._extension")
+    extension = sys.modules.get("torch_kvswap._native.loader")
     if extension is not None and extension.load.cache_info().currsize:
         ctypes.CDLL(str(extension.PATH)).kvswap_write_counters()
     end(status)

@@ -16,9 +16,7 @@ import torch
 from expecttest import assert_expected_inline
 from simulated_driver import HOST, error_of, stubbed, without_cuda
 
-from torch_kvswap import metrics
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native import blocks as native_blocks
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -30,13 +28,13 @@ STRUCTURES = {
     "kvswap_group": abi.Group,
     "kvswap_request": abi.Request,
     "kvswap_result": abi.JobResult,
-    "kvswap_histogram": metrics.NativeHistogram,
-    "kvswap_metrics": metrics.NativeMetrics,
-    "kvswap_blocks_group": native_blocks.Group,
-    "kvswap_blocks_options": native_blocks.Options,
-    "kvswap_blocks_found": native_blocks.Found,
-    "kvswap_blocks_event": native_blocks.EVENT,
-    "kvswap_blocks_stats": native_blocks.Stats,
+    "kvswap_histogram": abi.Histogram,
+    "kvswap_metrics": abi.Metrics,
+    "kvswap_blocks_group": abi.BlocksGroup,
+    "kvswap_blocks_options": abi.BlocksOptions,
+    "kvswap_blocks_found": abi.BlocksFound,
+    "kvswap_blocks_event": abi.BLOCKS_EVENT,
+    "kvswap_blocks_stats": abi.BlocksStats,
 }
 
 
@@ -64,7 +62,7 @@ def test_python_knows_every_function_and_how_many_arguments_it_takes():
     declared = re.findall(r"KVSWAP_API [\w *]+?\b(kvswap_\w+)\(([^)]*)\);", text)
     assert {
         name: len(arguments.split(",")) if arguments else 0 for name, arguments in declared
-    } == {name: len(types) - 1 for name, types in loader.PROTOTYPES.items()}
+    } == {name: len(types) - 1 for name, types in abi.PROTOTYPES.items()}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -140,13 +138,13 @@ def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
 @without_cuda
 def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
     def body(driver):
-        from torch_kvswap._native import abi
+        from torch_kvswap._native import loader
 
         memory = torch.zeros(4096, dtype=torch.uint8)
         arguments = 0, memory.data_ptr(), memory.nbytes
         driver.fail("cuDevicePrimaryCtxRetain", code=2)
-        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
-        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: loader.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: loader.call("kvswap_host_register", *arguments)))
         print(driver.calls("cuDevicePrimaryCtxRetain"))
 
     assert_expected_inline(
@@ -184,11 +182,11 @@ no driver: host memory only
 @without_cuda
 def test_what_needs_a_driver_says_why_there_is_none():
     def body(driver):
-        from torch_kvswap._native import abi
+        from torch_kvswap._native import loader
 
         memory = torch.zeros(4096, dtype=torch.uint8)
         arguments = 0, memory.data_ptr(), memory.nbytes
-        print(error_of(lambda: abi.call("kvswap_host_register", *arguments)))
+        print(error_of(lambda: loader.call("kvswap_host_register", *arguments)))
 
     assert simulated_driver.run(body, STUB_WITHOUT="cuStreamIsCapturing") == (
         "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"

@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from refusal import refusal
 
-from torch_kvswap._native.ids import read_ids
+from torch_kvswap._native.submit import read_ids
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from torch_kvswap._native.fork_guard import Process
+from torch_kvswap._native.loader import Process
 
 
 def test_the_process_that_made_it_may_use_it() -> None:

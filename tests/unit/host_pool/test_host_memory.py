@@ -22,8 +22,8 @@ from trees import write
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import Registration
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.host_pool.registration import Registration
 from torch_kvswap.layout import PagedLayout
 
 

@@ -22,7 +22,7 @@ from rigs import a_fork_lives, in_child, run_script
 from simulated_driver import Driver, stubbed
 from trees import write
 
-from torch_kvswap._native import abi, loader
+from torch_kvswap._native import loader
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping, create_file, map_pool
 
@@ -67,7 +67,7 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
 def test_where_no_thread_can_be_had_the_caller_touches() -> None:
     mapped = Mapping(64 * MIB)
     before = resident()
-    abi.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
+    loader.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
     assert resident() - before > 63 * MIB
 
 

@@ -20,8 +20,7 @@ from rigs import in_child
 
 from torch_kvswap.prefix.groups import needed_blocks
 from torch_kvswap.prefix.hashing import key_digest
-from torch_kvswap.prefix.manager import BlockGroup, BlockManager
-from torch_kvswap.prefix.results import BlockEvent, BlockStats
+from torch_kvswap.prefix.manager import BlockEvent, BlockGroup, BlockManager, BlockStats
 
 
 def stored(manager, keys):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from torch_kvswap._native import loader
-from torch_kvswap.prefix import digests
-from torch_kvswap.prefix.digests import SLICE, join_digests, read_digests
+from torch_kvswap.prefix import hashing
+from torch_kvswap.prefix.hashing import SLICE, join_digests, read_digests
 from torch_kvswap.prefix.manager import BlockGroup, BlockManager
 
 FEW = 1024  # KVSWAP_BLOCKS_FEW_KEYS
@@ -177,7 +177,7 @@ def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go(without_gil: 
 
 def test_many_keys_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    inner, write = digests._digests_of, digests._write
+    inner, write = hashing._digests_of, hashing._write
 
     def read(keys: Any) -> bytes:
         lengths.append(len(keys))
@@ -188,8 +188,8 @@ def test_many_keys_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.extend(len(part) // 32 for part in kept)
         return write(kept)
 
-    monkeypatch.setattr(digests, "_digests_of", read)
-    monkeypatch.setattr(digests, "_write", written)
+    monkeypatch.setattr(hashing, "_digests_of", read)
+    monkeypatch.setattr(hashing, "_write", written)
     whole = os.urandom(32 * (3 * SLICE + 5))
     cut = [whole[i : i + 32] for i in range(0, len(whole), 32)]
     for keys in (cut, tuple(cut), bytearray(whole), memoryview(whole)):

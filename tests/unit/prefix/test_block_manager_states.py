@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 )
 
 from torch_kvswap.prefix.hashing import key_digest
-from torch_kvswap.prefix.manager import BlockManager
-from torch_kvswap.prefix.results import Load, Store
+from torch_kvswap.prefix.manager import BlockManager, Load, Store
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)

@@ -1,5 +1,3 @@
-import pytest
-
 from serving_demo import text
 
 
@@ -9,31 +7,10 @@ def test_a_file_is_read_as_bytes(tmp_path):
     assert text.read_text(file) == (str(file), b"\xff\x00text")
 
 
-def test_a_checkout_gives_its_readme(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "CHECKOUT", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "README.md").write_bytes(b"read me")
-    assert text.read_text(None) == ("README.md", b"read me")
-
-
-def test_an_installed_package_gives_the_readme_of_its_metadata(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "CHECKOUT", tmp_path)
-    (tmp_path / "README.md").write_bytes(b"somebody else's, in site-packages")
-    metadata = tmp_path / "torch_kvswap-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_kvswap\n\nread me\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert text.read_text(None) == ("the README", b"read me\n")
-
-
-def test_without_either_there_is_an_error(tmp_path, monkeypatch):
-    def nothing(name):
-        raise text.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(text, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(text.metadata, "metadata", nothing)
-    with pytest.raises(OSError, match="torch_kvswap is not installed and brings no README"):
-        text.read_text(None)
+def test_without_a_file_it_is_the_readme():
+    name, read = text.read_text(None)
+    assert name == "README.md"
+    assert read.startswith(b"# torch_kvswap")
 
 
 def test_prompts_are_pieces_of_the_text_that_follow_the_seed():

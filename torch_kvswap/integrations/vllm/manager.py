@@ -13,8 +13,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, key_digest
-from torch_kvswap.prefix.manager import BlockManager
-from torch_kvswap.prefix.results import Load, Store
+from torch_kvswap.prefix.manager import BlockManager, Load, Store
 
 Key = bytes  # vLLM's OffloadKey
 _GROUP_0 = bytes(4)

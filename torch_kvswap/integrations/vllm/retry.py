@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from torch_kvswap.handler import Direction
 from torch_kvswap.integrations.vllm.layout import Move
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.result import Direction
 
 
 class Retry:

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload import base
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.handler import Direction, Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import Options
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
 from torch_kvswap.integrations.vllm.retry import Retry
-from torch_kvswap.result import Direction
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,92 @@
+"""The text that a Prometheus server scrapes (format 0.0.4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_kvswap.metrics import ChannelMetrics, Histogram
+
+
+def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -> str:
+    """All samples of the channels.
+
+    Args:
+        channels: by the value of their label "direction".
+        labels: names and values that every sample gets beside its own.
+
+    Raises:
+        TypeError: a label is no string.
+        ValueError: a label cannot have such a name.
+    """
+    for name, text in labels.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"label {name!r} is {text!r}; both must be strings")
+        if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name, re.ASCII) or name in _TAKEN:
+            raise ValueError(
+                f"a label cannot be named {name!r}: letters, digits and _ are allowed, not a "
+                f"digit or __ in front, and {', '.join(_TAKEN)} are in use"
+            )
+    lines: list[str] = []
+    for name, kind, text, samples in _FAMILIES:
+        lines += [f"# HELP kvswap_{name} {text}", f"# TYPE kvswap_{name} {kind}"]
+        for direction, channel in channels.items():
+            for suffix, own, value in samples(channel):
+                shown = _labels({"direction": direction, **labels, **own})
+                lines.append(f"kvswap_{name}{suffix}{{{shown}}} {value}")
+    return "\n".join(lines) + "\n"
+
+
+Sample = tuple[str, dict[str, str], float]  # a suffix of the name, labels of its own, the value
+Samples = Callable[["ChannelMetrics"], Iterator[Sample]]
+_TAKEN = ("direction", "state", "path", "le")
+
+
+def _one(field: str) -> Samples:
+    return lambda channel: iter([("", {}, getattr(channel, field))])
+
+
+def _states(channel: ChannelMetrics) -> Iterator[Sample]:
+    for state in ("done", "failed", "cancelled"):
+        yield "", {"state": state}, getattr(channel, state)
+
+
+def _paths(channel: ChannelMetrics) -> Iterator[Sample]:
+    for path, jobs in channel.path_jobs.items():
+        yield "", {"path": path}, jobs
+
+
+def _histogram(field: str) -> Samples:
+    def samples(channel: ChannelMetrics) -> Iterator[Sample]:
+        histogram: Histogram = getattr(channel, field)
+        bounds = [*map(repr, histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
+            yield "_bucket", {"le": bound}, count
+        yield "_sum", {}, histogram.sum
+        yield "_count", {}, histogram.count
+
+    return samples
+
+
+_FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
+    ("jobs_submitted_total", "counter", "Jobs submitted.", _one("submitted")),
+    ("jobs_ended_total", "counter", "Jobs ended, by how they ended.", _states),
+    ("jobs_copied_total", "counter", "Jobs done, by the way of copying.", _paths),
+    ("copied_bytes_total", "counter", "Bytes of the jobs done.", _one("bytes")),
+    ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
+    ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),
+    ("jobs_running", "gauge", "Jobs on the device.", _one("running")),
+    ("streams", "gauge", "Streams that exist.", _one("streams")),
+    ("events", "gauge", "Events that exist.", _one("events")),
+    ("submit_seconds", "histogram", "Host time in the call that submits.", _histogram("submit")),
+    ("queue_seconds", "histogram", "Time in the software queue.", _histogram("queue")),
+    ("copy_seconds", "histogram", "Time copying, without the waits.", _histogram("copy")),
+)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())
