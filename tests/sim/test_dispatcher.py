@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from patience import PATIENCE
 from refusal import refusal
@@ -24,7 +25,7 @@ from sim import (
     states,
     threads,
 )
-from simulated_driver import Driver, stubbed
+from simulated_driver import DEVICE, Driver, stubbed
 
 from torch_kvswap.handler import Job, TransferError
 
@@ -602,6 +603,28 @@ def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
         assert rig.handler.cancel(rig.store(2, 2))
         rig.finish()
         assert driver.live("events") <= 2 * events
+
+
+@stubbed
+def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
+    driver: Driver,
+) -> None:
+    with Rig(driver, blocks=512, pages=512) as rig:
+        hold, _ = queue_up(rig, "store")
+        written = driver.memory(512 * 64, DEVICE).view(512, 64).random_(256)
+        busy = rig.held(OTHER)
+        events = driver.live("events")
+        for i in range(1, 512):
+            driver.cuda.copy(rig.tensors[0][i], written[i], OTHER)
+            rig.store(i, i, after=Stream(OTHER))
+        assert driver.live("events") <= events + 256
+        pages = rig.host.pages[1:].clone()
+        rig.release(hold)
+        driver.run()
+        assert torch.equal(rig.host.pages[1:], pages)
+        rig.release(busy)
+        assert {*states(rig.finish())} == {"done"}
+        assert torch.equal(rig.host.pages[1:, 0], written[1:])
 
 
 @stubbed

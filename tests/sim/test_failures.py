@@ -437,6 +437,57 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
         assert_lost(rig, jobs)
 
 
+@stubbed
+def test_the_gate_of_a_load_that_finds_the_device_lost_is_open(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        driver.set_mode("immediate")
+        gate = rig.handler.gate()
+        # The copy, the wait for what precedes it, and the opening of the gate by the driver.
+        for name in ("cuMemcpyAsync", "cuStreamSynchronize", "cuStreamWaitEvent"):
+            driver.fail(name, code=719)
+        job = rig.load(1, 1, gate=gate)
+        gate.wait()
+        assert driver.cuda.is_done(stream=CURRENT)
+        assert_lost(rig, [job])
+
+
+@stubbed
+def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        job = rig.store(1, 1)
+        assert states(rig.finish()) == ["done"]
+        driver.lose(719)
+        job.wait_on(Stream(OTHER))
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            rig.store(2, 2)
+
+
+@stubbed
+def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
+    driver: Driver,
+) -> None:
+    with Rig(driver) as rig:
+        job = rig.store(1, 1)
+        driver.fail("cuStreamIsCapturing")
+        with pytest.raises(RuntimeError, match="cuStreamIsCapturing"):
+            job.wait_on(Stream(OTHER))
+        job.wait_on(Stream(OTHER))
+        assert "wait" in driver.pending()
+        assert states(rig.finish()) == ["done"]
+
+
+@stubbed
+def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        job = rig.store(1, 1)
+        driver.fail("cuCtxPushCurrent", 2)  # the first is of who looks with the lock
+        pushed = driver.calls("cuCtxPushCurrent")
+        with pytest.raises(TimeoutError):
+            rig.handler.wait(job, timeout=0.01)
+        assert driver.calls("cuCtxPushCurrent") > pushed + 2
+        assert states(rig.finish()) == ["done"]
+
+
 # What a failure must not leave behind
 
 

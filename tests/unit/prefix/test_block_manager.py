@@ -157,8 +157,9 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
     assert [stats.pages for stats in manager.stats()] == [1, 2]
 
 
-def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free():
-    manager = BlockManager(2, events=True)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free(policy):
+    manager = BlockManager(2, events=True, policy=policy)
     store = manager.prepare_store(["a", "b"])
     manager.fail(store)
     assert manager.lookup(["a"]).found == 0
@@ -166,8 +167,9 @@ def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free():
     assert manager.stats().free_pages == 2
 
 
-def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_other_loads():
-    manager = BlockManager(2)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_other_loads(policy):
+    manager = BlockManager(2, policy=policy)
     stored(manager, ["a", "b"])
     first, second = manager.prepare_load(["a"]), manager.prepare_load(["a"])
     manager.fail(first)

@@ -206,6 +206,26 @@ def test_arc_survives_sides_of_which_all_pages_are_held():
     assert stats.evicted > 100
 
 
+def test_arc_survives_failed_jobs_whose_pages_others_hold():
+    manager, rng = BlockManager(8, policy="arc"), np.random.default_rng(5)
+    held = []
+    for _ in range(3000):
+        keys = rng.choice(30, 3, replace=False).tolist()
+        ready = manager.lookup(keys).ready
+        job = manager.prepare_load(keys[:ready]) if ready else manager.prepare_store(keys)
+        held += [job] if job else []
+        while len(held) > 2:
+            end = manager.fail if rng.random() < 0.2 else manager.complete
+            end(held.pop(int(rng.integers(len(held)))))
+    for job in held:
+        manager.fail(job)
+    stats = manager.stats()
+    assert stats.failed > 100
+    assert stats.free_pages + stats.idle_pages == 8
+    fill(manager, range(100, 108))
+    assert manager.lookup(list(range(100, 108))).ready == 8
+
+
 def fill(manager: BlockManager, keys: Sequence[int]) -> None:
     store = manager.prepare_store(keys)
     assert store is not None
