@@ -12,8 +12,8 @@ import torch
 from bandwidth_report import PEER, SUBMIT, TOTAL, Cell, counts, tables
 from big_copy import BigCopy
 from blocks import NumberedBlocks
+from corrupting_handler import Spoiling, leave_one_out
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from transfers import Kind, Shape
 
 from torch_kvswap import OffloadHandler

@@ -10,9 +10,9 @@ import duplex
 import pytest
 import torch
 from big_copy import BigCopy
+from corrupting_handler import Spoiling, leave_one_out
 from duplex_report import Cell, judge, table_of
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from transfers import Move, Shape
 
 from torch_kvswap import OffloadHandler

@@ -10,8 +10,8 @@ import pytest
 import submit_cost
 import torch
 from blocks import NumberedBlocks
+from corrupting_handler import Spoiling, leave_one_out
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from submit_cost_report import Cell, Expansion, expansion_table, judge, tables
 from timing import Spread
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, Rig, ended, in_time, only, run_script, watchdog
 from patience import PATIENCE
-from rigs import NEW, OLD, Rig, ended, in_time, only, run_script, watchdog
 
 from torch_kvswap.handler import TransferError
 from torch_kvswap.host_pool.pool import HostPool

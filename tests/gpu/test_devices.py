@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, ROW, Hold, Rig, only, run_script
 from patience import PATIENCE
-from rigs import NEW, OLD, ROW, Hold, Rig, only, run_script
 
 from torch_kvswap import ops
 from torch_kvswap.gate import Gate
@@ -269,7 +269,7 @@ def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> N
 def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
     script = """
         import torch
-        from rigs import Rig
+        from gpu_cache import Rig
         from test_devices import round_trips
         rank = int(sys.argv[1])
         rig = Rig(device=f"cuda:{rank % torch.cuda.device_count()}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, Hold, Rig, ended, in_time, only, watchdog
 from patience import PATIENCE
-from rigs import NEW, OLD, Hold, Rig, ended, in_time, only, watchdog
 
 from torch_kvswap.handler import Job
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rigs import NEW, OLD, Hold, Rig, only
+from gpu_cache import NEW, OLD, Hold, Rig, only
 
 from torch_kvswap.handler import Job
 

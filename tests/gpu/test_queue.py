@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, Hold, Rig, ended, only
 from patience import PATIENCE
-from rigs import NEW, OLD, Hold, Rig, ended, only
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from rigs import NEW, OLD, Rig, only, run_script
+from gpu_cache import NEW, OLD, Rig, only, run_script
 
 from torch_kvswap.handler import Job, OffloadHandler
 
@@ -460,7 +460,7 @@ def test_a_dropped_handler_waits_for_its_jobs(rig: Rig) -> None:
 def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
     script = """
         import os, weakref, torch
-        from rigs import Rig
+        from gpu_cache import Rig
         os.environ["KVSWAP_PATH"] = "batch"  # to free staging buffers waits by itself
         rig = Rig()
         # At exit the newest finalizer comes first: this one behind the second handler's, before
@@ -479,7 +479,7 @@ def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
 def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
     script = """
         import os, warnings, torch
-        from rigs import Rig
+        from gpu_cache import Rig
         rig = Rig()
         numbers, good, bad = (torch.tensor([n], device="cuda:0") for n in (5, 0, 99))
         numbers[good]  # loads the kernel, so that the next launch waits for nothing
@@ -512,7 +512,7 @@ def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
     script = """
         import os, warnings
         warnings.simplefilter("ignore")
-        from rigs import Rig
+        from gpu_cache import Rig
         rig = Rig()
         job = rig.handler.store([1], [0])
         rig.handler.wait(job)

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from gpu_cache import in_time
 from patience import PATIENCE
-from rigs import in_time
-from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
+from simulated_cache import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
 from simulated_driver import DEVICE, Driver, pool, stubbed
 
 from torch_kvswap.handler import OffloadHandler

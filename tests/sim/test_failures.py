@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 import torch
+from error_text import refusal
+from gpu_cache import in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import (
+from simulated_cache import (
     CHANNELS,
     CURRENT,
     SIDE,

@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from corrupting_handler import Spoiling
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
 from simulated_driver import Driver, stubbed
-from spoiling import Spoiling
 
 
 def several(seed: int) -> Options:

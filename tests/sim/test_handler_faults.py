@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_cache import in_time
 from patience import PATIENCE
-from rigs import in_time
-from sim import rest, threads
+from simulated_cache import rest, threads
 from simulated_driver import Driver, cache, stubbed
 from simulated_driver.handles import Stream
 

@@ -13,10 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from error_text import refusal
+from gpu_cache import in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import CHANNELS, SIDE, Rig, Stream, let_threads_look, rest, run_until, states, threads
+from simulated_cache import (
+    CHANNELS,
+    SIDE,
+    Rig,
+    Stream,
+    let_threads_look,
+    rest,
+    run_until,
+    states,
+    threads,
+)
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import abi

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import refusal
+from gpu_cache import Hold, Steps, in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import Hold, Steps, in_time
 from simulated_driver import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout

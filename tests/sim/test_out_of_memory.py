@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import in_time
 from patience import PATIENCE
-from rigs import in_time
-from sim import CURRENT, SIDE, Rig, Stream
+from simulated_cache import CURRENT, SIDE, Rig, Stream
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import Steps, in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import Steps, in_time
 from simulated_driver import DEVICE, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from sim import CURRENT, Rig, Stream
+from simulated_cache import CURRENT, Rig, Stream
 from simulated_driver import DEVICE, Driver, run, stubbed, without_cuda
 
 from torch_kvswap.handler import Job

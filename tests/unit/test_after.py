@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from sim import Event, Stream
+from simulated_cache import Event, Stream
 from simulated_driver import without_cuda
 
 from torch_kvswap._native import abi

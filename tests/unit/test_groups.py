@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool

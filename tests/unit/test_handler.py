@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
-from caches import LAYOUTS, NUM_BLOCKS, Cache
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import in_time, run_script
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time, run_script
 from simulated_driver import Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout

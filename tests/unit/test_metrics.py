@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import pytest
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.metrics import (
     BOUNDS,

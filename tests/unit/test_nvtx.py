@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.nvtx import Ranges
 

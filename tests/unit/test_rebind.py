@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import keep_busy
-from sim import CURRENT, needs_kernels
+from gpu_cache import keep_busy
+from simulated_cache import CURRENT, needs_kernels
 from simulated_driver import Driver, on_device, stubbed
 from torch import Tensor
 

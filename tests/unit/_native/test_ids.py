@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap._native.ids import read_ids
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import Steps, in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import Steps, in_time
 from simulated_driver import Driver, cache, place, stubbed
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout

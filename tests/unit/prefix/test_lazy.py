@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from refusal import refusal
+from error_text import refusal
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from patience import PATIENCE
-from sim import CHANNELS, SIDE, Rig, Stream, needs_kernels, run_until, states
+from simulated_cache import CHANNELS, SIDE, Rig, Stream, needs_kernels, run_until, states
 from simulated_driver import Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
 from simulated_driver import HOST, Driver, place, stubbed
 
 from torch_kvswap import PoolHandle

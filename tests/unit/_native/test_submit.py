@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusal import refusal
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler

@@ -12,11 +12,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusal import refusal
-from rigs import in_child
 
 from torch_kvswap.prefix.groups import needed_blocks
 from torch_kvswap.prefix.hashing import key_digest

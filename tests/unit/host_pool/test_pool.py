@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import a_fork_lives
+from fake_procfs import write
+from gpu_cache import a_fork_lives
 from simulated_driver import HOST, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
-from trees import write
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from trees import write
+from fake_procfs import write
 
 from torch_kvswap.host_pool import memory_limits, system
 

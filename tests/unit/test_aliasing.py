@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.aliasing import block_spaces
 from torch_kvswap.layout import PagedLayout

@@ -10,9 +10,9 @@ from typing import Any
 import paths
 import pytest
 import torch
+from corrupting_handler import Spoiling, leave_one_out
 from expecttest import assert_expected_inline
 from paths_report import Cell, judge, tables
-from spoiling import Spoiling, leave_one_out
 from transfers import Kind, Move, Shape
 
 from torch_kvswap import OffloadHandler

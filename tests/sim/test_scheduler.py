@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from error_text import refusal
 from expecttest import assert_expected_inline
+from gpu_cache import in_time
 from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import (
+from simulated_cache import (
     CHANNELS,
     SHARE,
     SIDE,

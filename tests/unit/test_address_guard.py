@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from refusal import refusal
+from error_text import refusal
 from torch import Tensor
 
 from torch_kvswap.address_guard import Watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sim import SIDE, Rig, Stream, run_until
+from simulated_cache import SIDE, Rig, Stream, run_until
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap.handler import Job

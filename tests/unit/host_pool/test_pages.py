@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from refusal import refusal
 
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.layout import PagedLayout

@@ -9,10 +9,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from refusal import refusal
 
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,

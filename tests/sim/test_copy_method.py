@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_text import refusal
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import in_time
-from sim import needs_kernels, rest, threads
+from gpu_cache import in_time
+from simulated_cache import needs_kernels, rest, threads
 from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout

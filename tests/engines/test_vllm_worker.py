@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import Hold, keep_busy
 from patience import PATIENCE
-from rigs import Hold, keep_busy
 from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
 
