@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from simulated_cache import SIDE, Rig, Stream, run_until
+from simulated_cache import SIDE, SimulatedCache, Stream, run_until
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap.handler import Job
@@ -26,27 +26,27 @@ def reason(source: Job) -> str:
     return f"{source.direction} {source.id} {how}"
 
 
-def fails(rig: Rig, kind: str, block: int, page: int) -> Job:
-    rig.driver.fail("cuMemcpyAsync")
-    return rig.submit(kind, [block], [page])
+def fails(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    sim.driver.fail("cuMemcpyAsync")
+    return sim.submit(kind, [block], [page])
 
 
-def is_cancelled_in_the_queue(rig: Rig, kind: str, block: int, page: int) -> Job:
-    rig.fill(kind, 15, 15)
-    job = rig.submit(kind, [block], [page])
-    assert rig.handler.cancel(job)
+def is_cancelled_in_the_queue(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    sim.fill(kind, 15, 15)
+    job = sim.submit(kind, [block], [page])
+    assert sim.handler.cancel(job)
     assert job.done()
     return job
 
 
-def is_cancelled_while_it_runs(rig: Rig, kind: str, block: int, page: int) -> Job:
-    job = rig.submit(kind, [block], [page])
-    assert rig.handler.cancel(job)
+def is_cancelled_while_it_runs(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    job = sim.submit(kind, [block], [page])
+    assert sim.handler.cancel(job)
     assert not job.done()
     return job
 
 
-ENDS: dict[str, Callable[[Rig, str, int, int], Job]] = {
+ENDS: dict[str, Callable[[SimulatedCache, str, int, int], Job]] = {
     "failed": fails,
     "cancelled in the queue": is_cancelled_in_the_queue,
     "cancelled while it runs": is_cancelled_while_it_runs,
@@ -61,25 +61,25 @@ REPORTED = pytest.mark.parametrize("reported", [False, True], ids=["unreported",
 def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
     driver: Driver, kind: str, end: str, reported: bool
 ) -> None:
-    with Rig(driver) as rig:
-        store = ENDS[end](rig, "store", 1, 2)
+    with SimulatedCache(driver) as sim:
+        store = ENDS[end](sim, "store", 1, 2)
         if reported:
-            rig.finish()
-        load, other = rig.submit(kind, [3], [2]), rig.submit(kind, [4], [5])
-        kept = rig.block(3)
-        rig.finish()
+            sim.finish()
+        load, other = sim.submit(kind, [3], [2]), sim.submit(kind, [4], [5])
+        kept = sim.block(3)
+        sim.finish()
         assert (state(load), state(other)) == ("failed", "done")
         assert error(load).startswith(reason(store))
         if end != "cancelled while it runs" or reported:
-            assert (rig.block(3) == kept).all()
-        again = rig.submit(kind, [3], [2])
-        rig.finish()
+            assert (sim.block(3) == kept).all()
+        again = sim.submit(kind, [3], [2])
+        sim.finish()
         assert state(again) == "failed"
-        rig.store(6, 2)
-        valid = rig.submit(kind, [7], [2])
-        rig.finish()
+        sim.store(6, 2)
+        valid = sim.submit(kind, [7], [2])
+        sim.finish()
         assert state(valid) == "done"
-        assert (rig.block(7) == rig.block(6)).all()
+        assert (sim.block(7) == sim.block(6)).all()
 
 
 @pytest.mark.parametrize("kind", ["load", "expedited"])
@@ -88,32 +88,32 @@ def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
 def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
     driver: Driver, end: str, kind: str
 ) -> None:
-    with Rig(driver) as rig:
-        load = ENDS[end](rig, kind, 1, 2)
-        store, other = rig.store(1, 3), rig.store(4, 5)
-        run_until(driver, rig.has_ended)
-        later = rig.store(1, 6)
+    with SimulatedCache(driver) as sim:
+        load = ENDS[end](sim, kind, 1, 2)
+        store, other = sim.store(1, 3), sim.store(4, 5)
+        run_until(driver, sim.has_ended)
+        later = sim.store(1, 6)
         assert [state(job) for job in (store, other, later)] == ["failed", "done", "failed"]
         for job in (store, later):
             assert error(job).startswith(reason(load))
-        rig.finish()
-        valid = rig.store(1, 3)
-        rig.finish()
+        sim.finish()
+        valid = sim.store(1, 3)
+        sim.finish()
         assert state(valid) == "done"
-        assert rig.holds(3, rig.block(1))
+        assert sim.holds(3, sim.block(1))
 
 
 @stubbed
 def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
-        first = rig.store(1, 1, after=Stream(SIDE))
-        chain = [rig.load(1, 2), rig.store(2, 2), rig.submit("expedited", [3], [2])]
-        chain.append(rig.store(3, 3))
-        beside = [rig.load(4, 4), rig.store(4, 5), rig.load(5, 6)]
-        assert rig.handler.cancel(first)
-        rig.release(hold)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        first = sim.store(1, 1, after=Stream(SIDE))
+        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
+        chain.append(sim.store(3, 3))
+        beside = [sim.load(4, 4), sim.store(4, 5), sim.load(5, 6)]
+        assert sim.handler.cancel(first)
+        sim.release(hold)
+        sim.finish()
         assert [state(job) for job in [first, *chain, *beside]] == [
             "cancelled",
             *["failed"] * 4,
@@ -125,15 +125,15 @@ def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> No
 
 @stubbed
 def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
-        rig.store(9, 9, after=Stream(SIDE))
-        rig.fill("store", 9, 9)
-        first = rig.store(1, 1)
-        chain = [rig.load(1, 2), rig.store(2, 2), rig.submit("expedited", [3], [2])]
-        assert rig.handler.cancel(first)
-        rig.release(hold)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        sim.store(9, 9, after=Stream(SIDE))
+        sim.fill("store", 9, 9)
+        first = sim.store(1, 1)
+        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
+        assert sim.handler.cancel(first)
+        sim.release(hold)
+        sim.finish()
         assert [state(job) for job in chain] == ["failed"] * 3
 
 
@@ -142,74 +142,74 @@ def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
 def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
     driver: Driver, end: str
 ) -> None:
-    with Rig(driver) as rig:
-        store = ENDS[end](rig, "store", 1, 2)
-        over_the_page = rig.store(3, 2)
-        into_the_block = rig.load(5, 1)
-        load = ENDS[end](rig, "load", 7, 8)
-        over_the_block = rig.submit("expedited", [7], [9])
-        into_the_page = rig.store(10, 8)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        store = ENDS[end](sim, "store", 1, 2)
+        over_the_page = sim.store(3, 2)
+        into_the_block = sim.load(5, 1)
+        load = ENDS[end](sim, "load", 7, 8)
+        over_the_block = sim.submit("expedited", [7], [9])
+        into_the_page = sim.store(10, 8)
+        sim.finish()
         for job in (over_the_page, into_the_block, over_the_block, into_the_page):
             assert state(job) == "done"
         assert {state(store), state(load)} <= {"failed", "cancelled"}
-        assert rig.is_right(without=[store, load])
+        assert sim.is_right(without=[store, load])
 
 
 @stubbed
 def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
-        rig.store(1, 2, after=Stream(SIDE))
-        rig.fill("store", 9, 9)
-        newer = rig.store(3, 2)
-        assert rig.handler.cancel(newer)
-        rig.release(hold)
-        rig.finish()
-        job = rig.load(2, 4)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        sim.store(1, 2, after=Stream(SIDE))
+        sim.fill("store", 9, 9)
+        newer = sim.store(3, 2)
+        assert sim.handler.cancel(newer)
+        sim.release(hold)
+        sim.finish()
+        job = sim.load(2, 4)
+        sim.finish()
         assert state(job) == "failed"
         assert error(job) == f"store {newer.id} was cancelled"
 
 
 @stubbed
 def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        older, newer = rig.store(1, 2), rig.store(3, 2)
-        load = rig.load(2, 4)
-        assert rig.handler.cancel(older)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        older, newer = sim.store(1, 2), sim.store(3, 2)
+        load = sim.load(2, 4)
+        assert sim.handler.cancel(older)
+        sim.finish()
         assert [state(job) for job in (older, newer, load)] == ["cancelled", "done", "done"]
-        assert (rig.block(4) == rig.block(3)).all()
+        assert (sim.block(4) == sim.block(3)).all()
 
 
 @stubbed
 def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        load = fails(rig, "load", 1, 2)
-        store = rig.store(1, 3)
+    with SimulatedCache(driver) as sim:
+        load = fails(sim, "load", 1, 2)
+        store = sim.store(1, 3)
         assert state(store) == "failed"
-        rig.finish()
-        job = rig.load(3, 4)
+        sim.finish()
+        job = sim.load(3, 4)
         assert error(job) == f"store {store.id} failed: {error(store)}"
         assert f"load {load.id} failed" in error(store)
 
 
 @stubbed
 def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Driver) -> None:
-    with Rig(driver, pages=4, per_page=3) as rig:
-        before = rig.submit("store", [0, 1], [1])
+    with SimulatedCache(driver, pages=4, per_page=3) as sim:
+        before = sim.submit("store", [0, 1], [1])
         driver.fail("cuMemcpyAsync")  # their bytes lie in one piece
-        failed = rig.submit("store", [2, 3, 4], [1, 2], first_block=2)
+        failed = sim.submit("store", [2, 3, 4], [1, 2], first_block=2)
         assert (state(before), state(failed)) == ("open", "failed")
         jobs = {
-            "slots 0 and 1 of page 1": rig.submit("load", [8, 9], [1]),
-            "slot 2 of page 1": rig.submit("load", [10], [1], first_block=2),
-            "slots 0 and 1 of page 2": rig.submit("load", [11, 12], [2]),
-            "slot 2 of page 2": rig.submit("load", [13], [2], first_block=2),
-            "all of page 1": rig.submit("load", [5, 6, 7], [1]),
+            "slots 0 and 1 of page 1": sim.submit("load", [8, 9], [1]),
+            "slot 2 of page 1": sim.submit("load", [10], [1], first_block=2),
+            "slots 0 and 1 of page 2": sim.submit("load", [11, 12], [2]),
+            "slot 2 of page 2": sim.submit("load", [13], [2], first_block=2),
+            "all of page 1": sim.submit("load", [5, 6, 7], [1]),
         }
-        rig.finish()
+        sim.finish()
         assert [state(job) for job in jobs.values()] == [
             "done",
             "failed",
@@ -217,48 +217,48 @@ def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Dri
             "done",
             "failed",
         ]
-        assert (rig.block(8) == rig.block(0)).all()
-        rig.submit("store", [2], [1], first_block=2)
-        whole = rig.submit("load", [5, 6, 7], [1])
-        rig.finish()
+        assert (sim.block(8) == sim.block(0)).all()
+        sim.submit("store", [2], [1], first_block=2)
+        whole = sim.submit("load", [5, 6, 7], [1])
+        sim.finish()
         assert state(whole) == "done"
-        assert (rig.block(7) == rig.block(2)).all()
+        assert (sim.block(7) == sim.block(2)).all()
 
 
 @stubbed
 def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.submit("store", [0, 2], [0, 2])
-        bad = fails(rig, "store", 1, 1)
-        job = rig.submit("load", [8, 9, 10], [0, 1, 2])
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        sim.submit("store", [0, 2], [0, 2])
+        bad = fails(sim, "store", 1, 1)
+        job = sim.submit("load", [8, 9, 10], [0, 1, 2])
+        sim.finish()
         assert state(job) == "failed"
         assert error(job).startswith(f"store {bad.id} failed")
-        store = rig.submit("store", [8, 11], [4, 5])  # the failed load has been reported
-        rig.finish()
+        store = sim.submit("store", [8, 11], [4, 5])  # the failed load has been reported
+        sim.finish()
         assert state(store) == "done"
 
 
 @stubbed
 def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        fails(rig, "store", 1, 2)
-        rig.handler.rebind(rig.layout)
-        assert state(rig.load(2, 3)) == "failed"
-        rig.store(1, 2)
-        job = rig.load(2, 3)
-        rig.finish()
+    with SimulatedCache(driver) as sim:
+        fails(sim, "store", 1, 2)
+        sim.handler.rebind(sim.layout)
+        assert state(sim.load(2, 3)) == "failed"
+        sim.store(1, 2)
+        job = sim.load(2, 3)
+        sim.finish()
         assert state(job) == "done"
 
 
 @stubbed
 def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        load = rig.load(1, 4)
-        rig.handler.cancel(load)
+    with SimulatedCache(driver) as sim:
+        load = sim.load(1, 4)
+        sim.handler.cancel(load)
         driver.run()
-        rig.handler.rebind(rig.layout)
-        store = rig.store(4, 2)
+        sim.handler.rebind(sim.layout)
+        store = sim.store(4, 2)
         driver.run()
         assert store.done()
         assert error(store) == reason(load)
@@ -266,11 +266,11 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
 
 @stubbed
 def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        first = rig.load(2, 1)
-        second = rig.store(3, 2)
+    with SimulatedCache(driver) as sim:
+        first = sim.load(2, 1)
+        second = sim.store(3, 2)
         driver.run()
-        assert [result.job_id for result in rig.handler.finished()] == [first.id, second.id]
+        assert [result.job_id for result in sim.handler.finished()] == [first.id, second.id]
 
 
 @pytest.mark.parametrize("culprit", [0, 7])
@@ -278,14 +278,14 @@ def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver)
 def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
     driver: Driver, culprit: int
 ) -> None:
-    with Rig(driver, pages=32) as rig:
-        hold, _ = rig.hold_up("store", 15, 31)
-        stores = [rig.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
+    with SimulatedCache(driver, pages=32) as sim:
+        hold, _ = sim.hold_up("store", 15, 31)
+        stores = [sim.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
         pages = [*range(16)]  # those of each store come twice, with others between
-        well = rig.submit("load", [0, 1], [16, 17])
-        load = rig.submit("load", pages, pages)
-        rig.handler.cancel(stores[culprit])
-        rig.release(hold)
-        rig.finish()
+        well = sim.submit("load", [0, 1], [16, 17])
+        load = sim.submit("load", pages, pages)
+        sim.handler.cancel(stores[culprit])
+        sim.release(hold)
+        sim.finish()
         assert state(well) == "done"
         assert error(load) == f"store {stores[culprit].id} was cancelled"

@@ -122,7 +122,7 @@ def a_fork_lives() -> Iterator[None]:
         os.close(read_end)
 
 
-class Rig:
+class GpuCache:
     """A cache of OLD bytes in `layers` tensors, as many pages of NEW bytes, and a handler.
 
     Kernels are loaded at their first launch, which may wait for the device: what a test launches
@@ -174,7 +174,7 @@ class Rig:
             return self.slow(ms)
 
     def hold(self) -> Hold:
-        """Holds the current stream up until it is released, or the rig is left."""
+        """Holds the current stream up until it is released, or the gpu is left."""
         self._holds.append(Hold())
         return self._holds[-1]
 
@@ -197,7 +197,7 @@ class Rig:
         """On the same cache and pages. Handlers do not know of each other: a control."""
         return OffloadHandler(self.layout, self.host)
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> GpuCache:
         return self
 
     def __exit__(self, *_: object) -> None:

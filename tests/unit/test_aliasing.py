@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_text import refusal
+from error_text import error_text
 from expecttest import assert_expected_inline
 
 from torch_kvswap.aliasing import block_spaces
@@ -80,7 +80,7 @@ def test_blocks_of_another_number_may_not_be_shared(one: tuple, other: tuple) ->
     layouts = [PagedLayout([rows[one]]), PagedLayout([rows[other]])]
     for pair in (layouts, layouts[::-1]):
         assert_expected_inline(
-            refusal(block_spaces, pair),
+            error_text(block_spaces, pair),
             """\
 ValueError: layouts 0 and 1 share memory, but the same id is not the same block in both;
 make them of the same rows with the same distance""",

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from error_text import refusal
+from error_text import error_text
 from expecttest import assert_expected_inline
 
 from torch_kvswap.metrics import (
@@ -91,7 +91,7 @@ def test_the_three_channels_are_read_in_the_order_of_the_header() -> None:
 
 def test_a_channel_that_cannot_be_read_raises() -> None:
     assert_expected_inline(
-        refusal(read_metrics, lambda channel, out: channel < 2),
+        error_text(read_metrics, lambda channel, out: channel < 2),
         """RuntimeError: the native handler gave no metrics of its channel 2""",
     )
 
