@@ -9,7 +9,7 @@ import pytest
 import torch
 from computes import Idle, ThreadCompute, computes
 from fake_clock import Clock
-from gpu_cache import in_time
+from patience import in_time
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_cache import NEW, OLD, GpuCache, ended, in_time, only, run_script, watchdog
-from patience import PATIENCE
+from gpu_cache import NEW, OLD, GpuCache, ended, only
+from patience import PATIENCE, in_time
+from processes import run_script, watchdog
 
 from torch_kvswap.handler import TransferError
 from torch_kvswap.host_pool.pool import HostPool

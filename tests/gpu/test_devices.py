@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, only, run_script
+from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, only
 from patience import PATIENCE
+from processes import run_script
 
 from torch_kvswap import ops
 from torch_kvswap.gate import Gate

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cache import NEW, OLD, GpuCache, Hold, ended, in_time, only, watchdog
-from patience import PATIENCE
+from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
+from patience import PATIENCE, in_time
+from processes import watchdog
 
 from torch_kvswap.handler import Job
 

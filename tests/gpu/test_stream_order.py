@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gpu_cache import NEW, OLD, GpuCache, only, run_script
+from gpu_cache import NEW, OLD, GpuCache, only
+from processes import run_script
 
 from torch_kvswap.handler import Job, OffloadHandler
 

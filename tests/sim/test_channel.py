@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
     CURRENT,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import in_time
+from patience import in_time
 from simulated_cache import needs_kernels, rest, threads
 from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cuda
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 from error_text import error_text
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
     CURRENT,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import rest, threads
 from simulated_driver import Driver, cache, stubbed
 from simulated_driver.handles import Stream

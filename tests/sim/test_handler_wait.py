@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from error_text import error_text
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
     SIDE,

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
-from gpu_cache import Hold, Steps, in_time
-from patience import PATIENCE
+from gpu_cache import Hold
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
@@ -217,7 +218,7 @@ class Server:
     """Refers to its pool, and is what the pool tells about its progress."""
 
     def __init__(self, driver: Driver) -> None:
-        self.steps = Steps()
+        self.steps = PinningSteps()
         self.pool = pin_in_background(driver, self.progress)
 
     def progress(self, ready: int, count: int) -> None:
@@ -329,7 +330,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
 
     driver.set_mode("manual")
     layout = place(driver, make_layout())
-    steps = Steps()
+    steps = PinningSteps()
     pool = pin_in_background(driver, steps, 128)
     before = signal.signal(signal.SIGALRM, interrupt)
     with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:

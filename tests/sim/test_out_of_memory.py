@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 

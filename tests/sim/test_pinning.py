@@ -11,8 +11,8 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import Steps, in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import DEVICE, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 
@@ -186,7 +186,7 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 
 @stubbed
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     assert steps.seen[0] == (32, 128)
     assert pool.wait_ready(PATIENCE, pages=64)
@@ -203,7 +203,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
 
 @stubbed
 def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
     pool = HostPool(layout, 96, chunk_bytes=32 * MIB, background=True, on_progress=steps)
@@ -231,7 +231,7 @@ others are not pinned yet, or another rank has them""",
 
 @stubbed
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
@@ -262,7 +262,7 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
 
 @stubbed
 def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
         patch.setattr(system, "memlock_limit", lambda: None)
         pool = megabytes(driver, 128, background=True, on_progress=steps)
@@ -299,7 +299,7 @@ def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
 
 @stubbed
 def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
     pool = HostPool(layout, 64, chunk_bytes=32 * MIB, background=True, on_progress=steps)
@@ -321,7 +321,7 @@ def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
 
 @stubbed
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     child = os.fork()
     if child == 0:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import (
     CHANNELS,
     SHARE,

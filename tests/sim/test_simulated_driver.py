@@ -8,10 +8,9 @@ import time
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from gpu_cache import in_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_driver import DEVICE, HOST, Driver, stubbed, without_cuda
 from simulated_driver.cuda import CudaError
 from simulated_driver.stubbed import Worker

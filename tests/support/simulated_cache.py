@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_driver import Driver, place, pool
 from torch import Tensor
 

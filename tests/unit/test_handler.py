@@ -14,9 +14,9 @@ import simulated_driver
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import in_time, run_script
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
-from patience import PATIENCE
+from patience import PATIENCE, in_time
+from processes import run_script
 from simulated_driver import Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 

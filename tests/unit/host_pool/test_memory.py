@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from fake_procfs import write
-from gpu_cache import a_fork_lives, in_child, run_script
+from processes import a_fork_lives, in_child, run_script
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import abi, loader
@@ -305,7 +305,7 @@ def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(tmp_
     body = f"""
         import ctypes, os, sys
         sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
-        from gpu_cache import in_child
+        from processes import in_child
         from test_memory import MIB, mapping, resident
         for kind in ("private", "shared"):
             mapping(kind, MIB).touch(0, MIB)

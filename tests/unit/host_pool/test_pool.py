@@ -15,7 +15,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
-from gpu_cache import a_fork_lives
+from processes import a_fork_lives
 from simulated_driver import HOST, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 

@@ -18,8 +18,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, stubbed
 
 from torch_kvswap import PoolHandle

@@ -11,8 +11,8 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import Steps, in_time
-from patience import PATIENCE
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import Driver, cache, place, stubbed
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
@@ -119,7 +119,7 @@ def test_a_refused_call_leaves_nothing_behind():
 
 @stubbed
 def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
@@ -147,7 +147,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
 
 @stubbed
 def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:

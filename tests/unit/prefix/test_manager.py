@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
-from gpu_cache import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import in_child
 
 from torch_kvswap.prefix.groups import needed_blocks
 from torch_kvswap.prefix.hashing import key_digest
