@@ -27,12 +27,12 @@ test-gpu:
 # Installs the extra into the environment that the others use too; their tests then run it as well.
 test-transformers:
 	@python=$$($(environment) test-transformers) && \
-	"$$python" -m pytest tests/engines/test_integration_transformers*.py $(ARGS)
+	"$$python" -m pytest tests/engines/test_transformers*.py $(ARGS)
 
 # vLLM has to be in the environment: pip install -e '.[vllm]'
 test-vllm:
 	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
-	"$$python" -m pytest tests/engines/test_integration_vllm*.py $(ARGS)
+	"$$python" -m pytest tests/engines/test_vllm*.py $(ARGS)
 
 # Handlers, queues, block managers and the simulated driver, compiled for sanitizers of g++.
 test-tsan:

@@ -29,28 +29,28 @@ ROOT = Path(__file__).resolve().parent.parent
 # The tests of each folder, those first that are fast and find most.
 TESTS = {
     "csrc/prefix": [
-        *("test_block_manager*.py", "test_block_policies.py", "test_engine*.py"),
+        *("test_manager*.py", "test_eviction.py", "test_engine*.py"),
         "test_out_of_memory.py",
     ],
     "csrc/copy": [
         *("test_batch.py", "test_strided.py", "test_packed.py", "test_staged.py"),
         *("test_hybrid.py", "test_handler.py", "test_pinning.py"),
-        *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_paths.py"),
+        *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_copy_method.py"),
     ],
     "csrc/offload": [
-        *("test_handler.py", "test_dispatcher.py", "test_queue.py", "test_gate.py"),
-        *("test_stream_order.py", "test_failures.py", "test_ledger.py", "test_channel.py"),
-        *("test_handler_*.py", "test_rebind.py", "test_hybrid.py", "test_split.py"),
-        *("test_layer_groups.py", "test_metrics.py", "test_request.py", "test_paths.py"),
+        *("test_handler.py", "test_scheduler.py", "test_queue.py", "test_gate.py"),
+        *("test_stream_order.py", "test_failures.py", "test_job_table.py", "test_channel.py"),
+        *("test_handler_*.py", "test_rebind.py", "test_hybrid.py", "test_copy_plan.py"),
+        *("test_layer_groups.py", "test_metrics.py", "test_submit.py", "test_copy_method.py"),
         *("test_capture.py", "test_staged.py", "test_stream_devices.py", "test_fuzz.py"),
     ],
     "csrc": [
         *("test_swap_blocks*.py", "test_expand_block_ids.py", "test_capi.py", "test_capture.py"),
-        *("test_stream_devices.py", "test_gate.py", "test_stream_order.py", "test_mapping.py"),
-        *("test_batch.py", "test_paths.py", "test_out_of_memory.py"),
+        *("test_stream_devices.py", "test_gate.py", "test_stream_order.py", "test_memory.py"),
+        *("test_batch.py", "test_copy_method.py", "test_out_of_memory.py"),
     ],
-    "torch_kvswap/integrations/vllm": ["test_integration_vllm*.py"],
-    "torch_kvswap/integrations/transformers": ["test_integration_transformers*.py"],
+    "torch_kvswap/integrations/vllm": ["test_vllm*.py"],
+    "torch_kvswap/integrations/transformers": ["test_transformers*.py"],
 }
 
 

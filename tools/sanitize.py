@@ -56,15 +56,15 @@ SANITIZERS = {
     ),
 }
 TESTS = (
-    *("test_handler*.py", "test_dispatcher.py", "test_queue.py", "test_ledger.py", "test_gate.py"),
-    *("test_failures.py", "test_channel.py", "test_engine.py", "test_block_manager.py"),
-    *("test_block_manager_states.py", "test_block_policies.py", "test_fuzz*.py", "test_pinning.py"),
+    *("test_handler*.py", "test_scheduler.py", "test_queue.py", "test_job_table.py"),
+    *("test_gate.py", "test_failures.py", "test_channel.py", "test_pinning.py", "test_fuzz*.py"),
+    *("test_engine.py", "test_manager.py", "test_manager_states.py", "test_eviction.py"),
 )
 # Tests that a sanitizer cannot run. Each begins with why.
 LEFT_OUT = {
     "tsan": [
         # It counts how often threads wake up, and the sanitizer has one of its own.
-        "sim/test_dispatcher.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
+        "sim/test_scheduler.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
     ],
     "asan": [],
 }

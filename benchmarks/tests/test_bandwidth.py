@@ -12,8 +12,8 @@ import torch
 from bandwidth_report import PEER, SUBMIT, TOTAL, Cell, counts, tables
 from big_copy import BigCopy
 from blocks import NumberedBlocks
+from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from transfers import Kind, Shape
 
 from torch_kvswap import OffloadHandler
@@ -122,13 +122,15 @@ total over big copy, best peer's: 2 met, 1 missed""",
 # Bytes
 
 
-def wrong_of(direction: str, spoil: Any) -> int:
+def wrong_of(direction: str, corrupt: Any) -> int:
     torch.manual_seed(0)  # a page may get a block that it has, and nothing is wrong without it
     blocks = NumberedBlocks(CPU, 34, layers=3, fragment_bytes=1024)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         kind = Kind(Shape(3, 1), direction, 8)
         big = BigCopy(CPU, 8 * 3 * 1024)
-        return bandwidth.measure(Spoiling(handler, spoil), blocks, big, kind, 2, False).wrong
+        return bandwidth.measure(
+            CorruptingHandler(handler, corrupt), blocks, big, kind, 2, False
+        ).wrong
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -144,11 +146,11 @@ def test_a_block_that_is_left_out_is_seen(direction: str) -> None:
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("untouched", [0, 33])
 def test_a_block_that_nobody_asked_for_is_seen(direction: str, untouched: int) -> None:
-    def spoil(first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
+    def corrupt(first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
         assert untouched not in first + second
         return [*first, first[0]], [*second, untouched]
 
-    assert wrong_of(direction, spoil) == 1
+    assert wrong_of(direction, corrupt) == 1
 
 
 def test_ids_are_scattered_distinct_and_other_ones_each_time() -> None:

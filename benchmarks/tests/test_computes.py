@@ -7,9 +7,9 @@ from typing import Any
 import computes as computes_module
 import pytest
 import torch
-from clock import Clock
 from computes import Idle, ThreadCompute, computes
-from rigs import in_time
+from fake_clock import Clock
+from patience import in_time
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 

@@ -10,9 +10,9 @@ import duplex
 import pytest
 import torch
 from big_copy import BigCopy
+from corrupting_handler import CorruptingHandler, leave_one_out
 from duplex_report import Cell, judge, table_of
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from transfers import Move, Shape
 
 from torch_kvswap import OffloadHandler
@@ -55,13 +55,13 @@ both at once  blocks  big copies, GB/s  ours, GB/s  share  link share  path
     )
 
 
-def wrong_of(spoil: Any) -> int:
+def wrong_of(corrupt: Any) -> int:
     torch.manual_seed(0)
     shape = Shape(3, 1)
     blocks = shape.new_blocks(CPU, 50)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         big = BigCopy(CPU, 8 * shape.block_bytes)
-        return duplex.measure(Spoiling(handler, spoil), blocks, big, shape, 8, 2).wrong
+        return duplex.measure(CorruptingHandler(handler, corrupt), blocks, big, shape, 8, 2).wrong
 
 
 def test_right_bytes_are_right() -> None:

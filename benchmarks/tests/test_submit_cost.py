@@ -10,8 +10,8 @@ import pytest
 import submit_cost
 import torch
 from blocks import NumberedBlocks
+from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
-from spoiling import Spoiling, leave_one_out
 from submit_cost_report import Cell, Expansion, expansion_table, judge, tables
 from timing import Spread
 
@@ -79,11 +79,13 @@ expand_block_ids  factor  median, us    p99  memcpy, us  ratio  allocating, us
     )
 
 
-def measured(spoil: Any) -> Cell:
+def measured(corrupt: Any) -> Cell:
     torch.manual_seed(0)
     blocks = NumberedBlocks(CPU, 34, layers=3, fragment_bytes=64)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
-        return submit_cost.measure(Spoiling(handler, spoil), blocks, "store", 8, "free", 2)
+        return submit_cost.measure(
+            CorruptingHandler(handler, corrupt), blocks, "store", 8, "free", 2
+        )
 
 
 def test_a_cell_says_what_was_called_and_that_its_bytes_are_right() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import timing
 import torch
-from rigs import in_time
+from patience import in_time
 from timing import Hold, Spread, device_us, resident_bytes
 
 pytestmark = pytest.mark.slow  # of a benchmark program

@@ -12,8 +12,8 @@ import pytest
 import torch
 import traffic
 from big_copy import BigCopy
-from clock import Clock
 from computes import Idle
+from fake_clock import Clock
 from traffic import BigWay, HandlerWay, Traffic, beside
 from transfers import Shape
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import NEW, OLD, Rig, ended, in_time, only, run_script, watchdog
+from gpu_cache import NEW, OLD, GpuCache, ended, only
+from patience import PATIENCE, in_time
+from processes import run_script, watchdog
 
 from torch_kvswap.handler import TransferError
 from torch_kvswap.host_pool.pool import HostPool
@@ -23,110 +24,110 @@ def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as rig:
-        yield rig
+def gpu() -> Iterator[GpuCache]:
+    with GpuCache() as gpu:
+        yield gpu
 
 
-def captured(rig: Rig, meanwhile: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(gpu: GpuCache, meanwhile: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A graph that adds 2 to the first block, in the default mode, "global"."""
-    rig.cache[0].add_(1)  # loads the kernel
-    rig.cache[0].fill_(OLD)
+    gpu.cache[0].add_(1)  # loads the kernel
+    gpu.cache[0].fill_(OLD)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rig.cache[0].add_(1)
+        gpu.cache[0].add_(1)
         meanwhile()
-        rig.cache[0].add_(1)
+        gpu.cache[0].add_(1)
     return graph
 
 
-def check_replay(rig: Rig, graph: torch.cuda.CUDAGraph) -> None:
+def check_replay(gpu: GpuCache, graph: torch.cuda.CUDAGraph) -> None:
     for replays in (1, 2):
         graph.replay()
         torch.cuda.synchronize()
-        assert only(rig.cache[0]) == OLD + 2 * replays
+        assert only(gpu.cache[0]) == OLD + 2 * replays
 
 
 # Another thread than the one that captures may do everything
 
 
-def store_and_load(rig: Rig) -> None:
-    rig.handler.wait([rig.handler.store([1], [1]), rig.handler.load([2], [2])])
-    assert (rig.page(1), rig.page(2)) == (OLD, NEW)
+def store_and_load(gpu: GpuCache) -> None:
+    gpu.handler.wait([gpu.handler.store([1], [1]), gpu.handler.load([2], [2])])
+    assert (gpu.page(1), gpu.page(2)) == (OLD, NEW)
 
 
-def submit_behind_a_busy_stream(rig: Rig) -> None:
-    with torch.cuda.stream(rig.side):
-        rig.slow(20)
-        jobs = [rig.handler.store([1], [1]), rig.handler.load([2], [2], after=rig.side)]
-        jobs.append(rig.handler.load([3], [3], after=rig.side.record_event()))
-    rig.handler.wait(jobs)
+def submit_behind_a_busy_stream(gpu: GpuCache) -> None:
+    with torch.cuda.stream(gpu.side):
+        gpu.slow(20)
+        jobs = [gpu.handler.store([1], [1]), gpu.handler.load([2], [2], after=gpu.side)]
+        jobs.append(gpu.handler.load([3], [3], after=gpu.side.record_event()))
+    gpu.handler.wait(jobs)
 
 
-def poll(rig: Rig) -> None:
-    hold = rig.hold_on(rig.side)
-    job = rig.handler.load([1], [1], after=hold)
-    assert rig.handler.finished() == []
+def poll(gpu: GpuCache) -> None:
+    hold = gpu.hold_on(gpu.side)
+    job = gpu.handler.load([1], [1], after=hold)
+    assert gpu.handler.finished() == []
     hold.release()
-    while not rig.handler.finished():
+    while not gpu.handler.finished():
         pass
     assert job.done()
 
 
-def wait_on_a_stream(rig: Rig) -> None:
-    job = rig.handler.load([1], [1], after=rig.slow_on(rig.side, ms=20), layer_groups=1)
-    job.wait_on(rig.consumer)
-    job.wait_layer(0, rig.consumer)
-    rig.handler.wait(job)
+def wait_on_a_stream(gpu: GpuCache) -> None:
+    job = gpu.handler.load([1], [1], after=gpu.slow_on(gpu.side, ms=20), layer_groups=1)
+    job.wait_on(gpu.consumer)
+    job.wait_layer(0, gpu.consumer)
+    gpu.handler.wait(job)
 
 
-def fill_the_queue(rig: Rig) -> None:
-    busy = rig.slow_on(rig.side, ms=20)
-    jobs = [rig.handler.store([1], [1], after=busy) for _ in range(300)]
-    jobs[-1].wait_on(rig.consumer)
-    rig.handler.wait(jobs)
+def fill_the_queue(gpu: GpuCache) -> None:
+    busy = gpu.slow_on(gpu.side, ms=20)
+    jobs = [gpu.handler.store([1], [1], after=busy) for _ in range(300)]
+    jobs[-1].wait_on(gpu.consumer)
+    gpu.handler.wait(jobs)
 
 
-def cancel(rig: Rig) -> None:
-    busy = rig.slow_on(rig.side, ms=20)
-    jobs = [rig.handler.store([1], [1], after=busy) for _ in range(100)]
-    assert rig.handler.cancel(jobs[0])
-    assert rig.handler.cancel(jobs[-1])
+def cancel(gpu: GpuCache) -> None:
+    busy = gpu.slow_on(gpu.side, ms=20)
+    jobs = [gpu.handler.store([1], [1], after=busy) for _ in range(100)]
+    assert gpu.handler.cancel(jobs[0])
+    assert gpu.handler.cancel(jobs[-1])
     with pytest.raises(TransferError):
-        rig.handler.wait(jobs)
+        gpu.handler.wait(jobs)
 
 
-def time_out(rig: Rig) -> None:
-    hold = rig.hold_on(rig.side)
-    job = rig.handler.load([1], [1], after=hold)
+def time_out(gpu: GpuCache) -> None:
+    hold = gpu.hold_on(gpu.side)
+    job = gpu.handler.load([1], [1], after=hold)
     with pytest.raises(TimeoutError):
-        rig.handler.wait(job, timeout=0.005)
+        gpu.handler.wait(job, timeout=0.005)
     hold.release()
-    rig.handler.wait(job)
+    gpu.handler.wait(job)
 
 
-def close_a_gate(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    job = rig.handler.load([1], [1], after=rig.slow_on(rig.side, ms=20), gate=gate)
-    gate.wait(0, rig.consumer)
-    rig.handler.wait(job)
+def close_a_gate(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
+    job = gpu.handler.load([1], [1], after=gpu.slow_on(gpu.side, ms=20), gate=gate)
+    gate.wait(0, gpu.consumer)
+    gpu.handler.wait(job)
 
 
-def pin_and_close(rig: Rig) -> None:
-    with HostPool(rig.layout, num_pages=64) as host:
+def pin_and_close(gpu: GpuCache) -> None:
+    with HostPool(gpu.layout, num_pages=64) as host:
         assert host.is_pinned
 
 
-def make_and_close_a_handler(rig: Rig) -> None:
-    with rig.another_handler() as handler:
+def make_and_close_a_handler(gpu: GpuCache) -> None:
+    with gpu.another_handler() as handler:
         handler.store([1], [1])
-        handler.rebind(rig.layout)
+        handler.rebind(gpu.layout)
         handler.load([1], [1], expedited=True)
 
 
-def drop_a_handler(rig: Rig) -> None:
-    handler = rig.another_handler()
-    handler.store([1], [1], after=rig.slow_on(rig.side, ms=20))
+def drop_a_handler(gpu: GpuCache) -> None:
+    handler = gpu.another_handler()
+    handler.store([1], [1], after=gpu.slow_on(gpu.side, ms=20))
     del handler
 
 
@@ -147,14 +148,14 @@ ACTIONS = [
 
 @pytest.mark.parametrize("action", ACTIONS, ids=[action.__name__ for action in ACTIONS])
 def test_a_capture_stays_valid_whatever_another_thread_does(
-    rig: Rig, action: Callable[[Rig], None]
+    gpu: GpuCache, action: Callable[[GpuCache], None]
 ) -> None:
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            with torch.cuda.stream(rig.side):
-                action(rig)
+            with torch.cuda.stream(gpu.side):
+                action(gpu)
         except BaseException as error:
             errors.append(error)
 
@@ -162,9 +163,9 @@ def test_a_capture_stays_valid_whatever_another_thread_does(
     work()
     assert not errors
     torch.cuda.synchronize()
-    rig.handler.finished()
-    rig.cache.fill_(OLD)
-    rig.host.pages.fill_(NEW)
+    gpu.handler.finished()
+    gpu.cache.fill_(OLD)
+    gpu.host.pages.fill_(NEW)
     torch.cuda.synchronize()
     thread = threading.Thread(target=work)
 
@@ -172,10 +173,10 @@ def test_a_capture_stays_valid_whatever_another_thread_does(
         thread.start()
         thread.join(PATIENCE)
 
-    graph = captured(rig, meanwhile)
+    graph = captured(gpu, meanwhile)
     assert not thread.is_alive()
     assert not errors, errors
-    check_replay(rig, graph)
+    check_replay(gpu, graph)
 
 
 @pytest.mark.parametrize("call", ["query", "pin"])
@@ -216,116 +217,116 @@ def test_as_a_control_what_the_handler_does_spoils_a_capture_in_cudas_default_mo
     assert run_script(script, call) == "spoilt\n"
 
 
-def test_the_queue_is_emptied_while_its_owner_captures(rig: Rig) -> None:
-    with torch.cuda.stream(rig.side):
-        rig.slow(1)
+def test_the_queue_is_emptied_while_its_owner_captures(gpu: GpuCache) -> None:
+    with torch.cuda.stream(gpu.side):
+        gpu.slow(1)
 
     def meanwhile() -> None:
-        busy = rig.slow_on(rig.side, ms=20)  # which is not captured
-        rig.handler.wait(
-            [rig.handler.store([1], [1], after=busy) for _ in range(300)], timeout=PATIENCE
+        busy = gpu.slow_on(gpu.side, ms=20)  # which is not captured
+        gpu.handler.wait(
+            [gpu.handler.store([1], [1], after=busy) for _ in range(300)], timeout=PATIENCE
         )
 
-    check_replay(rig, captured(rig, meanwhile))
-    assert [result.state for result in rig.handler.finished()] == ["done"] * 300
+    check_replay(gpu, captured(gpu, meanwhile))
+    assert [result.state for result in gpu.handler.finished()] == ["done"] * 300
 
 
 # The thread that captures may look at jobs, and submit what waits for no captured stream
 
 
-def test_while_capturing_jobs_can_be_looked_at(rig: Rig) -> None:
-    done = rig.handler.load([1], [1])
-    rig.handler.wait(done)
-    rig.handler.finished()
-    unseen = rig.handler.load([2], [2])  # torch.cuda.graph waits for it, but nobody looks
+def test_while_capturing_jobs_can_be_looked_at(gpu: GpuCache) -> None:
+    done = gpu.handler.load([1], [1])
+    gpu.handler.wait(done)
+    gpu.handler.finished()
+    unseen = gpu.handler.load([2], [2])  # torch.cuda.graph waits for it, but nobody looks
 
     def meanwhile() -> None:
         assert done.done()
         assert unseen.done()
-        rig.handler.wait([done, unseen])
-        assert [result.job_id for result in rig.handler.finished()] == [unseen.id]
-        assert rig.handler.finished() == []
-        rig.handler.wait()
-        assert not rig.handler.cancel(done)
-        rig.handler.metrics()
+        gpu.handler.wait([done, unseen])
+        assert [result.job_id for result in gpu.handler.finished()] == [unseen.id]
+        assert gpu.handler.finished() == []
+        gpu.handler.wait()
+        assert not gpu.handler.cancel(done)
+        gpu.handler.metrics()
 
-    check_replay(rig, captured(rig, meanwhile))
+    check_replay(gpu, captured(gpu, meanwhile))
 
 
-def test_while_capturing_the_captured_stream_cannot_be_waited_for(rig: Rig) -> None:
+def test_while_capturing_the_captured_stream_cannot_be_waited_for(gpu: GpuCache) -> None:
     def meanwhile() -> None:
         for call in (
-            lambda: rig.handler.store([1], [1]),
-            lambda: rig.handler.load([1], [1]),
-            lambda: rig.handler.load([1], [1], expedited=True),
-            lambda: rig.handler.load([1], [1], after=torch.cuda.current_stream()),
+            lambda: gpu.handler.store([1], [1]),
+            lambda: gpu.handler.load([1], [1]),
+            lambda: gpu.handler.load([1], [1], expedited=True),
+            lambda: gpu.handler.load([1], [1], after=torch.cuda.current_stream()),
         ):
             with pytest.raises(RuntimeError, match="captur"):
                 call()
 
-    check_replay(rig, captured(rig, meanwhile))
-    assert rig.handler.finished() == []
-    assert only(rig.cache[1]) == OLD
-    assert rig.page(1) == NEW
-    rig.handler.wait(rig.handler.store([1], [1]))
-    assert rig.page(1) == OLD
+    check_replay(gpu, captured(gpu, meanwhile))
+    assert gpu.handler.finished() == []
+    assert only(gpu.cache[1]) == OLD
+    assert gpu.page(1) == NEW
+    gpu.handler.wait(gpu.handler.store([1], [1]))
+    assert gpu.page(1) == OLD
 
 
 def test_while_capturing_not_even_a_job_that_has_ended_can_be_waited_for_on_the_captured_stream(
-    rig: Rig,
+    gpu: GpuCache,
 ) -> None:
-    done = rig.handler.load([1], [1], layer_groups=1)
-    rig.handler.wait(done)
+    done = gpu.handler.load([1], [1], layer_groups=1)
+    gpu.handler.wait(done)
 
     def meanwhile() -> None:
         for wait in (done.wait_on, lambda: done.wait_layer(0)):
             with pytest.raises(RuntimeError, match="captur"):
                 wait()
-        done.wait_on(rig.side)  # which is not captured
+        done.wait_on(gpu.side)  # which is not captured
 
-    check_replay(rig, captured(rig, meanwhile))
+    check_replay(gpu, captured(gpu, meanwhile))
 
 
 def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captured(
-    rig: Rig,
+    gpu: GpuCache,
 ) -> None:
-    event = rig.side.record_event()
+    event = gpu.side.record_event()
 
     def meanwhile() -> None:
         jobs = [
-            rig.handler.store([1], [1], after=()),
-            rig.handler.load([2], [2], after=()),
-            rig.handler.load([3], [3], after=event, expedited=True),
+            gpu.handler.store([1], [1], after=()),
+            gpu.handler.load([2], [2], after=()),
+            gpu.handler.load([3], [3], after=event, expedited=True),
         ]
-        rig.handler.wait(jobs, timeout=PATIENCE)
+        gpu.handler.wait(jobs, timeout=PATIENCE)
         assert all(job.done() for job in jobs)
 
-    graph = captured(rig, meanwhile)
-    assert only(rig.cache[2:]) == NEW
-    assert rig.page(1) == OLD
-    rig.cache[1:].fill_(OLD)
-    rig.host.pages.fill_(NEW + 1)
-    check_replay(rig, graph)
-    assert only(rig.cache[1:]) == OLD  # a replay loads and stores nothing
-    assert only(rig.host.pages) == NEW + 1
+    graph = captured(gpu, meanwhile)
+    assert only(gpu.cache[2:]) == NEW
+    assert gpu.page(1) == OLD
+    gpu.cache[1:].fill_(OLD)
+    gpu.host.pages.fill_(NEW + 1)
+    check_replay(gpu, graph)
+    assert only(gpu.cache[1:]) == OLD  # a replay loads and stores nothing
+    assert only(gpu.host.pages) == NEW + 1
 
 
 def test_while_capturing_a_running_job_cannot_be_waited_for_on_the_captured_stream(
-    rig: Rig,
+    gpu: GpuCache,
 ) -> None:
     held = torch.cuda.Stream()
     jobs = []
 
     def meanwhile() -> None:
         with torch.cuda.stream(held):  # not captured
-            busy = rig.hold()
-            jobs.append(rig.handler.load([1], [1], after=busy))
+            busy = gpu.hold()
+            jobs.append(gpu.handler.load([1], [1], after=busy))
         assert not jobs[0].done()
         with pytest.raises(RuntimeError, match="captur"):
             jobs[0].wait_on()
-        rig.release()
+        gpu.release()
 
-    check_replay(rig, captured(rig, meanwhile))
-    assert ended(rig.handler, jobs[0]) == "done"
+    check_replay(gpu, captured(gpu, meanwhile))
+    assert ended(gpu.handler, jobs[0]) == "done"
     assert in_time(jobs[0].done)
-    assert only(rig.cache[1]) == NEW
+    assert only(gpu.cache[1]) == NEW

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, only
 from patience import PATIENCE
-from rigs import NEW, OLD, ROW, Hold, Rig, only, run_script
+from processes import run_script
 
 from torch_kvswap import ops
 from torch_kvswap.handler import Gate
@@ -25,75 +26,75 @@ def two_gpus() -> None:
 
 
 @pytest.fixture
-def rig(two_gpus: None) -> Iterator[Rig]:
+def gpu(two_gpus: None) -> Iterator[GpuCache]:
     """On cuda:1, while cuda:0 is current."""
     torch.cuda.set_device(0)
-    with Rig(device="cuda:1") as rig:
-        yield rig
+    with GpuCache(device="cuda:1") as gpu:
+        yield gpu
     assert torch.cuda.current_device() == 0
 
 
-def hold_and_fill(rig: Rig, value: int) -> Hold:
+def hold_and_fill(gpu: GpuCache, value: int) -> Hold:
     with torch.cuda.device(1):
-        busy = rig.hold()
-        rig.cache.fill_(value)
+        busy = gpu.hold()
+        gpu.cache.fill_(value)
     return busy
 
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("after", ["waits", "control"])
 def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
-    rig: Rig, current: int, after: str
+    gpu: GpuCache, current: int, after: str
 ) -> None:
     nothing = None if after == "waits" else ()
     with torch.cuda.device(current):
-        busy = hold_and_fill(rig, OLD + 1)
-        store = rig.handler.store([1], [0], after=nothing)
+        busy = hold_and_fill(gpu, OLD + 1)
+        store = gpu.handler.store([1], [0], after=nothing)
         assert not busy.query()
         if after == "waits":
-            rig.release()
-        rig.handler.wait(store)
-        rig.release()
-        assert rig.page() == (OLD + 1 if after == "waits" else OLD)
+            gpu.release()
+        gpu.handler.wait(store)
+        gpu.release()
+        assert gpu.page() == (OLD + 1 if after == "waits" else OLD)
         torch.cuda.synchronize(1)
         with torch.cuda.device(1):
-            rig.hold()
-            rig.look()
-        load = rig.handler.load([2], [1], after=nothing)
+            gpu.hold()
+            gpu.look()
+        load = gpu.handler.load([2], [1], after=nothing)
         if after == "waits":
-            rig.release()
+            gpu.release()
         else:
-            rig.handler.wait(load)
-            rig.release()
+            gpu.handler.wait(load)
+            gpu.release()
         load.wait_on()  # the current stream of cuda:1
         other = torch.cuda.Stream("cuda:0")
         load.wait_on(other)
         other.synchronize()
         assert load.done()
         torch.cuda.synchronize(1)
-        assert only(rig.seen[1]) == (OLD + 1 if after == "waits" else NEW)
-        assert only(rig.cache[1]) == NEW
+        assert only(gpu.seen[1]) == (OLD + 1 if after == "waits" else NEW)
+        assert only(gpu.cache[1]) == NEW
 
 
 @pytest.mark.parametrize("current", [0, 1])
-def test_the_current_device_stays_so_after_every_call(rig: Rig, current: int) -> None:
+def test_the_current_device_stays_so_after_every_call(gpu: GpuCache, current: int) -> None:
     with torch.cuda.device(current):
         streams = [torch.cuda.current_stream(device) for device in (0, 1)]
-        busy = rig.slow_on(rig.side, ms=20)
+        busy = gpu.slow_on(gpu.side, ms=20)
         assert torch.cuda.current_device() == current
         for call in (
-            lambda: rig.handler.store([1], [0], after=busy),
-            lambda: rig.handler.load([0], [1], expedited=True).wait_on(),
-            lambda: rig.handler.load([0], [2], layer_groups=1).wait_layer(0),
-            lambda: rig.handler.cancel(rig.handler.store([1], [0])),
-            rig.handler.finished,
-            rig.handler.metrics,
-            rig.handler.drain,
-            lambda: rig.handler.gate().wait(0),
-            lambda: rig.handler.rebind(rig.layout),
-            rig.another_handler().close,
-            rig.handler.close,
-            rig.host.close,
+            lambda: gpu.handler.store([1], [0], after=busy),
+            lambda: gpu.handler.load([0], [1], expedited=True).wait_on(),
+            lambda: gpu.handler.load([0], [2], layer_groups=1).wait_layer(0),
+            lambda: gpu.handler.cancel(gpu.handler.store([1], [0])),
+            gpu.handler.finished,
+            gpu.handler.metrics,
+            gpu.handler.drain,
+            lambda: gpu.handler.gate().wait(0),
+            lambda: gpu.handler.rebind(gpu.layout),
+            gpu.another_handler().close,
+            gpu.handler.close,
+            gpu.host.close,
         ):
             call()
             assert torch.cuda.current_device() == current
@@ -107,7 +108,7 @@ STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {  # torch 2.11 takes n
 }
 
 
-def wait_at_a_gate(rig: Rig, gate: Gate, other: torch.cuda.Stream) -> None:
+def wait_at_a_gate(gpu: GpuCache, gate: Gate, other: torch.cuda.Stream) -> None:
     """Behind the closing of the gate, which is on the current stream of cuda:1."""
     other.wait_event(torch.cuda.current_stream(1).record_event())
     gate.wait(0, other)
@@ -115,35 +116,35 @@ def wait_at_a_gate(rig: Rig, gate: Gate, other: torch.cuda.Stream) -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("wait", ["wait_on", "wait_layer", "gate", "control"])
-def test_any_stream_of_another_gpu_waits_for_a_load(rig: Rig, name: str, wait: str) -> None:
+def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wait: str) -> None:
     other = STREAMS[name](0)
     seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
 
     def look() -> torch.cuda.Event:
         # PyTorch orders a copy between GPUs behind the current streams of both: consumer is idle.
-        with torch.cuda.stream(rig.consumer), torch.cuda.stream(other):
-            seen.copy_(rig.cache[1])
+        with torch.cuda.stream(gpu.consumer), torch.cuda.stream(other):
+            seen.copy_(gpu.cache[1])
             return other.record_event()
 
-    gate = rig.handler.gate()
+    gate = gpu.handler.gate()
     look().synchronize()  # the first copy between two GPUs makes ready what it needs
     assert only(seen) == OLD
-    busy = rig.hold_on(rig.side)
-    job = rig.handler.load([0], [1], after=busy, gate=gate)
+    busy = gpu.hold_on(gpu.side)
+    job = gpu.handler.load([0], [1], after=busy, gate=gate)
     if wait == "wait_on":
         job.wait_on(other)
     elif wait == "wait_layer":
         job.wait_layer(0, other)
     elif wait == "gate":
-        wait_at_a_gate(rig, gate, other)
+        wait_at_a_gate(gpu, gate, other)
     event = look()
     assert not busy.query()
     if wait != "control":
-        rig.release()
+        gpu.release()
     event.synchronize()
-    rig.release()
+    gpu.release()
     assert only(seen) == (OLD if wait == "control" else NEW)
-    rig.handler.wait(job)
+    gpu.handler.wait(job)
 
 
 @pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
@@ -188,93 +189,93 @@ def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
     assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])
 
 
-def test_a_queue_is_emptied_on_the_caches_device(rig: Rig) -> None:
-    rig.cache.copy_(torch.arange(4, device="cuda:1")[:, None])
+def test_a_queue_is_emptied_on_the_caches_device(gpu: GpuCache) -> None:
+    gpu.cache.copy_(torch.arange(4, device="cuda:1")[:, None])
     torch.cuda.synchronize(1)
-    busy = rig.hold_on(rig.side)
+    busy = gpu.hold_on(gpu.side)
     for j in range(300):
-        last = rig.handler.store([j % 4], [(j + 1) % 4], after=busy)
+        last = gpu.handler.store([j % 4], [(j + 1) % 4], after=busy)
     with torch.cuda.device(1):
-        last.wait_on(rig.consumer)
+        last.wait_on(gpu.consumer)
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
-    assert [rig.page(index) for index in range(4)] == [3, 0, 1, 2]
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
+    assert [gpu.page(index) for index in range(4)] == [3, 0, 1, 2]
 
 
-def test_a_gate_is_captured_on_the_caches_device(rig: Rig) -> None:
-    gate = rig.handler.gate()
+def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(1):
         # Not the stream that torch makes for all captures: it would be of this device ever after.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             gate.wait(0)
-            rig.look()
+            gpu.look()
         graph.replay()
         torch.cuda.synchronize()
-    busy = rig.hold_on(rig.side)
-    rig.handler.load([0], [1], after=busy, gate=gate)
+    busy = gpu.hold_on(gpu.side)
+    gpu.handler.load([0], [1], after=busy, gate=gate)
     with torch.cuda.device(1):
         graph.replay()
         assert not busy.query()
-        rig.release()
+        gpu.release()
         torch.cuda.synchronize()
-    assert only(rig.seen[1]) == NEW
+    assert only(gpu.seen[1]) == NEW
 
 
-def round_trips(rig: Rig, seed: int) -> None:
+def round_trips(gpu: GpuCache, seed: int) -> None:
     """Each job ends and each byte is right, with another pattern in every round."""
-    device = rig.cache.device
-    with torch.cuda.device(device), torch.cuda.stream(rig.side):
+    device = gpu.cache.device
+    with torch.cuda.device(device), torch.cuda.stream(gpu.side):
         for turn in range(100):
-            rig.cache[:2].fill_((seed + turn) % 256)
-            rig.handler.store([0, 1], [2, 3])
-            load = rig.handler.load([2, 3], [3, 2])
+            gpu.cache[:2].fill_((seed + turn) % 256)
+            gpu.handler.store([0, 1], [2, 3])
+            load = gpu.handler.load([2, 3], [3, 2])
             load.wait_on()
-            rig.seen.copy_(rig.cache)
-            rig.side.synchronize()
-            assert only(rig.seen) == (seed + turn) % 256
-        rig.handler.wait()
-        assert [result.state for result in rig.handler.finished()] == ["done"] * 200
+            gpu.seen.copy_(gpu.cache)
+            gpu.side.synchronize()
+            assert only(gpu.seen) == (seed + turn) % 256
+        gpu.handler.wait()
+        assert [result.state for result in gpu.handler.finished()] == ["done"] * 200
 
 
 def test_a_handler_for_each_gpu_works_in_a_thread_for_each_gpu(two_gpus: None) -> None:
-    rigs = [Rig(device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
-    barrier = threading.Barrier(len(rigs))
+    caches = [GpuCache(device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    barrier = threading.Barrier(len(caches))
 
     def work(index: int) -> None:
         barrier.wait(PATIENCE)
-        round_trips(rigs[index], seed=100 * index)
+        round_trips(caches[index], seed=100 * index)
 
-    with ThreadPoolExecutor(len(rigs)) as threads:
-        list(threads.map(work, range(len(rigs))))
-    for rig in rigs:
-        rig.host.close()
+    with ThreadPoolExecutor(len(caches)) as threads:
+        list(threads.map(work, range(len(caches))))
+    for gpu in caches:
+        gpu.host.close()
 
 
 def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> None:
-    with Rig(device="cuda:0") as zero, Rig(device="cuda:1") as one:
+    with GpuCache(device="cuda:0") as zero, GpuCache(device="cuda:1") as one:
         for turn in range(20):
-            for rig in (zero, one):
-                with torch.cuda.device(rig.cache.device):
-                    rig.cache[0].fill_(turn)
-                rig.handler.store([0], [0])
-                rig.handler.load([0], [1]).wait_on()
-        for rig in (zero, one):
-            rig.handler.wait()
-            assert only(rig.cache[:2]) == 19
-            assert rig.page() == 19
+            for gpu in (zero, one):
+                with torch.cuda.device(gpu.cache.device):
+                    gpu.cache[0].fill_(turn)
+                gpu.handler.store([0], [0])
+                gpu.handler.load([0], [1]).wait_on()
+        for gpu in (zero, one):
+            gpu.handler.wait()
+            assert only(gpu.cache[:2]) == 19
+            assert gpu.page() == 19
 
 
 def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
     script = """
         import torch
-        from rigs import Rig
+        from gpu_cache import GpuCache
         from test_devices import round_trips
         rank = int(sys.argv[1])
-        rig = Rig(device=f"cuda:{rank % torch.cuda.device_count()}")
-        round_trips(rig, seed=100 * rank)
-        rig.host.close()
+        gpu = GpuCache(device=f"cuda:{rank % torch.cuda.device_count()}")
+        round_trips(gpu, seed=100 * rank)
+        gpu.host.close()
         print(rank)
     """
     with ThreadPoolExecutor(2) as threads:

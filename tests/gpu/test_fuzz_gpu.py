@@ -15,7 +15,7 @@ import torch
 from fuzz import Options, Scenario, fuzz, fuzz_seconds
 from fuzz_cache import MismatchError
 from fuzz_devices import Gpu
-from rigs import watchdog
+from processes import watchdog
 
 pytestmark = pytest.mark.gpu
 

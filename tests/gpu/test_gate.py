@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import NEW, OLD, Hold, Rig, ended, in_time, only, watchdog
+from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
+from patience import PATIENCE, in_time
+from processes import watchdog
 
 from torch_kvswap.handler import Job
 
@@ -23,9 +24,9 @@ def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as rig:
-        yield rig
+def gpu() -> Iterator[GpuCache]:
+    with GpuCache() as gpu:
+        yield gpu
 
 
 def capture(
@@ -40,162 +41,162 @@ def capture(
     return graph
 
 
-def wait_and_look(rig: Rig, gate: Any, gated: bool = True) -> torch.cuda.CUDAGraph:
+def wait_and_look(gpu: GpuCache, gate: Any, gated: bool = True) -> torch.cuda.CUDAGraph:
     """A graph that reads the cache once the gate is open, or as a control at once."""
 
     def work() -> None:
         if gated:
             gate.wait(0)
-        rig.look()
+        gpu.look()
 
     return capture(work)
 
 
-def replay(rig: Rig, graph: torch.cuda.CUDAGraph) -> torch.cuda.Event:
+def replay(gpu: GpuCache, graph: torch.cuda.CUDAGraph) -> torch.cuda.Event:
     graph.replay()
     return torch.cuda.current_stream().record_event()
 
 
-def ends(rig: Rig, gate: Any, event: torch.cuda.Event) -> None:
+def ends(gpu: GpuCache, gate: Any, event: torch.cuda.Event) -> None:
     """Waits for the replay. If it hangs, fails and tries to open the gate, for the tests behind."""
     if in_time(event.query):
         return
     with torch.cuda.stream(torch.cuda.Stream()), suppress(ValueError):
-        rig.handler.load([0], [0], after=(), gate=gate)
+        gpu.handler.load([0], [0], after=(), gate=gate)
     pytest.fail(f"the replay hangs; another load has freed it: {in_time(event.query, seconds=2)}")
 
 
-def cancelled_store(rig: Rig, page: int) -> tuple[Hold, Job]:
+def cancelled_store(gpu: GpuCache, page: int) -> tuple[Hold, Job]:
     """A store to the page that is running, held up, and will be reported as cancelled."""
-    busy = rig.hold_on(rig.side)
-    store = rig.handler.store([0], [page], after=busy)
-    assert rig.handler.cancel(store)
+    busy = gpu.hold_on(gpu.side)
+    store = gpu.handler.store([0], [page], after=busy)
+    assert gpu.handler.cancel(store)
     return busy, store
 
 
 # A gate is open until a load closes it
 
 
-def test_a_replay_without_a_load_waits_for_nothing(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
+def test_a_replay_without_a_load_waits_for_nothing(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
     for value in (OLD + 1, OLD + 2):
-        rig.cache.fill_(value)
-        ends(rig, gate, replay(rig, graph))
-        assert only(rig.seen) == value
+        gpu.cache.fill_(value)
+        ends(gpu, gate, replay(gpu, graph))
+        assert only(gpu.seen) == value
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["waits", "control"])
-def test_a_replay_waits_for_a_load_that_is_late(rig: Rig, gated: bool) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate, gated)
-    busy = rig.hold_on(rig.side)
-    job = rig.handler.load([0], [1], after=busy, gate=gate)
-    event = replay(rig, graph)
+def test_a_replay_waits_for_a_load_that_is_late(gpu: GpuCache, gated: bool) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate, gated)
+    busy = gpu.hold_on(gpu.side)
+    job = gpu.handler.load([0], [1], after=busy, gate=gate)
+    event = replay(gpu, graph)
     assert not busy.query()  # the host waited for nothing
     if gated:
-        rig.release()
-    ends(rig, gate, event)
-    rig.release()
+        gpu.release()
+    ends(gpu, gate, event)
+    gpu.release()
     torch.cuda.synchronize()
-    assert only(rig.seen[1]) == (NEW if gated else OLD)
-    assert only(rig.seen[[0, 2, 3]]) == OLD
-    rig.handler.wait(job)
+    assert only(gpu.seen[1]) == (NEW if gated else OLD)
+    assert only(gpu.seen[[0, 2, 3]]) == OLD
+    gpu.handler.wait(job)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["waits", "control"])
-def test_a_stream_that_is_not_captured_waits_too(rig: Rig, gated: bool) -> None:
-    gate = rig.handler.gate()
-    busy = rig.hold_on(rig.side)
-    with torch.cuda.stream(rig.consumer):
-        rig.handler.load([0], [1], after=busy, gate=gate)
+def test_a_stream_that_is_not_captured_waits_too(gpu: GpuCache, gated: bool) -> None:
+    gate = gpu.handler.gate()
+    busy = gpu.hold_on(gpu.side)
+    with torch.cuda.stream(gpu.consumer):
+        gpu.handler.load([0], [1], after=busy, gate=gate)
         if gated:
-            gate.wait(0, rig.consumer)
-        rig.look()
-        event = rig.consumer.record_event()
+            gate.wait(0, gpu.consumer)
+        gpu.look()
+        event = gpu.consumer.record_event()
     assert not busy.query()
     if gated:
-        rig.release()
-    ends(rig, gate, event)
-    rig.release()
-    assert only(rig.seen[1]) == (NEW if gated else OLD)
+        gpu.release()
+    ends(gpu, gate, event)
+    gpu.release()
+    assert only(gpu.seen[1]) == (NEW if gated else OLD)
 
 
-def test_a_graph_captured_on_a_stream_of_the_callers_waits(rig: Rig) -> None:
-    gate = rig.handler.gate()
+def test_a_graph_captured_on_a_stream_of_the_callers_waits(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
 
     def work() -> None:
-        gate.wait(0, rig.consumer)
-        rig.look()
+        gate.wait(0, gpu.consumer)
+        gpu.look()
 
-    graph = capture(work, rig.consumer)
-    with torch.cuda.stream(rig.consumer):
-        busy = rig.hold_on(rig.side)
-        rig.handler.load([0], [1], after=busy, gate=gate)
-        event = replay(rig, graph)
+    graph = capture(work, gpu.consumer)
+    with torch.cuda.stream(gpu.consumer):
+        busy = gpu.hold_on(gpu.side)
+        gpu.handler.load([0], [1], after=busy, gate=gate)
+        event = replay(gpu, graph)
     assert not busy.query()
-    rig.release()
-    ends(rig, gate, event)
-    assert only(rig.seen[1]) == NEW
+    gpu.release()
+    ends(gpu, gate, event)
+    assert only(gpu.seen[1]) == NEW
 
 
-def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(rig: Rig) -> None:
+def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(gpu: GpuCache) -> None:
     # The load waits for the stream on which the replay waits for the load: no deadlock.
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
     for value in range(50):
-        rig.cache.fill_(OLD)
-        rig.host.pages[0].fill_(value)
-        rig.handler.load([0], [1], gate=gate)
-        ends(rig, gate, replay(rig, graph))
-        assert only(rig.seen[1]) == value
+        gpu.cache.fill_(OLD)
+        gpu.host.pages[0].fill_(value)
+        gpu.handler.load([0], [1], gate=gate)
+        ends(gpu, gate, replay(gpu, graph))
+        assert only(gpu.seen[1]) == value
 
 
 @pytest.mark.parametrize("late", ["first", "second", "both"])
-def test_each_replay_of_two_in_a_row_waits_for_its_own_load(rig: Rig, late: str) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    rig.host.pages[1].fill_(NEW + 1)
-    first = rig.seen.clone()
-    busy = rig.slow_on(rig.side, ms=100)
-    rig.handler.load([0], [1], after=() if late == "second" else busy, gate=gate)
+def test_each_replay_of_two_in_a_row_waits_for_its_own_load(gpu: GpuCache, late: str) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
+    gpu.host.pages[1].fill_(NEW + 1)
+    first = gpu.seen.clone()
+    busy = gpu.slow_on(gpu.side, ms=100)
+    gpu.handler.load([0], [1], after=() if late == "second" else busy, gate=gate)
     graph.replay()
-    first.copy_(rig.seen)
+    first.copy_(gpu.seen)
     if late != "first":
-        rig.slow(100)
-    rig.handler.load([1], [1], gate=gate)  # behind the first replay, which reads the block
-    event = replay(rig, graph)
-    ends(rig, gate, event)
+        gpu.slow(100)
+    gpu.handler.load([1], [1], gate=gate)  # behind the first replay, which reads the block
+    event = replay(gpu, graph)
+    ends(gpu, gate, event)
     torch.cuda.synchronize()
-    assert (only(first[1]), only(rig.seen[1])) == (NEW, NEW + 1)
+    assert (only(first[1]), only(gpu.seen[1])) == (NEW, NEW + 1)
 
 
-def test_a_replay_waits_for_both_of_two_loads_that_closed_the_gate(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    busy = rig.hold_on(rig.side)
-    rig.handler.load([0], [0], after=busy, gate=gate)
-    quick = rig.handler.load([1], [1], after=(), gate=gate, expedited=True)
-    rig.handler.wait(quick, timeout=PATIENCE)
+def test_a_replay_waits_for_both_of_two_loads_that_closed_the_gate(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
+    busy = gpu.hold_on(gpu.side)
+    gpu.handler.load([0], [0], after=busy, gate=gate)
+    quick = gpu.handler.load([1], [1], after=(), gate=gate, expedited=True)
+    gpu.handler.wait(quick, timeout=PATIENCE)
     assert not busy.query()
-    event = replay(rig, graph)
-    rig.release()
-    ends(rig, gate, event)
-    assert only(rig.seen[:2]) == NEW
+    event = replay(gpu, graph)
+    gpu.release()
+    ends(gpu, gate, event)
+    assert only(gpu.seen[:2]) == NEW
 
 
-def test_a_gate_opens_behind_loads_through_a_full_queue(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    busy = rig.hold_on(rig.side)
+def test_a_gate_opens_behind_loads_through_a_full_queue(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
+    busy = gpu.hold_on(gpu.side)
     for _ in range(100):  # more than are given to the device at once
-        rig.handler.load([0], [0], after=busy)
-    rig.handler.load([1], [1], after=(), gate=gate)
-    event = replay(rig, graph)
+        gpu.handler.load([0], [0], after=busy)
+    gpu.handler.load([1], [1], after=(), gate=gate)
+    event = replay(gpu, graph)
     assert not busy.query()
-    rig.release()
-    ends(rig, gate, event)
-    assert only(rig.seen[1]) == NEW
+    gpu.release()
+    ends(gpu, gate, event)
+    assert only(gpu.seen[1]) == NEW
 
 
 # Parts
@@ -204,8 +205,8 @@ def test_a_gate_opens_behind_loads_through_a_full_queue(rig: Rig) -> None:
 def seen_behind_the_parts(mib: int, gated: bool) -> list[list[int]]:
     """Of a load of four layers of so many MiB: the values that a graph reads of the first behind its
     part, of the last behind the part of the first, and of the last behind its own."""
-    with Rig(blocks=16, row=mib << 16, layers=4) as rig:
-        gate = rig.handler.gate(4)
+    with GpuCache(blocks=16, row=mib << 16, layers=4) as gpu:
+        gate = gpu.handler.gate(4)
         seen = torch.zeros(3, 16, dtype=torch.uint8, device="cuda:0")
         blocks = list(range(16))
 
@@ -214,18 +215,18 @@ def seen_behind_the_parts(mib: int, gated: bool) -> list[list[int]]:
                 if gated:
                     gate.wait(part)
                 for block in blocks:  # with copies: a kernel starts late under a sanitizer
-                    seen[row, block].copy_(rig.layers[layer][block, -1])
+                    seen[row, block].copy_(gpu.layers[layer][block, -1])
 
         graph = capture(work)
-        busy = rig.hold_on(rig.side)
-        job = rig.handler.load(blocks, blocks, after=busy, layer_groups=4, gate=gate)
-        event = replay(rig, graph)
+        busy = gpu.hold_on(gpu.side)
+        job = gpu.handler.load(blocks, blocks, after=busy, layer_groups=4, gate=gate)
+        event = replay(gpu, graph)
         if gated:
-            rig.release()
-        ends(rig, gate, event)
-        rig.release()
+            gpu.release()
+        ends(gpu, gate, event)
+        gpu.release()
         values: list[list[int]] = [row.unique().tolist() for row in seen]
-        rig.handler.wait(job)
+        gpu.handler.wait(job)
         return values
 
 
@@ -245,103 +246,103 @@ def test_the_parts_of_a_gate_open_one_after_another(gated: bool) -> None:
 
 
 def test_a_gate_has_the_parts_of_the_load_that_closes_it() -> None:
-    with Rig(layers=4) as rig:
-        gate = rig.handler.gate(2)
+    with GpuCache(layers=4) as gpu:
+        gate = gpu.handler.gate(2)
         for groups in (1, 3):
             with pytest.raises(ValueError, match="2"):
-                rig.handler.load([0], [0], layer_groups=groups, gate=gate)
+                gpu.handler.load([0], [0], layer_groups=groups, gate=gate)
         for part in (-1, 2):
             with pytest.raises((IndexError, ValueError), match=str(part)):
                 gate.wait(part)
         with pytest.raises(ValueError, match="0"):
-            rig.handler.gate(0)
-        other = rig.another_handler()
+            gpu.handler.gate(0)
+        other = gpu.another_handler()
         with pytest.raises(ValueError, match="another handler"):
             other.load([0], [0], layer_groups=2, gate=gate)
         gate.wait(1)  # which is still open
-        ends(rig, gate, torch.cuda.current_stream().record_event())
+        ends(gpu, gate, torch.cuda.current_stream().record_event())
 
 
 # Loads that do not arrive open the gate too
 
 
 @pytest.mark.parametrize("when", ["later", "before"])
-def test_a_failed_load_opens_the_gate(rig: Rig, when: str) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    busy, store = cancelled_store(rig, page=3)
+def test_a_failed_load_opens_the_gate(gpu: GpuCache, when: str) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
+    busy, store = cancelled_store(gpu, page=3)
     if when == "before":
-        rig.release()
-        assert ended(rig.handler, store) == "cancelled"
-        rig.handler.finished()
-    job = rig.handler.load([3], [1], gate=gate)
-    event = replay(rig, graph)
+        gpu.release()
+        assert ended(gpu.handler, store) == "cancelled"
+        gpu.handler.finished()
+    job = gpu.handler.load([3], [1], gate=gate)
+    event = replay(gpu, graph)
     assert busy.query() == (when == "before")
-    rig.release()
-    ends(rig, gate, event)
-    assert ended(rig.handler, job) == "failed"
+    gpu.release()
+    ends(gpu, gate, event)
+    assert ended(gpu.handler, job) == "failed"
     assert job.result is not None
     assert f"store {store.id}" in str(job.result.error)
-    rig.handler.finished()
+    gpu.handler.finished()
     # The gate works on.
-    rig.handler.load([0], [2], gate=gate)
-    ends(rig, gate, replay(rig, graph))
-    assert only(rig.seen[2]) == NEW
+    gpu.handler.load([0], [2], gate=gate)
+    ends(gpu, gate, replay(gpu, graph))
+    assert only(gpu.seen[2]) == NEW
 
 
 def test_a_failed_load_opens_every_part_of_the_gate() -> None:
-    with Rig(layers=4) as rig:
-        gate = rig.handler.gate(4)
+    with GpuCache(layers=4) as gpu:
+        gate = gpu.handler.gate(4)
 
         def work() -> None:
             for part in range(4):
                 gate.wait(part)
-            rig.look()
+            gpu.look()
 
         graph = capture(work)
-        _, store = cancelled_store(rig, page=3)
-        job = rig.handler.load([3], [1], layer_groups=4, gate=gate)
-        event = replay(rig, graph)
-        rig.release()
-        ends(rig, gate, event)
-        assert ended(rig.handler, job) == "failed"
-        assert ended(rig.handler, store) == "cancelled"
+        _, store = cancelled_store(gpu, page=3)
+        job = gpu.handler.load([3], [1], layer_groups=4, gate=gate)
+        event = replay(gpu, graph)
+        gpu.release()
+        ends(gpu, gate, event)
+        assert ended(gpu.handler, job) == "failed"
+        assert ended(gpu.handler, store) == "cancelled"
 
 
-def test_a_cancelled_running_load_opens_the_gate(rig: Rig) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
-    busy = rig.hold_on(rig.side)
-    job = rig.handler.load([0], [1], after=busy, gate=gate)
-    event = replay(rig, graph)
-    assert rig.handler.cancel(job)
+def test_a_cancelled_running_load_opens_the_gate(gpu: GpuCache) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
+    busy = gpu.hold_on(gpu.side)
+    job = gpu.handler.load([0], [1], after=busy, gate=gate)
+    event = replay(gpu, graph)
+    assert gpu.handler.cancel(job)
     assert not busy.query()
-    rig.release()
-    ends(rig, gate, event)
-    assert ended(rig.handler, job) == "cancelled"
+    gpu.release()
+    ends(gpu, gate, event)
+    assert ended(gpu.handler, job) == "cancelled"
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["a load is running", "idle"])
-def test_a_replay_after_close_waits_for_nothing(rig: Rig, running: bool) -> None:
-    gate = rig.handler.gate()
-    graph = wait_and_look(rig, gate)
+def test_a_replay_after_close_waits_for_nothing(gpu: GpuCache, running: bool) -> None:
+    gate = gpu.handler.gate()
+    graph = wait_and_look(gpu, gate)
     if running:
-        rig.handler.load([0], [1], after=rig.slow_on(rig.side, ms=50), gate=gate)
-    rig.handler.close()
+        gpu.handler.load([0], [1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
+    gpu.handler.close()
     for value in (OLD + 1, OLD + 2):
-        rig.cache.fill_(value)
-        ends(rig, gate, replay(rig, graph))
-        assert only(rig.seen) == value
+        gpu.cache.fill_(value)
+        ends(gpu, gate, replay(gpu, graph))
+        assert only(gpu.seen) == value
 
 
-def test_a_graph_outlives_the_handler_for_whose_load_it_waits(rig: Rig) -> None:
-    handler = rig.another_handler()
+def test_a_graph_outlives_the_handler_for_whose_load_it_waits(gpu: GpuCache) -> None:
+    handler = gpu.another_handler()
     gate = handler.gate()
-    graph = wait_and_look(rig, gate)
-    handler.load([0], [1], after=rig.slow_on(rig.side, ms=50), gate=gate)
-    event = replay(rig, graph)
+    graph = wait_and_look(gpu, gate)
+    handler.load([0], [1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
+    event = replay(gpu, graph)
     handler.close()
     assert in_time(event.query)
     del handler
-    ends(rig, gate, replay(rig, graph))
-    assert only(rig.seen[1]) == NEW
+    ends(gpu, gate, replay(gpu, graph))
+    assert only(gpu.seen[1]) == NEW

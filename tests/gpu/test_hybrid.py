@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from gpu_cache import Hold, only
 from patience import PATIENCE
-from rigs import Hold, only
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from sim import needs_kernels
+from simulated_cache import needs_kernels
 from simulated_driver import Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout

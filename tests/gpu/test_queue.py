@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
 from patience import PATIENCE
-from rigs import NEW, OLD, Hold, Rig, ended, only
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 
@@ -21,16 +21,16 @@ STAGING_EVENTS = 64  # two for each piece of its buffer
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig(blocks=BLOCKS, row=512) as rig:
-        yield rig
+def gpu() -> Iterator[GpuCache]:
+    with GpuCache(blocks=BLOCKS, row=512) as gpu:
+        yield gpu
 
 
-def hold(rig: Rig, direction: str) -> tuple[Hold, Job]:
+def hold(gpu: GpuCache, direction: str) -> tuple[Hold, Job]:
     """Submits a transfer of block 0 that is held up, and all others of its direction behind it; the
     event happens when they go on."""
-    busy = rig.hold_on(rig.side)
-    return busy, submit(rig.handler, direction, [0], [0], after=busy)
+    busy = gpu.hold_on(gpu.side)
+    return busy, submit(gpu.handler, direction, [0], [0], after=busy)
 
 
 def submit(
@@ -41,13 +41,13 @@ def submit(
     return handler.load(pages, blocks, **options)
 
 
-def fill_with_noise(rig: Rig, direction: str) -> torch.Tensor:
+def fill_with_noise(gpu: GpuCache, direction: str) -> torch.Tensor:
     """Random bytes in what the direction reads; returns them."""
     noise = torch.randint(256, (BLOCKS, 512), dtype=torch.uint8)
     if direction == "store":
-        rig.cache.copy_(noise)
+        gpu.cache.copy_(noise)
     else:
-        rig.host.pages.copy_(noise.view(BLOCKS, 1, 512))
+        gpu.host.pages.copy_(noise.view(BLOCKS, 1, 512))
     torch.cuda.synchronize()
     return noise
 
@@ -58,97 +58,99 @@ def fill_with_noise(rig: Rig, direction: str) -> torch.Tensor:
 @pytest.mark.parametrize("after", ["nothing", "what holds them up"])
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_thousands_of_small_jobs_are_submitted_at_once_and_every_byte_is_right(
-    rig: Rig, direction: str, after: str
+    gpu: GpuCache, direction: str, after: str
 ) -> None:
-    noise = fill_with_noise(rig, direction)
+    noise = fill_with_noise(gpu, direction)
     order = torch.randperm(BLOCKS)[: len(JOBS)].tolist()
-    busy, _ = hold(rig, direction)
+    busy, _ = hold(gpu, direction)
     jobs = [
-        submit(rig.handler, direction, [j], [k], after=() if after == "nothing" else busy)
+        submit(gpu.handler, direction, [j], [k], after=() if after == "nothing" else busy)
         for j, k in zip(JOBS, order, strict=True)
     ]
     assert not busy.query()
     assert not jobs[0].done()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
-    results = rig.handler.finished()
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
+    results = gpu.handler.finished()
     assert [result.job_id for result in results[1:]] == [job.id for job in jobs]
     assert {result.state for result in results} == {"done"}
     torch.cuda.synchronize()
     if direction == "store":
-        assert torch.equal(rig.host.pages[order, 0], noise[list(JOBS)])
+        assert torch.equal(gpu.host.pages[order, 0], noise[list(JOBS)])
         untouched = [p for p in range(1, BLOCKS) if p not in set(order)]
-        assert only(rig.host.pages[untouched]) == NEW
+        assert only(gpu.host.pages[untouched]) == NEW
     else:
-        assert torch.equal(rig.cache[list(JOBS)].cpu(), noise[order])
-        assert only(rig.cache[len(JOBS) + 1 :]) == OLD
+        assert torch.equal(gpu.cache[list(JOBS)].cpu(), noise[order])
+        assert only(gpu.cache[len(JOBS) + 1 :]) == OLD
 
 
-def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(rig: Rig) -> None:
-    busy = rig.slow_on(rig.side)
-    with torch.cuda.stream(rig.side):
+def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(gpu: GpuCache) -> None:
+    busy = gpu.slow_on(gpu.side)
+    with torch.cuda.stream(gpu.side):
         for j in range(3000):
-            rig.host.pages[j % BLOCKS, 0].copy_(rig.cache[j % BLOCKS], non_blocking=True)
+            gpu.host.pages[j % BLOCKS, 0].copy_(gpu.cache[j % BLOCKS], non_blocking=True)
     assert busy.query()
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_one_job_of_thousands_of_fragments_is_submitted_at_once(rig: Rig, direction: str) -> None:
-    noise = fill_with_noise(rig, direction)
+def test_one_job_of_thousands_of_fragments_is_submitted_at_once(
+    gpu: GpuCache, direction: str
+) -> None:
+    noise = fill_with_noise(gpu, direction)
     order = torch.randperm(BLOCKS)
-    busy = rig.hold_on(rig.side)
-    submit(rig.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
+    busy = gpu.hold_on(gpu.side)
+    submit(gpu.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
     torch.cuda.synchronize()
-    assert torch.equal(rig.host.pages[order, 0], rig.cache.cpu())
-    assert torch.equal(rig.cache.cpu(), noise if direction == "store" else noise[order])
+    assert torch.equal(gpu.host.pages[order, 0], gpu.cache.cpu())
+    assert torch.equal(gpu.cache.cpu(), noise if direction == "store" else noise[order])
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_queued_jobs_of_one_destination_leave_the_bytes_of_the_last(
-    rig: Rig, direction: str
+    gpu: GpuCache, direction: str
 ) -> None:
-    noise = fill_with_noise(rig, direction)
-    busy, _ = hold(rig, direction)
+    noise = fill_with_noise(gpu, direction)
+    busy, _ = hold(gpu, direction)
     for j in range(1, 400):
         block, page = (j, 5) if direction == "store" else (5, j)
-        submit(rig.handler, direction, [block], [page], after=())
+        submit(gpu.handler, direction, [block], [page], after=())
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
-    written = rig.host.pages[5, 0] if direction == "store" else rig.cache[5].cpu()
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
+    written = gpu.host.pages[5, 0] if direction == "store" else gpu.cache[5].cpu()
     assert torch.equal(written, noise[399])
 
 
-def test_queued_stores_and_loads_of_one_page_take_turns(rig: Rig) -> None:
-    noise = fill_with_noise(rig, "store")
-    busy, _ = hold(rig, "store")
+def test_queued_stores_and_loads_of_one_page_take_turns(gpu: GpuCache) -> None:
+    noise = fill_with_noise(gpu, "store")
+    busy, _ = hold(gpu, "store")
     # Block j goes through page 5 into block 1000 + j, for every j before the next one.
     for j in range(1, 300):
-        rig.handler.store([j], [5], after=())
-        rig.handler.load([5], [1000 + j], after=())
+        gpu.handler.store([j], [5], after=())
+        gpu.handler.load([5], [1000 + j], after=())
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
     torch.cuda.synchronize()
-    assert torch.equal(rig.cache[1001:1300].cpu(), noise[1:300])
+    assert torch.equal(gpu.cache[1001:1300].cpu(), noise[1:300])
 
 
-def test_ids_of_queued_jobs_may_change_after_the_call(rig: Rig) -> None:
-    noise = fill_with_noise(rig, "store")
+def test_ids_of_queued_jobs_may_change_after_the_call(gpu: GpuCache) -> None:
+    noise = fill_with_noise(gpu, "store")
     blocks, page_ids = torch.tensor([0]), [0]
-    busy, _ = hold(rig, "store")
+    busy, _ = hold(gpu, "store")
     for j in range(1, 301):
         blocks[0] = page_ids[0] = j
-        rig.handler.store(blocks, page_ids, after=())
+        gpu.handler.store(blocks, page_ids, after=())
     blocks[0] = page_ids[0] = BLOCKS - 1
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(timeout=PATIENCE)
-    assert torch.equal(rig.host.pages[1:301, 0], noise[1:301])
-    assert only(rig.host.pages[301:]) == NEW
+    gpu.release()
+    gpu.handler.wait(timeout=PATIENCE)
+    assert torch.equal(gpu.host.pages[1:301, 0], noise[1:301])
+    assert only(gpu.host.pages[301:]) == NEW
 
 
 # Waiting for a queued job on a stream
@@ -157,64 +159,66 @@ def test_ids_of_queued_jobs_may_change_after_the_call(rig: Rig) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 @pytest.mark.parametrize("after", ["nothing", "what holds them up"])
 def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
-    rig: Rig, after: str, waits: bool
+    gpu: GpuCache, after: str, waits: bool
 ) -> None:
     # Jobs with an event that has not happened cannot be merged, and a stream holds about 1,000.
     count = 2000 if after == "nothing" else 200
-    busy, _ = hold(rig, "load")
+    busy, _ = hold(gpu, "load")
     for j in range(1, count + 1):
-        last = rig.handler.load([j], [j], after=() if after == "nothing" else busy)
-    with torch.cuda.stream(rig.consumer):
+        last = gpu.handler.load([j], [j], after=() if after == "nothing" else busy)
+    with torch.cuda.stream(gpu.consumer):
         if waits:
-            last.wait_on(rig.consumer)
-        rig.look()
+            last.wait_on(gpu.consumer)
+        gpu.look()
     assert not busy.query()
     if waits:
-        rig.release()
-    rig.consumer.synchronize()
-    rig.release()
-    assert only(rig.seen[: count + 1]) == (NEW if waits else OLD)
-    assert only(rig.seen[count + 1 :]) == OLD
-    rig.handler.wait(timeout=PATIENCE)
+        gpu.release()
+    gpu.consumer.synchronize()
+    gpu.release()
+    assert only(gpu.seen[: count + 1]) == (NEW if waits else OLD)
+    assert only(gpu.seen[count + 1 :]) == OLD
+    gpu.handler.wait(timeout=PATIENCE)
 
 
-def test_the_host_waits_for_a_queued_job_no_longer_than_it_is_told_to(rig: Rig) -> None:
-    busy, _ = hold(rig, "load")
-    jobs = [rig.handler.load([j], [j], after=()) for j in range(1, 301)]
+def test_the_host_waits_for_a_queued_job_no_longer_than_it_is_told_to(gpu: GpuCache) -> None:
+    busy, _ = hold(gpu, "load")
+    jobs = [gpu.handler.load([j], [j], after=()) for j in range(1, 301)]
     with pytest.raises(TimeoutError, match=f"load {jobs[-1].id}"):
-        rig.handler.wait(jobs[-1], timeout=0.01)
+        gpu.handler.wait(jobs[-1], timeout=0.01)
     assert not busy.query()
-    rig.release()
-    rig.handler.wait(jobs[-1], timeout=PATIENCE)
-    assert only(rig.cache[:301]) == NEW
+    gpu.release()
+    gpu.handler.wait(jobs[-1], timeout=PATIENCE)
+    assert only(gpu.cache[:301]) == NEW
 
 
 # Cancelling
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_cancelled_queued_job_ends_at_once_and_touches_nothing(rig: Rig, direction: str) -> None:
-    busy, first = hold(rig, direction)
-    jobs = [submit(rig.handler, direction, [j], [j], after=()) for j in range(1, 301)]
+def test_a_cancelled_queued_job_ends_at_once_and_touches_nothing(
+    gpu: GpuCache, direction: str
+) -> None:
+    busy, first = hold(gpu, direction)
+    jobs = [submit(gpu.handler, direction, [j], [j], after=()) for j in range(1, 301)]
     kept, cancelled = jobs[:100] + jobs[200:], jobs[100:200]  # those behind go on as well
     for job in cancelled:
-        assert rig.handler.cancel(job)
+        assert gpu.handler.cancel(job)
         assert job.done()
         assert job.result is not None
         assert job.result.state == "cancelled"
         assert not job.result.ok
-    assert sorted(result.job_id for result in rig.handler.finished()) == [j.id for j in cancelled]
+    assert sorted(result.job_id for result in gpu.handler.finished()) == [j.id for j in cancelled]
     assert not busy.query()
-    assert not rig.handler.cancel(cancelled[0])  # it has ended
+    assert not gpu.handler.cancel(cancelled[0])  # it has ended
     with pytest.raises(TransferError, match=f"{direction} {cancelled[0].id} .*cancelled"):
-        rig.handler.wait(cancelled[0])
-    rig.release()
-    rig.handler.wait([first, *kept], timeout=PATIENCE)
-    assert [result.job_id for result in rig.handler.finished()] == [first.id, *(j.id for j in kept)]
+        gpu.handler.wait(cancelled[0])
+    gpu.release()
+    gpu.handler.wait([first, *kept], timeout=PATIENCE)
+    assert [result.job_id for result in gpu.handler.finished()] == [first.id, *(j.id for j in kept)]
     torch.cuda.synchronize()
     written, right, left = {
-        "store": (rig.host.pages[:, 0], OLD, NEW),
-        "load": (rig.cache, NEW, OLD),
+        "store": (gpu.host.pages[:, 0], OLD, NEW),
+        "load": (gpu.cache, NEW, OLD),
     }[direction]
     assert only(written[:101]) == right
     assert only(written[101:201]) == left
@@ -222,89 +226,93 @@ def test_a_cancelled_queued_job_ends_at_once_and_touches_nothing(rig: Rig, direc
     assert only(written[301:]) == left
 
 
-def test_a_cancelled_running_job_ends_with_its_copy_and_is_reported_as_cancelled(rig: Rig) -> None:
-    busy, job = hold(rig, "load")
-    behind = rig.handler.load([1], [1], after=())
-    assert rig.handler.cancel(job)
+def test_a_cancelled_running_job_ends_with_its_copy_and_is_reported_as_cancelled(
+    gpu: GpuCache,
+) -> None:
+    busy, job = hold(gpu, "load")
+    behind = gpu.handler.load([1], [1], after=())
+    assert gpu.handler.cancel(job)
     assert not job.done()
-    assert rig.handler.finished() == []
+    assert gpu.handler.finished() == []
     assert not busy.query()
-    rig.release()
-    assert ended(rig.handler, job) == "cancelled"
-    assert not rig.handler.cancel(job)
-    rig.handler.wait(behind)
-    assert [r.state for r in rig.handler.finished()] == ["cancelled", "done"]
-    assert only(rig.cache[1]) == NEW
+    gpu.release()
+    assert ended(gpu.handler, job) == "cancelled"
+    assert not gpu.handler.cancel(job)
+    gpu.handler.wait(behind)
+    assert [r.state for r in gpu.handler.finished()] == ["cancelled", "done"]
+    assert only(gpu.cache[1]) == NEW
 
 
-def test_a_job_that_is_done_cannot_be_cancelled(rig: Rig) -> None:
-    job = rig.handler.load([1], [1])
-    rig.handler.wait(job)
-    assert not rig.handler.cancel(job)
-    assert [result.state for result in rig.handler.finished()] == ["done"]
+def test_a_job_that_is_done_cannot_be_cancelled(gpu: GpuCache) -> None:
+    job = gpu.handler.load([1], [1])
+    gpu.handler.wait(job)
+    assert not gpu.handler.cancel(job)
+    assert [result.state for result in gpu.handler.finished()] == ["done"]
 
 
-def test_a_load_of_a_page_whose_queued_store_was_cancelled_fails(rig: Rig) -> None:
-    busy, _ = hold(rig, "store")
-    stores = [rig.handler.store([j], [j], after=()) for j in range(1, 201)]
-    early = rig.handler.load([200], [300], after=())
-    assert rig.handler.cancel(stores[-1])
-    late = rig.handler.load([200], [301], after=())
-    other = rig.handler.load([199], [302], after=())
+def test_a_load_of_a_page_whose_queued_store_was_cancelled_fails(gpu: GpuCache) -> None:
+    busy, _ = hold(gpu, "store")
+    stores = [gpu.handler.store([j], [j], after=()) for j in range(1, 201)]
+    early = gpu.handler.load([200], [300], after=())
+    assert gpu.handler.cancel(stores[-1])
+    late = gpu.handler.load([200], [301], after=())
+    other = gpu.handler.load([199], [302], after=())
     assert not busy.query()
-    rig.release()
-    assert [ended(rig.handler, job) for job in (early, late, other)] == ["failed", "failed", "done"]
+    gpu.release()
+    assert [ended(gpu.handler, job) for job in (early, late, other)] == ["failed", "failed", "done"]
     for job in (early, late):
         assert job.result is not None
         assert f"store {stores[-1].id}" in str(job.result.error)
-    rig.handler.finished()
-    rig.handler.wait([rig.handler.store([5], [200]), rig.handler.load([200], [303])])  # valid again
+    gpu.handler.finished()
+    gpu.handler.wait([gpu.handler.store([5], [200]), gpu.handler.load([200], [303])])  # valid again
     torch.cuda.synchronize()
-    assert only(rig.cache[303]) == OLD
+    assert only(gpu.cache[303]) == OLD
 
 
 # Expedited loads
 
 
 @pytest.mark.parametrize("expedited", [True, False], ids=["expedited", "control"])
-def test_an_expedited_load_passes_thousands_of_queued_loads(rig: Rig, expedited: bool) -> None:
-    hold(rig, "load")
+def test_an_expedited_load_passes_thousands_of_queued_loads(gpu: GpuCache, expedited: bool) -> None:
+    hold(gpu, "load")
     for j in JOBS:
-        rig.handler.load([j], [j], after=())
-    job = rig.handler.load([2047], [2047], after=(), expedited=expedited)
+        gpu.handler.load([j], [j], after=())
+    job = gpu.handler.load([2047], [2047], after=(), expedited=expedited)
     if expedited:
-        rig.handler.wait(job, timeout=PATIENCE)
+        gpu.handler.wait(job, timeout=PATIENCE)
     else:
         with pytest.raises(TimeoutError):
-            rig.handler.wait(job, timeout=0.1)
-    rig.release()
-    rig.handler.wait(job, timeout=PATIENCE)
-    assert only(rig.cache[2047]) == NEW
-    assert only(rig.cache[2001:2047]) == OLD
-    rig.handler.wait(timeout=PATIENCE)
-    assert only(rig.cache[:2001]) == NEW
+            gpu.handler.wait(job, timeout=0.1)
+    gpu.release()
+    gpu.handler.wait(job, timeout=PATIENCE)
+    assert only(gpu.cache[2047]) == NEW
+    assert only(gpu.cache[2001:2047]) == OLD
+    gpu.handler.wait(timeout=PATIENCE)
+    assert only(gpu.cache[:2001]) == NEW
 
 
 # What it costs
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_queued_jobs_are_merged_and_streams_and_events_stay_few(rig: Rig, direction: str) -> None:
+def test_queued_jobs_are_merged_and_streams_and_events_stay_few(
+    gpu: GpuCache, direction: str
+) -> None:
     def channel() -> Any:
-        metrics = rig.handler.metrics()
+        metrics = gpu.handler.metrics()
         return metrics.stores if direction == "store" else metrics.loads
 
     def one_round() -> None:
-        busy, _ = hold(rig, direction)
+        busy, _ = hold(gpu, direction)
         for j in JOBS:
-            submit(rig.handler, direction, [j], [j], after=())
+            submit(gpu.handler, direction, [j], [j], after=())
         now = channel()
         assert not busy.query()
         assert now.running <= IN_FLIGHT
         assert now.queued + now.running == 1 + len(JOBS)
-        rig.release()
-        rig.handler.wait(timeout=PATIENCE)
-        assert len(rig.handler.finished()) == 1 + len(JOBS)
+        gpu.release()
+        gpu.handler.wait(timeout=PATIENCE)
+        assert len(gpu.handler.finished()) == 1 + len(JOBS)
 
     before = channel()
     one_round()
@@ -320,14 +328,14 @@ def test_queued_jobs_are_merged_and_streams_and_events_stay_few(rig: Rig, direct
 
 
 @pytest.mark.parametrize("end", ["close", "pool"])
-def test_closing_with_a_full_queue_waits_for_every_job(rig: Rig, end: str) -> None:
-    busy = rig.slow_on(rig.side)
-    first = rig.handler.store([0], [0], after=busy)
-    jobs = [first, *(rig.handler.store([j], [j], after=()) for j in JOBS)]
-    view = rig.host.pages
-    close: Callable[[], None] = rig.handler.close if end == "close" else rig.host.close
+def test_closing_with_a_full_queue_waits_for_every_job(gpu: GpuCache, end: str) -> None:
+    busy = gpu.slow_on(gpu.side)
+    first = gpu.handler.store([0], [0], after=busy)
+    jobs = [first, *(gpu.handler.store([j], [j], after=()) for j in JOBS)]
+    view = gpu.host.pages
+    close: Callable[[], None] = gpu.handler.close if end == "close" else gpu.host.close
     close()
     assert busy.query()
-    assert [result.job_id for result in rig.handler.finished()] == [job.id for job in jobs]
+    assert [result.job_id for result in gpu.handler.finished()] == [job.id for job in jobs]
     assert only(view[:2001]) == OLD
     assert only(view[2001:]) == NEW

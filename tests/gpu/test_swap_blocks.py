@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from device_pairs import PAIRS, place
+from error_text import message_of
 from expecttest import assert_expected_inline
-from places import PAIRS, place
-from refusal import message_of
-from rigs import Hold, keep_busy
+from gpu_cache import Hold, keep_busy
 
 from torch_kvswap import ops
 

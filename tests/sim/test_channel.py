@@ -7,9 +7,17 @@ import threading
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from rigs import in_time
-from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
+from patience import PATIENCE, in_time
+from simulated_cache import (
+    CHANNELS,
+    CURRENT,
+    SHARE,
+    SIDE,
+    SimulatedCache,
+    Stream,
+    run_until,
+    states,
+)
 from simulated_driver import DEVICE, Driver, pool, stubbed
 
 from torch_kvswap.handler import OffloadHandler
@@ -20,11 +28,11 @@ from torch_kvswap.layout import PagedLayout
 
 @stubbed
 def test_a_store_starts_behind_what_the_current_stream_has_to_do(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held()
-        rig.store(1, 2, after=None)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held()
+        sim.store(1, 2, after=None)
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 record event 1 on current
 wait for event 1 on stores
@@ -33,21 +41,21 @@ copy 64 bytes on stores
 record event 3 on stores
 """,
         )
-        before = rig.page(2)
+        before = sim.page(2)
         driver.run()
-        assert rig.holds(2, before)
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"]
-        assert rig.holds(2, rig.block(1))
+        assert sim.holds(2, before)
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"]
+        assert sim.holds(2, sim.block(1))
 
 
 @stubbed
 def test_a_store_waits_for_no_stream_that_has_nothing_to_do(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.store(1, 2, after=None)
-        rig.store(1, 3, after=Stream(SIDE))
+    with SimulatedCache(driver) as sim:
+        sim.store(1, 2, after=None)
+        sim.store(1, 3, after=Stream(SIDE))
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 record event 1 on stores
 copy 64 bytes on stores
@@ -57,16 +65,16 @@ copy 64 bytes on stores
 record event 4 on stores
 """,
         )
-        assert states(rig.finish()) == ["done", "done"]
+        assert states(sim.finish()) == ["done", "done"]
 
 
 @stubbed
 def test_a_transfer_starts_behind_the_stream_that_it_is_given(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, _ = rig.held(SIDE), rig.held(CURRENT)
-        rig.load(2, 1, after=Stream(SIDE))
+    with SimulatedCache(driver) as sim:
+        hold, _ = sim.held(SIDE), sim.held(CURRENT)
+        sim.load(2, 1, after=Stream(SIDE))
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 record event 1 on side
 wait for event 1 on loads
@@ -75,19 +83,19 @@ copy 64 bytes on loads
 record event 3 on loads
 """,
         )
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"]
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"]
 
 
 @stubbed
 def test_a_transfer_starts_behind_the_event_that_it_is_given(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
-        event = rig.event(SIDE)
-        rig.log()
-        rig.load(2, 1, after=event)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        event = sim.event(SIDE)
+        sim.log()
+        sim.load(2, 1, after=event)
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 wait for event 1 on loads' waiting
 record event 2 on loads' waiting
@@ -98,30 +106,30 @@ record event 4 on loads
 """,
         )
         driver.run()
-        assert rig.handler.finished() == []
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"]
+        assert sim.handler.finished() == []
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"]
 
 
 @stubbed
 def test_an_event_that_has_happened_is_not_waited_for(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        event = rig.event(SIDE)
+    with SimulatedCache(driver) as sim:
+        event = sim.event(SIDE)
         driver.run()
-        rig.log()
-        rig.load(2, 1, after=event)
-        assert "wait" not in rig.log()
+        sim.log()
+        sim.load(2, 1, after=event)
+        assert "wait" not in sim.log()
 
 
 @stubbed
 def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        rig.held()
-        rig.store(1, 2, after=())
-        assert "wait" not in rig.log()
-        assert states(rig.finish()) == ["done"]
+    with SimulatedCache(driver) as sim:
+        sim.held()
+        sim.store(1, 2, after=())
+        assert "wait" not in sim.log()
+        assert states(sim.finish()) == ["done"]
 
 
 @pytest.mark.parametrize("handle", [0, 1, 2], ids=["legacy", "legacy by name", "per thread"])
@@ -130,15 +138,15 @@ def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
 def test_the_default_streams_are_waited_for_like_others(
     driver: Driver, handle: int, given: bool
 ) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(handle)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(handle)
         driver.set_stream(0, SIDE if given else handle)
-        job = rig.store(1, 2, after=Stream(handle) if given else None)
+        job = sim.store(1, 2, after=Stream(handle) if given else None)
         driver.run()
         assert not job.done()
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"]
-        assert rig.holds(2, rig.block(1))
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"]
+        assert sim.holds(2, sim.block(1))
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
@@ -147,14 +155,14 @@ def test_the_default_streams_are_waited_for_like_others(
 def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
     driver: Driver, change: str, queued: bool
 ) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         if queued:
-            rig.fill("store")
+            sim.fill("store")
         stream = driver.cuda.create_stream()
-        hold, later = rig.held(stream), rig.held(SIDE)
-        event = rig.event(stream)
-        job = rig.store(1, 2, after=event)
-        assert (rig.metrics("store").queued > 0) == queued
+        hold, later = sim.held(stream), sim.held(SIDE)
+        event = sim.event(stream)
+        job = sim.store(1, 2, after=event)
+        assert (sim.metrics("store").queued > 0) == queued
         if change == "records it again":
             driver.cuda.record(event.cuda_event, SIDE)
         elif change == "destroys it":
@@ -163,22 +171,22 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
             driver.cuda.destroy_stream(stream)
         driver.run()
         assert not job.done()
-        rig.release(hold)
-        assert states(rig.finish())[-1] == "done"  # although the second recording is held up
-        assert rig.holds(2, rig.block(1))
-        rig.release(later)
+        sim.release(hold)
+        assert states(sim.finish())[-1] == "done"  # although the second recording is held up
+        assert sim.holds(2, sim.block(1))
+        sim.release(later)
 
 
 @stubbed
 def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
-        job = rig.store(1, 2, after=Stream(SIDE))
-        later = rig.held(SIDE)
-        rig.release(hold)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        job = sim.store(1, 2, after=Stream(SIDE))
+        later = sim.held(SIDE)
+        sim.release(hold)
         driver.run()
         assert job.done()
-        rig.release(later)
+        sim.release(later)
 
 
 # Transfers of one channel
@@ -186,30 +194,30 @@ def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver)
 
 @stubbed
 def test_transfers_of_a_channel_need_no_events_to_run_in_order(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        rig.store(1, 2)
-        rig.log()
-        rig.store(3, 2)
+    with SimulatedCache(driver, layers=2) as sim:
+        sim.store(1, 2)
+        sim.log()
+        sim.store(3, 2)
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 record event 3 on stores
 batch of 2 on stores
 record event 4 on stores
 """,
         )
-        assert states(rig.finish()) == ["done", "done"]
-        assert rig.holds(2, rig.block(3))
+        assert states(sim.finish()) == ["done", "done"]
+        assert sim.holds(2, sim.block(3))
 
 
 @stubbed
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:
-    with Rig(driver, layers=4) as rig:
-        job = rig.load(2, 1, layer_groups=3)
+    with SimulatedCache(driver, layers=4) as sim:
+        job = sim.load(2, 1, layer_groups=3)
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 record event 1 on loads
 batch of 2 on loads
@@ -224,7 +232,7 @@ record event 4 on loads
             job.wait_layer(layer, Stream(SIDE))
         job.wait_on()
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 wait for event 2 on side
 wait for event 2 on side
@@ -233,43 +241,43 @@ wait for event 4 on side
 wait for event 4 on current
 """,
         )
-        assert states(rig.finish()) == ["done"]
+        assert states(sim.finish()) == ["done"]
 
 
 @stubbed
 def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        job = rig.load(2, 1, layer_groups=2)
+    with SimulatedCache(driver, layers=2) as sim:
+        job = sim.load(2, 1, layer_groups=2)
         job.wait_layer(0, Stream(SIDE))
-        old = rig.block(1)
+        old = sim.block(1)
         loads = driver.cuda.create_stream() - 4  # streams are counted
         while not driver.cuda.is_done(stream=SIDE):
             assert driver.step(SIDE) or driver.step(loads)
-        assert torch.equal(rig.block(1), torch.cat([rig.page(2)[:64], old[64:]]))
+        assert torch.equal(sim.block(1), torch.cat([sim.page(2)[:64], old[64:]]))
 
 
 @stubbed
 def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 2)
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 2)
         driver.run()
-        again = rig.store(3, 4)  # may use the events of the first
-        rig.log()
+        again = sim.store(3, 4)  # may use the events of the first
+        sim.log()
         job.wait_on(Stream(SIDE))
         job.wait_layer(0)
-        assert rig.log() == ""
+        assert sim.log() == ""
         again.wait_on()
-        assert rig.log().startswith("wait for event")
+        assert sim.log().startswith("wait for event")
 
 
 @stubbed
 def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, job = rig.hold_up("load")
+    with SimulatedCache(driver) as sim:
+        hold, job = sim.hold_up("load")
         job.wait_on()
         driver.run()
         assert not driver.cuda.is_done(stream=CURRENT)
-        rig.release(hold)
+        sim.release(hold)
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
 
@@ -279,16 +287,16 @@ def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None
 
 @stubbed
 def test_a_load_waits_for_the_store_that_fills_its_page(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held()
-        rig.store(1, 2, after=None)
-        rig.store(5, 5)
-        rig.log()
-        rig.load(6, 6)
-        assert "wait" not in rig.log()
-        rig.load(2, 3)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held()
+        sim.store(1, 2, after=None)
+        sim.store(5, 5)
+        sim.log()
+        sim.load(6, 6)
+        assert "wait" not in sim.log()
+        sim.load(2, 3)
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 wait for event 3 on loads
 record event 8 on loads
@@ -296,9 +304,9 @@ copy 64 bytes on loads
 record event 9 on loads
 """,
         )
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"] * 4
-        assert torch.equal(rig.block(3), rig.block(1))
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"] * 4
+        assert torch.equal(sim.block(3), sim.block(1))
 
 
 @pytest.mark.parametrize("between", [0, 3])
@@ -308,17 +316,17 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     driver: Driver, pair: str, between: int
 ) -> None:
     (first, block, page), (second, other_block, other_page) = SHARE[pair]
-    with Rig(driver) as rig:
-        hold, earlier = rig.hold_up(first, block, page)
+    with SimulatedCache(driver) as sim:
+        hold, earlier = sim.hold_up(first, block, page)
         for i in range(between):
-            rig.submit(second, [8 + i], [8 + i])
-        rig.log()
-        later = rig.submit(second, [other_block], [other_page])
-        assert rig.log().count("wait for") == 1
+            sim.submit(second, [8 + i], [8 + i])
+        sim.log()
+        later = sim.submit(second, [other_block], [other_page])
+        assert sim.log().count("wait for") == 1
         driver.run()
         assert not later.done()
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"] * (2 + between)
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"] * (2 + between)
         assert earlier.done()
         assert later.done()
 
@@ -329,55 +337,55 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
 )
 @stubbed
 def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
-    with Rig(driver) as rig:
-        hold, _ = rig.hold_up(first, block=1, page=2)
-        rig.log()
+    with SimulatedCache(driver) as sim:
+        hold, _ = sim.hold_up(first, block=1, page=2)
+        sim.log()
         blocks = [2, 1] if first == second == "store" else [2, 3]
-        job = rig.submit(second, blocks, [1, 3])  # a block and a page of one number are two things
-        assert "wait" not in rig.log()
+        job = sim.submit(second, blocks, [1, 3])  # a block and a page of one number are two things
+        assert "wait" not in sim.log()
         driver.run()
         assert job.done()
-        rig.release(hold)
+        sim.release(hold)
 
 
 @pytest.mark.parametrize(("first", "second"), [("load", "expedited"), ("expedited", "load")])
 @stubbed
 def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, second: str) -> None:
-    with Rig(driver) as rig:
-        hold, _ = rig.hold_up(first, block=1, page=2)
-        job = rig.submit(second, [3], [2])
+    with SimulatedCache(driver) as sim:
+        hold, _ = sim.hold_up(first, block=1, page=2)
+        job = sim.submit(second, [3], [2])
         driver.run()
         assert job.done()
-        rig.release(hold)
+        sim.release(hold)
 
 
 @stubbed
 def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held()
+    with SimulatedCache(driver) as sim:
+        hold = sim.held()
         for kind in ("load", "expedited"):
             for block in (1, 2):
-                rig.submit(kind, [block + 4 * (kind == "load")], [block], after=None)
-        rig.log()
-        rig.submit("store", [1, 2, 5, 6], [8, 9, 10, 11])
-        assert rig.log().count("wait for") == 2
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"] * 5
+                sim.submit(kind, [block + 4 * (kind == "load")], [block], after=None)
+        sim.log()
+        sim.submit("store", [1, 2, 5, 6], [8, 9, 10, 11])
+        assert sim.log().count("wait for") == 2
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"] * 5
 
 
 @stubbed
 def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.store(1, 2)
+    with SimulatedCache(driver) as sim:
+        sim.store(1, 2)
         driver.run()
         driver.fail("cuMemcpyAsync")
-        assert rig.store(3, 4).done()
-        assert rig.handler.finished()
-        rig.log()
-        rig.submit("load", [1, 3], [5, 6])
-        assert "wait" not in rig.log()
+        assert sim.store(3, 4).done()
+        assert sim.handler.finished()
+        sim.log()
+        sim.submit("load", [1, 3], [5, 6])
+        assert "wait" not in sim.log()
 
 
 # What the handler keeps
@@ -386,34 +394,34 @@ def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> Non
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
 @stubbed
 def test_ids_may_change_after_the_call(driver: Driver, queued: bool) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         if queued:
-            rig.fill("store")
-        hold = rig.held()
+            sim.fill("store")
+        hold = sim.held()
         blocks, pages = torch.tensor([1]), [2]
-        rig.submit("store", blocks, pages, after=None)
+        sim.submit("store", blocks, pages, after=None)
         blocks[0] = pages[0] = 9
-        kept = rig.page(9)
-        rig.release(hold)
-        rig.finish()
-        assert rig.holds(2, rig.block(1))
-        assert rig.holds(9, kept)
+        kept = sim.page(9)
+        sim.release(hold)
+        sim.finish()
+        assert sim.holds(2, sim.block(1))
+        assert sim.holds(9, kept)
 
 
 @stubbed
 def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        event = rig.event(SIDE)
+    with SimulatedCache(driver) as sim:
+        event = sim.event(SIDE)
 
         def work(jobs: int) -> tuple[int, int]:
             for i in range(jobs // 10):
-                hold = rig.held(SIDE)
+                hold = sim.held(SIDE)
                 driver.cuda.record(event.cuda_event, SIDE)
                 for j in range(10):
                     kind = CHANNELS[(i + j) % 3]
-                    rig.submit(kind, [j], [j], after=event if j % 2 else Stream(SIDE))
-                rig.release(hold)
-                assert states(rig.finish()) == ["done"] * 10
+                    sim.submit(kind, [j], [j], after=event if j % 2 else Stream(SIDE))
+                sim.release(hold)
+                assert states(sim.finish()) == ["done"] * 10
             return driver.live("streams"), driver.live("events")
 
         few = work(100)
@@ -423,16 +431,16 @@ def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: 
 @stubbed
 def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     before = driver.live("streams"), driver.live("events")
-    with Rig(driver) as rig:
-        hold = rig.held()
+    with SimulatedCache(driver) as sim:
+        hold = sim.held()
         for kind in CHANNELS:
-            rig.submit(kind, [1], [1], after=None)
-        rig.fill("load", block=5, page=5)
+            sim.submit(kind, [1], [1], after=None)
+        sim.fill("load", block=5, page=5)
         driver.fail("cuMemcpyAsync", nth=3)
-        rig.store(3, 3)
+        sim.store(3, 3)
         assert driver.live("streams") > before[0]
         assert driver.live("events") > before[1]
-        rig.release(hold)
+        sim.release(hold)
     assert (driver.live("streams"), driver.live("events")) == before
 
 
@@ -440,50 +448,50 @@ def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
 def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        hold, other = rig.held(SIDE), rig.held(CURRENT)
-        rig.start_log()
-        rig.store(1, 1, after=Stream(SIDE))
-        used = events_recorded(rig, "stores")
+    with SimulatedCache(driver) as sim:
+        hold, other = sim.held(SIDE), sim.held(CURRENT)
+        sim.start_log()
+        sim.store(1, 1, after=Stream(SIDE))
+        used = events_recorded(sim, "stores")
         driver.fail_copy(0)  # so that the thread waits in the driver, behind both
         loading = threading.Thread(
-            target=lambda: rig.submit("load", [2], [1], after=Stream(CURRENT))
+            target=lambda: sim.submit("load", [2], [1], after=Stream(CURRENT))
         )
         synchronized = driver.calls("cuStreamSynchronize")
         loading.start()
         assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
-        rig.release(hold)
-        assert run_until(driver, lambda: len(rig.handler.finished()) == 1)
-        rig.log()
-        rig.store(3, 3)
-        assert not used & events_recorded(rig, "stores")
-        run_until(driver, lambda: len(rig.handler.finished()) == 1)
-        rig.release(other)
+        sim.release(hold)
+        assert run_until(driver, lambda: len(sim.handler.finished()) == 1)
+        sim.log()
+        sim.store(3, 3)
+        assert not used & events_recorded(sim, "stores")
+        run_until(driver, lambda: len(sim.handler.finished()) == 1)
+        sim.release(other)
         driver.run()
         loading.join(PATIENCE)
-        rig.store(4, 4)
-        run_until(driver, lambda: len(rig.handler.finished()) == 2)  # with the load, which failed
-        rig.log()
-        rig.store(5, 5)
-        rig.store(6, 6)
-        rig.store(7, 7)
-        assert used & events_recorded(rig, "stores")  # nobody is about to wait any more
+        sim.store(4, 4)
+        run_until(driver, lambda: len(sim.handler.finished()) == 2)  # with the load, which failed
+        sim.log()
+        sim.store(5, 5)
+        sim.store(6, 6)
+        sim.store(7, 7)
+        assert used & events_recorded(sim, "stores")  # nobody is about to wait any more
 
 
-def events_recorded(rig: Rig, stream: str) -> set[str]:
-    records = [line for line in rig.log().splitlines() if line.startswith("record event")]
+def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:
+    records = [line for line in sim.log().splitlines() if line.startswith("record event")]
     return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}
 
 
 @stubbed
 def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        store, load = rig.store(1, 2), rig.load(2, 3)
+    with SimulatedCache(driver) as sim:
+        store, load = sim.store(1, 2), sim.load(2, 3)
         driver.run()
         driver.fail("cuEventQuery", code=600)  # the store's end, which comes in between the two
-        assert rig.handler.finished() == []
+        assert sim.handler.finished() == []
         driver.fail("cuEventElapsedTime")
-        results = rig.handler.finished()
+        results = sim.handler.finished()
         assert [(result.job_id, result.state) for result in results] == [
             (store.id, "failed"),
             (load.id, "failed"),

@@ -8,14 +8,13 @@ from contextlib import suppress
 
 import pytest
 import torch
-from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import (
+from error_text import error_text
+from patience import PATIENCE, in_time
+from simulated_cache import (
     CHANNELS,
     CURRENT,
     SIDE,
-    Rig,
+    SimulatedCache,
     Stream,
     let_threads_look,
     number_of_threads,
@@ -83,17 +82,19 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
     live = driver.live("events"), driver.live("streams")
     kind = "load" if behind == "layer groups" else "store"
     options = {"layer_groups": 2} if behind == "layer groups" else {}
-    with Rig(driver, layers=2 if behind in ("layer groups", "several fragments") else 1) as rig:
-        event = rig.event(SIDE)  # which happens when the stub is asked to run or to synchronise
+    with SimulatedCache(
+        driver, layers=2 if behind in ("layer groups", "several fragments") else 1
+    ) as sim:
+        event = sim.event(SIDE)  # which happens when the stub is asked to run or to synchronise
         options["after"] = {"stream": Stream(SIDE), "event": event}.get(behind, ())
-        rig.load(2 if behind == "another channel" else 1, 9)
+        sim.load(2 if behind == "another channel" else 1, 9)
         driver.fail(function, nth)
-        job = rig.submit(kind, [2], [2], **options)
+        job = sim.submit(kind, [2], [2], **options)
         assert job.done()
         assert function in failure(job)
-        rig.submit(kind, [3], [3], **options)
-        assert_others_are_done(rig, job)
-        rig.handler.close()
+        sim.submit(kind, [3], [3], **options)
+        assert_others_are_done(sim, job)
+        sim.handler.close()
         driver.cuda.destroy_event(event.cuda_event)
     assert (driver.live("events"), driver.live("streams")) == live
 
@@ -106,55 +107,55 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
 def test_a_call_that_fails_for_a_queued_job_fails_that_job_only(
     driver: Driver, function: str, nth: int
 ) -> None:
-    with Rig(driver) as rig:
-        rig.fill("store")
-        rig.event(SIDE)
+    with SimulatedCache(driver) as sim:
+        sim.fill("store")
+        sim.event(SIDE)
         driver.fail(function, nth)
-        job = rig.store(2, 2, after=Stream(SIDE))
+        job = sim.store(2, 2, after=Stream(SIDE))
         with pytest.raises(TransferError, match=function):
             job.wait_on(Stream(OTHER))  # what is joined is tried again, each job by itself
-        rig.store(3, 3)
-        assert_others_are_done(rig, job)
+        sim.store(3, 3)
+        assert_others_are_done(sim, job)
 
 
-def assert_others_are_done(rig: Rig, failed: Job) -> None:
-    results = rig.finish()
+def assert_others_are_done(sim: SimulatedCache, failed: Job) -> None:
+    results = sim.finish()
     assert [result.job_id for result in results if not result.ok] == [failed.id]
     assert len({result.job_id for result in results}) == len(results)
-    assert rig.handler.finished() == []
-    assert torch.equal(rig.block(3), rig.page(3))
+    assert sim.handler.finished() == []
+    assert torch.equal(sim.block(3), sim.page(3))
     with pytest.raises(TransferError, match=f"{failed.direction} {failed.id} failed: "):
-        rig.handler.wait(failed)
-    rig.handler.wait()  # it has been reported
+        sim.handler.wait(failed)
+    sim.handler.wait()  # it has been reported
 
 
 @stubbed
 def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.fail("cuMemcpyAsync")
-        job = rig.load(1, 2)
-        rig.start_log()
+        job = sim.load(1, 2)
+        sim.start_log()
         with pytest.raises(TransferError, match=r"load 0 failed: .*cuMemcpyAsync") as raised:
             job.wait_on(Stream(SIDE))
         assert [result.job_id for result in raised.value.results] == [job.id]
-        assert rig.log() == ""
+        assert sim.log() == ""
 
 
 @stubbed
 def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        first_layer = rig.block(2)[:64]
+    with SimulatedCache(driver, layers=2) as sim:
+        first_layer = sim.block(2)[:64]
         driver.fail("cuMemcpyAsync", nth=2)
-        rig.load(1, 2, layer_groups=2)
-        assert not torch.equal(rig.block(2)[:64], first_layer)  # no copy comes after the result
+        sim.load(1, 2, layer_groups=2)
+        assert not torch.equal(sim.block(2)[:64], first_layer)  # no copy comes after the result
 
 
 @pytest.mark.parametrize("failing", [1, 3, 5])
 @stubbed
 def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, failing: int) -> None:
-    with Rig(driver) as rig:
-        rig.fill("store")
-        jobs = [rig.store(i, 6 - i) for i in range(1, 6)]  # neighbours would be one copy
+    with SimulatedCache(driver) as sim:
+        sim.fill("store")
+        jobs = [sim.store(i, 6 - i) for i in range(1, 6)]  # neighbours would be one copy
         driver.fail("cuMemcpyBatchAsync")  # of all
         driver.fail("cuMemcpyAsync", nth=1 + failing)  # then one by one, from that of fill() on
         job = jobs[failing - 1]
@@ -163,20 +164,20 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
                 job.wait_on()
         else:
             jobs[-1].wait_on()
-        results = rig.finish()
+        results = sim.finish()
         assert [result.job_id for result in results if not result.ok] == [job.id]
         assert "cuMemcpyAsync" in failure(job)
-        assert rig.is_right(without=[job])
+        assert sim.is_right(without=[job])
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
 @stubbed
 def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: int) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.fail("cuStreamCreateWithPriority", nth)
         with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority"):
-            OffloadHandler(rig.layout, rig.host)
-        OffloadHandler(rig.layout, rig.host).close()
+            OffloadHandler(sim.layout, sim.host)
+        OffloadHandler(sim.layout, sim.host).close()
 
 
 # Gates
@@ -188,20 +189,20 @@ def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: in
 )
 @stubbed
 def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.fail(function)
         with pytest.raises(RuntimeError, match=function):
-            rig.handler.gate()
-        rig.handler.gate().wait()
+            sim.handler.gate()
+        sim.handler.gate().wait()
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
 
 
 @stubbed
 def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.set_attribute(122, 0)
-        assert refusal(rig.handler.gate).replace("\n", " ") == (
+        assert error_text(sim.handler.gate).replace("\n", " ") == (
             "RuntimeError: the driver of CUDA device 0 has no 64-bit stream memory operations, "
             "which a gate is made of; wait for each job with wait_on() or wait_layer() instead"
         )
@@ -212,19 +213,19 @@ def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> No
 def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
     driver: Driver, function: str
 ) -> None:
-    with Rig(driver, layers=2) as rig:
-        gate = rig.handler.gate(2)
+    with SimulatedCache(driver, layers=2) as sim:
+        gate = sim.handler.gate(2)
         driver.fail(function, nth=2 if function == "cuStreamWriteValue64" else 1)
         with pytest.raises(RuntimeError, match=function):
-            rig.load(1, 2, gate=gate)
-        assert rig.handler.finished() == []
+            sim.load(1, 2, gate=gate)
+        assert sim.handler.finished() == []
         for part in (0, 1):
             gate.wait(part)
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
-        rig.load(1, 2, gate=gate)
-        assert states(rig.finish()) == ["done"]
-        assert rig.is_right()
+        sim.load(1, 2, gate=gate)
+        assert states(sim.finish()) == ["done"]
+        assert sim.is_right()
 
 
 @pytest.mark.parametrize(
@@ -241,90 +242,90 @@ def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
 )
 @stubbed
 def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth: int) -> None:
-    with Rig(driver, layers=2) as rig:
-        gate = rig.handler.gate(2)
+    with SimulatedCache(driver, layers=2) as sim:
+        gate = sim.handler.gate(2)
         driver.fail(function, nth)
-        job = rig.load(1, 2, gate=gate)
+        job = sim.load(1, 2, gate=gate)
         assert function in failure(job)
         for part in (0, 1):
             gate.wait(part)
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
-        assert states(rig.finish()) == ["failed"]
-        rig.load(1, 2, gate=gate)
+        assert states(sim.finish()) == ["failed"]
+        sim.load(1, 2, gate=gate)
         gate.wait(1)
-        assert states(rig.finish()) == ["done"]
+        assert states(sim.finish()) == ["done"]
         assert driver.cuda.is_done(stream=CURRENT)
-        assert torch.equal(rig.page(1), rig.block(2))
+        assert torch.equal(sim.page(1), sim.block(2))
 
 
 @stubbed
 def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        gate = rig.handler.gate(2)
-        hold = rig.held(SIDE)
+    with SimulatedCache(driver, layers=2) as sim:
+        gate = sim.handler.gate(2)
+        hold = sim.held(SIDE)
         # The first load fails on its way, and waits for what was enqueued without the lock.
         driver.fail("cuMemcpyAsync", 2)
         waits = driver.calls("cuStreamSynchronize")
-        first = threading.Thread(target=lambda: rig.load(1, 2, after=Stream(SIDE), gate=gate))
+        first = threading.Thread(target=lambda: sim.load(1, 2, after=Stream(SIDE), gate=gate))
         first.start()
         assert in_time(lambda: driver.calls("cuStreamSynchronize") > waits)
         asks = driver.calls("cuStreamIsCapturing")
-        second = threading.Thread(target=lambda: rig.load(3, 4, gate=gate))
+        second = threading.Thread(target=lambda: sim.load(3, 4, gate=gate))
         second.start()
         assert in_time(lambda: driver.calls("cuStreamIsCapturing") > asks)
         assert in_time(lambda: rest({second.native_id or 0}))
         assert driver.calls("cuStreamWriteValue64") == 2  # closed by the first alone
-        rig.release(hold)
+        sim.release(hold)
         for thread in (first, second):
             thread.join(PATIENCE)
             assert not thread.is_alive()
         assert driver.calls("cuStreamWriteValue64") == 8
-        assert sorted(states(rig.finish())) == ["done", "failed"]
+        assert sorted(states(sim.finish())) == ["done", "failed"]
         gate.wait(1)
         driver.run()
         assert driver.cuda.is_done(stream=CURRENT)
-        assert torch.equal(rig.page(3), rig.block(4))
+        assert torch.equal(sim.page(3), sim.block(4))
 
 
 # The device is lost
 
-FINDERS: dict[str, Callable[[Rig, Job], object]] = {
-    "finished": lambda rig, job: rig.handler.finished(),
-    "wait": lambda rig, job: rig.handler.wait(),
-    "drain": lambda rig, job: rig.handler.drain(),
-    "done": lambda rig, job: job.done(),
-    "wait_on": lambda rig, job: job.wait_on(),
-    "cancel": lambda rig, job: rig.handler.cancel(job),
-    "metrics": lambda rig, job: rig.handler.metrics(),
-    "store": lambda rig, job: rig.store(5, 5, after=None),
-    "load": lambda rig, job: rig.submit("expedited", [5], [5]),
-    "gate": lambda rig, job: rig.handler.gate(),
-    "close": lambda rig, job: rig.handler.close(),
+FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
+    "finished": lambda sim, job: sim.handler.finished(),
+    "wait": lambda sim, job: sim.handler.wait(),
+    "drain": lambda sim, job: sim.handler.drain(),
+    "done": lambda sim, job: job.done(),
+    "wait_on": lambda sim, job: job.wait_on(),
+    "cancel": lambda sim, job: sim.handler.cancel(job),
+    "metrics": lambda sim, job: sim.handler.metrics(),
+    "store": lambda sim, job: sim.store(5, 5, after=None),
+    "load": lambda sim, job: sim.submit("expedited", [5], [5]),
+    "gate": lambda sim, job: sim.handler.gate(),
+    "close": lambda sim, job: sim.handler.close(),
 }
 
 
-def assert_lost(rig: Rig, jobs: list[Job], reported: object = None) -> None:
+def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -> None:
     """Nothing works any more, nothing hangs, and everything is told."""
-    results = reported if isinstance(reported, list) else rig.handler.finished()
+    results = reported if isinstance(reported, list) else sim.handler.finished()
     numbers = [result.job_id for result in results]
     assert set(numbers) >= {job.id for job in jobs}
     assert len(numbers) == len(set(numbers))
-    assert rig.handler.finished() == []
+    assert sim.handler.finished() == []
     for job in jobs:
         assert job.done()
         assert "the device is lost" in failure(job)
     for kind in CHANNELS:
         with pytest.raises(RuntimeError, match=r"the device is lost: .*only a new process"):
-            rig.submit(kind, [1], [1])
-        metrics = rig.metrics(kind)
+            sim.submit(kind, [1], [1])
+        metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
     with pytest.raises(TransferError, match="the device is lost"):
-        rig.handler.wait(jobs)
+        sim.handler.wait(jobs)
     with pytest.raises(TransferError, match="the device is lost"):
         jobs[-1].wait_on()
-    assert not rig.handler.cancel(jobs[0])
-    rig.handler.close()
+    assert not sim.handler.cancel(jobs[0])
+    sim.handler.close()
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["few jobs", "full queues"])
@@ -333,23 +334,23 @@ def assert_lost(rig: Rig, jobs: list[Job], reported: object = None) -> None:
 def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
     driver: Driver, finder: str, full: bool
 ) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         threads = number_of_threads()
-        rig.held()
-        jobs = [rig.submit(kind, [i], [i], after=None) for i, kind in enumerate(CHANNELS)]
-        jobs.append(rig.load(0, 3))
+        sim.held()
+        jobs = [sim.submit(kind, [i], [i], after=None) for i, kind in enumerate(CHANNELS)]
+        jobs.append(sim.load(0, 3))
         if full:
-            jobs += [job for kind in CHANNELS for job in rig.fill(kind, 7, 7)]
-            jobs += [rig.submit(kind, [8], [8]) for kind in CHANNELS]
+            jobs += [job for kind in CHANNELS for job in sim.fill(kind, 7, 7)]
+            jobs += [sim.submit(kind, [8], [8]) for kind in CHANNELS]
         driver.lose(719)
         found = None
         with suppress(RuntimeError):  # one that says it, as all do from then on
-            found = FINDERS[finder](rig, jobs[0])
+            found = FINDERS[finder](sim, jobs[0])
         if finder == "close":
-            assert len(rig.handler.finished()) == len(jobs)
+            assert len(sim.handler.finished()) == len(jobs)
             assert number_of_threads() == threads
             return
-        assert_lost(rig, jobs, found)
+        assert_lost(sim, jobs, found)
         assert number_of_threads() == threads
 
 
@@ -367,62 +368,62 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
 def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
     driver: Driver, calls: list[str]
 ) -> None:
-    with Rig(driver) as rig:
-        jobs = [rig.load(1, 1), rig.submit("expedited", [2], [2])]
+    with SimulatedCache(driver) as sim:
+        jobs = [sim.load(1, 1), sim.submit("expedited", [2], [2])]
         for name in calls:
             driver.fail(name, code=719)
         if calls[0] == "cuEventCreate":
             driver.lose(719)
             with pytest.raises(RuntimeError, match="the device is lost"):
-                rig.store(3, 3)
+                sim.store(3, 3)
         else:
-            jobs.append(rig.store(3, 3))
+            jobs.append(sim.store(3, 3))
             assert calls[0] in failure(jobs[-1])
-        assert_lost(rig, jobs)
+        assert_lost(sim, jobs)
 
 
 @stubbed
 def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.held()
+    with SimulatedCache(driver) as sim:
+        sim.held()
         before = threads()
-        jobs = [rig.store(1, 1, after=None), *rig.fill("store"), rig.load(0, 1)]
+        jobs = [sim.store(1, 1, after=None), *sim.fill("store"), sim.load(0, 1)]
         workers = threads() - before
         driver.lose(719)
         # While something is queued they look for room for it.
         assert in_time(lambda: rest(workers))
         with pytest.raises(TransferError, match="the device is lost"):
             jobs[-1].wait_on()
-        assert_lost(rig, jobs)
+        assert_lost(sim, jobs)
 
 
 @stubbed
 def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
-    with Rig(driver, blocks=512, pages=512) as rig:
-        jobs = [rig.store(1, 1)]
+    with SimulatedCache(driver, blocks=512, pages=512) as sim:
+        jobs = [sim.store(1, 1)]
         for nth in (
             2,
             3,
         ):  # the first is of the submission, then those of the worker and this thread
             driver.fail("cuCtxPushCurrent", nth, code=719)
         pushed = driver.calls("cuCtxPushCurrent")
-        jobs.append(rig.submit("store", range(512), range(512)))
+        jobs.append(sim.submit("store", range(512), range(512)))
         assert in_time(lambda: driver.calls("cuCtxPushCurrent") >= pushed + 2)
         run_until(driver, jobs[1].done)
         assert "cuCtxPushCurrent" in failure(jobs[1])
-        assert_lost(rig, jobs[1:])
+        assert_lost(sim, jobs[1:])
 
 
 @stubbed
 def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.held()
-        jobs = [rig.store(1, 2, after=None), *rig.fill("store")]
+    with SimulatedCache(driver) as sim:
+        sim.held()
+        jobs = [sim.store(1, 2, after=None), *sim.fill("store")]
         told: list[str] = []
 
         def wait() -> None:
             try:
-                rig.handler.wait(jobs[-1])
+                sim.handler.wait(jobs[-1])
             except TransferError as error:
                 told.append(str(error))
 
@@ -434,58 +435,58 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
         waiting.join(PATIENCE)
         assert len(told) == 1
         assert "the device is lost" in told[0]
-        assert_lost(rig, jobs)
+        assert_lost(sim, jobs)
 
 
 @stubbed
 def test_the_gate_of_a_load_that_finds_the_device_lost_is_open(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.set_mode("immediate")
-        gate = rig.handler.gate()
+        gate = sim.handler.gate()
         # The copy, the wait for what precedes it, and the opening of the gate by the driver.
         for name in ("cuMemcpyAsync", "cuStreamSynchronize", "cuStreamWaitEvent"):
             driver.fail(name, code=719)
-        job = rig.load(1, 1, gate=gate)
+        job = sim.load(1, 1, gate=gate)
         gate.wait()
         assert driver.cuda.is_done(stream=CURRENT)
-        assert_lost(rig, [job])
+        assert_lost(sim, [job])
 
 
 @stubbed
 def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 1)
-        assert states(rig.finish()) == ["done"]
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 1)
+        assert states(sim.finish()) == ["done"]
         driver.lose(719)
         job.wait_on(Stream(OTHER))
         with pytest.raises(RuntimeError, match="the device is lost"):
-            rig.store(2, 2)
+            sim.store(2, 2)
 
 
 @stubbed
 def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 1)
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 1)
         driver.fail("cuStreamIsCapturing")
         with pytest.raises(RuntimeError, match="cuStreamIsCapturing"):
             job.wait_on(Stream(OTHER))
         job.wait_on(Stream(OTHER))
         assert "wait" in driver.pending()
-        assert states(rig.finish()) == ["done"]
+        assert states(sim.finish()) == ["done"]
 
 
 @stubbed
 def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 1)
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 1)
         driver.fail("cuCtxPushCurrent", 2)  # the first is of who looks with the lock
         pushed = driver.calls("cuCtxPushCurrent")
         with pytest.raises(TimeoutError):
-            rig.handler.wait(job, timeout=0.01)
+            sim.handler.wait(job, timeout=0.01)
         assert driver.calls("cuCtxPushCurrent") > pushed + 2
-        assert states(rig.finish()) == ["done"]
+        assert states(sim.finish()) == ["done"]
 
 
 # What a failure must not leave behind
@@ -494,35 +495,35 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 @pytest.mark.parametrize("nth", range(1, 7))
 @stubbed
 def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         before = driver.live("streams")
         driver.fail("cuStreamCreateWithPriority", nth)
         with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority"):
-            OffloadHandler(rig.layout, rig.host)
+            OffloadHandler(sim.layout, sim.host)
         assert driver.live("streams") == before
 
 
 @stubbed
 def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         before = driver.live("streams"), driver.live("events")
         driver.fail("cuEventCreate", 2)
         with pytest.raises(RuntimeError, match="cuEventCreate"):
-            rig.handler.gate()
+            sim.handler.gate()
         assert (driver.live("streams"), driver.live("events")) == before
 
 
 @stubbed
 def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
+    with SimulatedCache(driver, layers=2) as sim:
         before = driver.live("streams"), driver.live("events")
         for _ in range(20):
-            gate = rig.handler.gate(2)
+            gate = sim.handler.gate(2)
             del gate
         assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
         assert driver.calls("cuMemHostAlloc") == 1  # their words share memory, which stays
         for gate_first in (True, False):
-            other = OffloadHandler(rig.layout, rig.host)
+            other = OffloadHandler(sim.layout, sim.host)
             orphan = other.gate(2)
             if gate_first:
                 del orphan
@@ -536,22 +537,22 @@ def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> N
 
 @stubbed
 def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        gate = rig.handler.gate(2)
+    with SimulatedCache(driver, layers=2) as sim:
+        gate = sim.handler.gate(2)
         driver.set_capturing(True, SIDE)
         for part in (0, 1):
             gate.wait(part, Stream(SIDE))
         driver.set_capturing(False, SIDE)
-        hold = rig.held(45)
-        rig.load(1, 2, after=Stream(45), gate=gate)
+        hold = sim.held(45)
+        sim.load(1, 2, after=Stream(45), gate=gate)
         driver.run()  # the gate is closed
         del gate
-        rig.handler.gate(2)  # takes no words that a graph waits for
+        sim.handler.gate(2)  # takes no words that a graph waits for
         driver.replay(SIDE, OTHER)
         driver.run()
         assert not driver.cuda.is_done(stream=OTHER)
-        rig.release(hold)
-        assert states(rig.finish()) == ["done"]
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"]
         for _ in range(2):
             assert driver.cuda.is_done(stream=OTHER)
             driver.replay(SIDE, OTHER)
@@ -560,24 +561,24 @@ def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: 
 
 @stubbed
 def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        rig.store(1, 1)
+    with SimulatedCache(driver) as sim:
+        sim.store(1, 1)
         driver.lose()
-        rig.handler.finished()
+        sim.handler.finished()
     assert driver.live("events") == 0
-    assert rig.metrics("store").streams == 0
+    assert sim.metrics("store").streams == 0
 
 
 @stubbed
 def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 1)
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 1)
         driver.run()
         driver.fail("cuEventElapsedTime")
         assert job.done()
         assert "cuEventElapsedTime" in failure(job)
-        after = rig.store(2, 2)
+        after = sim.store(2, 2)
         driver.run()
-        assert [result.state for result in rig.handler.finished()] == ["failed", "done"]
+        assert [result.state for result in sim.handler.finished()] == ["failed", "done"]
         assert after.result == after.result
         assert job.result == job.result

@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from corrupting_handler import CorruptingHandler
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
 from simulated_driver import Driver, stubbed
-from spoiling import Spoiling
 
 
 def several(seed: int) -> Options:
@@ -76,7 +76,7 @@ class SwapsSometimes:
 
 
 MISTAKES = {
-    "swapped ids": Options(wrap=lambda handler: Spoiling(handler, SwapsSometimes())),
+    "swapped ids": Options(wrap=lambda handler: CorruptingHandler(handler, SwapsSometimes())),
     "stores and loads do not wait": Options(after_nothing=True),
     "reads do not wait": Options(no_waits=True),
 }

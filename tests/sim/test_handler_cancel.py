@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sim import let_threads_look
+from simulated_cache import let_threads_look
 from simulated_driver import cache, stubbed
 from simulated_driver.handles import Stream
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import in_time
-from sim import rest, threads
+from patience import PATIENCE, in_time
+from simulated_cache import rest, threads
 from simulated_driver import Driver, cache, stubbed
 from simulated_driver.handles import Stream
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sim import HURTS_A_JOB, number_of_threads
+from simulated_cache import HURTS_A_JOB, number_of_threads
 from simulated_driver import HOST, Driver, place, pool, stubbed
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import in_time
+from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, pool, stubbed
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Stream

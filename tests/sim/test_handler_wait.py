@@ -13,10 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import CHANNELS, SIDE, Rig, Stream, let_threads_look, rest, run_until, states, threads
+from error_text import error_text
+from patience import PATIENCE, in_time
+from simulated_cache import (
+    CHANNELS,
+    SIDE,
+    SimulatedCache,
+    Stream,
+    let_threads_look,
+    rest,
+    run_until,
+    states,
+    threads,
+)
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import loader
@@ -34,52 +43,52 @@ COPY = "cuMemcpyBatchAsync"
 @stubbed
 def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
     prctl = ctypes.CDLL(None).prctl
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         before = prctl(PR_GET_TIMERSLACK)
-        _, job = rig.hold_up("store")
+        _, job = sim.hold_up("store")
         # It sleeps from the first millisecond on.
-        assert "TimeoutError" in refusal(rig.handler.wait, job, timeout=0.02)
+        assert "TimeoutError" in error_text(sim.handler.wait, job, timeout=0.02)
         assert prctl(PR_GET_TIMERSLACK) == before
 
 
 @stubbed
 def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
-    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
-        hold, held = rig.hold_up("store", 1, 1)
-        waiting = pool.submit(rig.handler.wait, held)
+    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
+        hold, held = sim.hold_up("store", 1, 1)
+        waiting = pool.submit(sim.handler.wait, held)
         for _ in range(50):
             assert not waiting.done()
-            load = rig.load(2, 2)
+            load = sim.load(2, 2)
             assert run_until(driver, load.done)
-        rig.release(hold)
+        sim.release(hold)
         assert run_until(driver, waiting.done)
         assert waiting.result() is None
-        assert len(rig.handler.finished()) == 51
+        assert len(sim.handler.finished()) == 51
 
 
 @pytest.mark.parametrize("waits_for", ["the job", "all jobs"])
 @stubbed
 def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> None:
-    with Rig(driver) as rig, ThreadPoolExecutor(3) as pool:
-        hold, job = rig.hold_up("store", 1, 1)
+    with SimulatedCache(driver) as sim, ThreadPoolExecutor(3) as pool:
+        hold, job = sim.hold_up("store", 1, 1)
         waiting = [
-            pool.submit(rig.handler.wait, job if waits_for == "the job" else None) for _ in range(2)
+            pool.submit(sim.handler.wait, job if waits_for == "the job" else None) for _ in range(2)
         ]
-        closing = pool.submit(rig.handler.close)
+        closing = pool.submit(sim.handler.close)
         let_threads_look(driver)
         assert not any(call.done() for call in [*waiting, closing])
-        rig.release(hold)
+        sim.release(hold)
         assert run_until(driver, lambda: all(call.done() for call in [*waiting, closing]))
         assert [call.result() for call in [*waiting, closing]] == [None] * 3
-        assert states(rig.handler.finished()) == ["done"]
+        assert states(sim.handler.finished()) == ["done"]
     assert driver.live("events") == driver.live("streams") == 0
 
 
 @stubbed
 def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
-    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
-        _, job = rig.hold_up("store", 1, 1)
-        waiting = pool.submit(refusal, rig.handler.wait, job)
+    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
+        _, job = sim.hold_up("store", 1, 1)
+        waiting = pool.submit(error_text, sim.handler.wait, job)
         let_threads_look(driver)
         driver.lose()
         assert "the device is lost" in waiting.result(timeout=PATIENCE)
@@ -87,9 +96,9 @@ def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> No
 
 @stubbed
 def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
-    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
-        queued = rig.fill("store", 1, 1)[-1]
-        waiting = pool.submit(rig.handler.wait, queued)
+    with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
+        queued = sim.fill("store", 1, 1)[-1]
+        waiting = pool.submit(sim.handler.wait, queued)
         let_threads_look(driver)
         assert not waiting.done()
         assert run_until(driver, waiting.done)
@@ -142,58 +151,58 @@ def is_asleep(thread: int | str | None) -> bool:
 
 
 @contextmanager
-def stopped_worker(rig: Rig, kind: str) -> Iterator[None]:
+def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
     """The worker of a channel of a threaded handler, to which all jobs are left."""
     before = set(os.listdir("/proc/self/task"))
-    job = rig.submit(kind, [0], [0])
-    run_until(rig.driver, job.done)
+    job = sim.submit(kind, [0], [0])
+    run_until(sim.driver, job.done)
     (worker,) = set(os.listdir("/proc/self/task")) - before
     assert in_time(lambda: is_asleep(worker))
-    with rig.driver.stopped(int(worker)):
+    with sim.driver.stopped(int(worker)):
         yield
 
 
 @stubbed
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig, stopped_worker(rig, "store"):
-        job = rig.store(1, 1)
+    with SimulatedCache(driver, threaded=True) as sim, stopped_worker(sim, "store"):
+        job = sim.store(1, 1)
         waiting = Call(job.wait_on, Stream(SIDE))
         assert waiting.waits()
-        assert rig.handler.cancel(job)
+        assert sim.handler.cancel(job)
         assert "was cancelled" in str(waiting.ends())
 
 
-def run_a_job(rig: Rig) -> None:
+def run_a_job(sim: SimulatedCache) -> None:
     """By its end finished() finds the device lost."""
-    _, job = rig.hold_up("expedited", 9, 9)
+    _, job = sim.hold_up("expedited", 9, 9)
     job.wait_on(Stream(OTHER))
 
 
 @stubbed
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig:
-        run_a_job(rig)
-        with stopped_worker(rig, "store"):
-            job = rig.store(1, 1)
+    with SimulatedCache(driver, threaded=True) as sim:
+        run_a_job(sim)
+        with stopped_worker(sim, "store"):
+            job = sim.store(1, 1)
             waiting = Call(job.wait_on, Stream(OTHER))
             assert waiting.waits()
             driver.lose()
-            rig.handler.finished()
+            sim.handler.finished()
             assert "the device is lost" in str(waiting.ends())
 
 
 @stubbed
 def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig:
-        run_a_job(rig)
-        gate = rig.handler.gate()
-        with stopped_worker(rig, "load"):
+    with SimulatedCache(driver, threaded=True) as sim:
+        run_a_job(sim)
+        gate = sim.handler.gate()
+        with stopped_worker(sim, "load"):
             loads = []
             for page in (1, 2):  # the first has closed the gate, the second waits for it to open
-                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                loads.append(Call(lambda page=page: sim.load(page, page, gate=gate)))
                 assert loads[-1].waits()
             driver.lose()
-            rig.handler.finished()
+            sim.handler.finished()
             job = loads[0].ends()
             assert isinstance(job, Job)
             assert job.result is not None
@@ -203,14 +212,14 @@ def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver)
 
 @stubbed
 def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig:
-        gate = rig.handler.gate()
-        with stopped_worker(rig, "load"):
+    with SimulatedCache(driver, threaded=True) as sim:
+        gate = sim.handler.gate()
+        with stopped_worker(sim, "load"):
             loads = []
             for page in (1, 2):
-                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                loads.append(Call(lambda page=page: sim.load(page, page, gate=gate)))
                 assert loads[-1].waits()
-            closing = Call(rig.handler.close)
+            closing = Call(sim.handler.close)
             assert "the handler is closed" in str(loads[1].ends())
             assert closing.is_alive()
         driver.set_mode("immediate")
@@ -220,9 +229,9 @@ def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driv
 
 @stubbed
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig:
-        with stopped_worker(rig, "store"):  # for whose end the first waits
-            close = "kvswap_handler_close", rig.handler.native.pointer, 600.0
+    with SimulatedCache(driver, threaded=True) as sim:
+        with stopped_worker(sim, "store"):  # for whose end the first waits
+            close = "kvswap_handler_close", sim.handler.native.pointer, 600.0
             closing = [Call(loader.call, *close) for _ in range(2)]
             assert all(call.waits() for call in closing)
         assert [call.ends() for call in closing] == [True, True]
@@ -232,35 +241,35 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
 
 
 @contextmanager
-def late_worker(rig: Rig, kind: str) -> Iterator[None]:
+def late_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
     """The worker of the channel sleeps on while there is something for it."""
     before = threads()
-    begin(rig, kind)
-    rig.finish()
+    begin(sim, kind)
+    sim.finish()
     (worker,) = threads() - before
     assert in_time(lambda: rest({worker}))
-    with rig.driver.stopped(worker):
+    with sim.driver.stopped(worker):
         yield
-    rig.finish()
+    sim.finish()
 
 
-def begin(rig: Rig, kind: str) -> tuple[Job, Callable[[], int]]:
+def begin(sim: SimulatedCache, kind: str) -> tuple[Job, Callable[[], int]]:
     """A large job, of all blocks but the last, and how many of its copies this thread has enqueued
     since."""
-    count = len(rig.tensors[0]) - 1
-    job = rig.submit(kind, range(count), range(count)[::-1])
-    before = rig.driver.calls_here(COPY)
-    return job, lambda: rig.driver.calls_here(COPY) - before
+    count = len(sim.tensors[0]) - 1
+    job = sim.submit(kind, range(count), range(count)[::-1])
+    before = sim.driver.calls_here(COPY)
+    return job, lambda: sim.driver.calls_here(COPY) - before
 
 
 @contextmanager
-def device_that_runs_what_is_complete(rig: Rig, job: Job) -> Iterator[None]:
+def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator[None]:
     """A thread of the test runs the device as soon as all copies of the job have been enqueued."""
-    copies = rig.driver.calls(COPY)
+    copies = sim.driver.calls(COPY)
 
     def run() -> None:
-        assert in_time(lambda: rig.driver.calls(COPY) > copies)
-        run_until(rig.driver, job.done)
+        assert in_time(lambda: sim.driver.calls(COPY) > copies)
+        run_until(sim.driver, job.done)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -274,26 +283,26 @@ def device_that_runs_what_is_complete(rig: Rig, job: Job) -> Iterator[None]:
 def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
     driver: Driver, kind: str, how: str
 ) -> None:
-    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
-        pages = rig.host.pages
-        other = rig.submit("store" if kind == "load" else "load", [1], [1])
-        job, enqueued = begin(rig, kind)
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
+        pages = sim.host.pages
+        other = sim.submit("store" if kind == "load" else "load", [1], [1])
+        job, enqueued = begin(sim, kind)
         if how == "stream":
             job.wait_on(Stream(SIDE))
         else:
-            with device_that_runs_what_is_complete(rig, job):
-                rig.handler.wait(job if how == "host" else other, timeout=PATIENCE)
+            with device_that_runs_what_is_complete(sim, job):
+                sim.handler.wait(job if how == "host" else other, timeout=PATIENCE)
         assert enqueued() == 1
-    assert rig.is_right(pages=pages)
+    assert sim.is_right(pages=pages)
 
 
 @stubbed
 def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driver) -> None:
-    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
-        job, enqueued = begin(rig, "store")
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
+        job, enqueued = begin(sim, "store")
         for _ in range(20):  # some end before it has looked, on a busy machine
             with pytest.raises(TimeoutError):
-                rig.handler.wait(job, timeout=0.0005)
+                sim.handler.wait(job, timeout=0.0005)
         assert enqueued() == 0
 
 
@@ -302,13 +311,16 @@ def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driv
 def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
     driver: Driver, how: str
 ) -> None:
-    with Rig(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as rig, late_worker(rig, "store"):
-        _, enqueued = begin(rig, "store")
+    with (
+        SimulatedCache(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as sim,
+        late_worker(sim, "store"),
+    ):
+        _, enqueued = begin(sim, "store")
         if how == "stream":
-            rig.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait_on(Stream(SIDE))
+            sim.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait_on(Stream(SIDE))
         else:
             with pytest.raises(TimeoutError):
-                rig.handler.wait(timeout=0.09)  # four times what it would take
+                sim.handler.wait(timeout=0.09)  # four times what it would take
         assert enqueued() == 0
 
 
@@ -317,10 +329,10 @@ def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
 def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
     driver: Driver, kind: str
 ) -> None:
-    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
-        job, enqueued = begin(rig, kind)
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
+        job, enqueued = begin(sim, kind)
         driver.lose()
-        assert "TransferError" in refusal(rig.handler.wait, job)
+        assert "TransferError" in error_text(sim.handler.wait, job)
         assert enqueued() == 0
         assert job.result is not None
         assert "the device is lost" in str(job.result.error)
@@ -328,11 +340,11 @@ def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
 
 @stubbed
 def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
-    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
-        job, enqueued = begin(rig, "store")
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
+        job, enqueued = begin(sim, "store")
         driver.set_global_capture(True)
-        with device_that_runs_what_is_complete(rig, job):
-            rig.handler.wait(job, timeout=PATIENCE)
+        with device_that_runs_what_is_complete(sim, job):
+            sim.handler.wait(job, timeout=PATIENCE)
         driver.set_global_capture(False)
         assert enqueued() == 1
         assert driver.capture_spoilt == 0
@@ -341,24 +353,24 @@ def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(drive
 @stubbed
 def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Rig(driver) as rig:
-        hold, held = rig.hold_up("store", 1, 1)
+    with SimulatedCache(driver) as sim:
+        hold, held = sim.hold_up("store", 1, 1)
 
         def interrupt() -> None:
-            while "is closed" not in refusal(rig.handler.store, [1], [99]):
+            while "is closed" not in error_text(sim.handler.store, [1], [99]):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupting = threading.Thread(target=interrupt)
         interrupting.start()
         with pytest.raises(KeyboardInterrupt):
-            rig.handler.close()
+            sim.handler.close()
         interrupting.join()
         assert not held.done()
-        assert "is closed" in refusal(rig.handler.store, [1], [1])
-        rig.release(hold)
+        assert "is closed" in error_text(sim.handler.store, [1], [1])
+        sim.release(hold)
         driver.set_mode("immediate")
-        rig.handler.close()
-        assert states(rig.handler.finished()) == ["done"]
+        sim.handler.close()
+        assert states(sim.handler.finished()) == ["done"]
         assert (driver.live("streams"), driver.live("events")) == (0, 0)
     signal.signal(signal.SIGINT, before)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from refusal import refusal
-from rigs import Hold, Steps, in_time
+from error_text import error_text
+from gpu_cache import Hold
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, stubbed
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
@@ -101,8 +102,10 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
     for one in (view, pool) if first == "the view" else (pool, view):
         one.close()
         for closed in (view, pool):
-            assert "the host pool is closed" in refusal(lambda closed=closed: closed.pages)
-    assert refusal(handler.store, [0], [0]) == "RuntimeError: the handler is closed; make a new one"
+            assert "the host pool is closed" in error_text(lambda closed=closed: closed.pages)
+    assert (
+        error_text(handler.store, [0], [0]) == "RuntimeError: the handler is closed; make a new one"
+    )
 
 
 @stubbed
@@ -115,7 +118,7 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
     streams = driver.live("streams")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_kvswap.handler.NativeHandler", lambda *_: pytest.fail("it was taken"))
-        said = refusal(OffloadHandler, layout, pool if which == "pool" else view)
+        said = error_text(OffloadHandler, layout, pool if which == "pool" else view)
     assert said == "RuntimeError: the host pool is closed; make a new one"
     assert driver.live("streams") == streams
 
@@ -123,7 +126,7 @@ def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which
 def test_a_cache_that_moved_is_refused_before_anything_is_taken() -> None:
     layout = make_layout()
     layout.tensors[0].set_(torch.ones(8, 64, dtype=torch.uint8))
-    assert "tensors[0] has moved" in refusal(OffloadHandler, layout, HostPool(layout, 8))
+    assert "tensors[0] has moved" in error_text(OffloadHandler, layout, HostPool(layout, 8))
 
 
 # Copies
@@ -215,7 +218,7 @@ class Server:
     """Refers to its pool, and is what the pool tells about its progress."""
 
     def __init__(self, driver: Driver) -> None:
-        self.steps = Steps()
+        self.steps = PinningSteps()
         self.pool = pin_in_background(driver, self.progress)
 
     def progress(self, ready: int, count: int) -> None:
@@ -269,7 +272,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
         patch.setattr(system, "memlock_limit", lambda: None)
         pool = pin_in_background(driver, progress, 128)
         waiter = threading.Thread(
-            target=lambda: said.append(refusal(pool.wait_ready, PATIENCE)), daemon=True
+            target=lambda: said.append(error_text(pool.wait_ready, PATIENCE)), daemon=True
         )
         waiter.start()
         turn.release()
@@ -298,7 +301,7 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
 
     pools.append(pin_in_background(driver, progress, 128))
     turn.release()
-    assert " ".join(refusal(pools[0].wait_ready, PATIENCE).split()) == (
+    assert " ".join(error_text(pools[0].wait_ready, PATIENCE).split()) == (
         "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
     )
     join(pools[0])
@@ -327,7 +330,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
 
     driver.set_mode("manual")
     layout = place(driver, make_layout())
-    steps = Steps()
+    steps = PinningSteps()
     pool = pin_in_background(driver, steps, 128)
     before = signal.signal(signal.SIGALRM, interrupt)
     with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import in_time
-from sim import CURRENT, SIDE, Rig, Stream
+from patience import PATIENCE, in_time
+from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -41,7 +40,7 @@ class Attempt:
     def __init__(self, driver: Driver, nth: int, **options: Any) -> None:
         driver.reset()
         self.driver = driver
-        self.rig = Rig(driver, blocks=600, pages=600, **options)
+        self.sim = SimulatedCache(driver, blocks=600, pages=600, **options)
         self.jobs: list[tuple[Job, int, int]] = []
         self.gates = 0
         self.reported: list[int] = []
@@ -63,8 +62,8 @@ class Attempt:
                 self.release()
 
     def release(self) -> None:
-        for hold in list(self.rig._holds):
-            self.rig.release(hold)
+        for hold in list(self.sim._holds):
+            self.sim.release(hold)
 
     def stop(self) -> bool:
         """Whether an allocation has failed."""
@@ -93,18 +92,18 @@ class Attempt:
     ) -> Job | None:
         """Blocks from `block` on and pages from `page` on, which no other job writes."""
         blocks, pages = range(block, block + count), range(page, page + count)
-        job = self.call(self.rig.submit, kind, list(blocks), list(pages), **options)
+        job = self.call(self.sim.submit, kind, list(blocks), list(pages), **options)
         if job is not None:
             self.jobs += [(job, *ids) for ids in zip(blocks, pages, strict=True)]
         return job
 
     def gate(self) -> Any:
-        gate = self.call(self.rig.handler.gate)
+        gate = self.call(self.sim.handler.gate)
         self.gates += gate is not None
         return gate
 
     def poll(self) -> None:
-        results = self.call(self.rig.handler.finished) or []
+        results = self.call(self.sim.handler.finished) or []
         self.reported += [result.job_id for result in results]
 
     def run(self) -> None:
@@ -113,27 +112,27 @@ class Attempt:
     def run_until_ended(self, job: Job) -> None:
         """Also where a worker thread has yet to give it to the device."""
         assert in_time(lambda: self.driver.run() >= 0 and job.done()), "a job does not end"
-        self.call(self.rig.handler.wait, job, PATIENCE)
+        self.call(self.sim.handler.wait, job, PATIENCE)
 
     def check(self) -> None:
         """All is as it should be, whatever has failed."""
-        rig = self.rig
+        sim = self.sim
         self.release()
         self.driver.set_mode("immediate")
         jobs = {job.id: job for job, _, _ in self.jobs}
         assert in_time(lambda: all(job.done() for job in jobs.values())), "a job does not end"
-        self.reported += [result.job_id for result in rig.handler.finished()]
+        self.reported += [result.job_id for result in sim.handler.finished()]
         assert sorted(self.reported) == sorted(jobs), (self.reported, jobs)
         for job, block, page in self.jobs:
             assert job.result is not None
             assert job.result.error is None or told(job.result.error), job.result
             if job.result.ok:
-                assert torch.equal(rig.block(block), rig.page(page)), job.result
-        rig.host.pages[599].fill_(7)
-        rig.handler.wait(rig.handler.load([599], [599]), PATIENCE)
-        rig.handler.wait(rig.handler.store([599], [598]), PATIENCE)
-        assert rig.page(598).unique().tolist() == [7]
-        rig.handler.close()
+                assert torch.equal(sim.block(block), sim.page(page)), job.result
+        sim.host.pages[599].fill_(7)
+        sim.handler.wait(sim.handler.load([599], [599]), PATIENCE)
+        sim.handler.wait(sim.handler.store([599], [598]), PATIENCE)
+        assert sim.page(598).unique().tolist() == [7]
+        sim.handler.close()
         left = {what: self.driver.live(what) for what in ("events", "streams", "allocations")}
         assert left == {
             "events": 2 * self.gates,
@@ -161,8 +160,8 @@ def submit_some(attempt: Attempt) -> None:
 
 def wait_behind_streams(attempt: Attempt) -> None:
     attempt.begin()
-    attempt.rig.held(CURRENT)
-    attempt.rig.held(SIDE)
+    attempt.sim.held(CURRENT)
+    attempt.sim.held(SIDE)
     for i in range(3):
         attempt.submit("store", 10 + i, 10 + i, after=None)
         attempt.submit("load", 110 + i, 30 + i, after=Stream(SIDE))
@@ -172,14 +171,14 @@ def wait_behind_streams(attempt: Attempt) -> None:
 
 
 def fill_the_queue(attempt: Attempt) -> None:
-    hold = attempt.rig.held(SIDE)
+    hold = attempt.sim.held(SIDE)
     for i in range(70):  # more than are given to the device at once
         if i == 63:
             attempt.begin()
         attempt.submit("store", i, i, after=Stream(SIDE))
     attempt.submit("load", 200, 69)  # behind a store that is queued
     job = attempt.submit("load", 201, 301)
-    attempt.rig.release(hold)
+    attempt.sim.release(hold)
     attempt.run()
     if job is not None:
         attempt.call(job.wait_on)
@@ -197,8 +196,8 @@ def divide_a_job(attempt: Attempt) -> None:
 
 def wait_and_cancel(attempt: Attempt) -> None:
     attempt.begin()
-    handler = attempt.rig.handler
-    attempt.rig.held(SIDE)
+    handler = attempt.sim.handler
+    attempt.sim.held(SIDE)
     jobs = [attempt.submit("store", i, i, after=Stream(SIDE)) for i in range(3)]
     attempt.call(handler.wait, [job for job in jobs if job], 0.001)
     for job in jobs[1:]:
@@ -242,10 +241,10 @@ def fail_copies(attempt: Attempt) -> None:
         options = {"gate": gate} if gate is not None and i % 2 else {}
         attempt.submit("load", 100 + i, i, **options)
     attempt.driver.fail_copy(-1)
-    hold = attempt.rig.held(SIDE)
+    hold = attempt.sim.held(SIDE)
     store = attempt.submit("store", 20, 20, after=Stream(SIDE))
     load = attempt.submit("load", 120, 20)
-    attempt.rig.release(hold)
+    attempt.sim.release(hold)
     attempt.driver.fail("cuEventElapsedTime")
     attempt.run()
     for job in (store, load):
@@ -263,27 +262,27 @@ def fail_copies(attempt: Attempt) -> None:
 
 def move_the_cache(attempt: Attempt) -> None:
     attempt.begin()
-    rig = attempt.rig
+    sim = attempt.sim
     attempt.submit("store", 1, 1)
     attempt.run()
     attempt.poll()
     attempt.jobs.clear()  # of the cache as it was
     attempt.reported.clear()
-    rig.handler.drain()
-    attempt.reported += [result.job_id for result in rig.handler.finished()]
+    sim.handler.drain()
+    attempt.reported += [result.job_id for result in sim.handler.finished()]
     attempt.reported.clear()
-    new = [tensor.clone() for tensor in rig.tensors]
+    new = [tensor.clone() for tensor in sim.tensors]
     moved = PagedLayout(new)
     for tensor in new:
         attempt.driver.adopt(tensor, DEVICE)
     moved.device = torch.device("cuda", 0)
 
     def rebind() -> bool:
-        rig.handler.rebind(moved)
+        sim.handler.rebind(moved)
         return True
 
     if attempt.call(rebind):
-        rig.tensors = new
+        sim.tensors = new
     attempt.submit("store", 2, 2)
     attempt.submit("load", 103, 2)
     attempt.run()
@@ -293,7 +292,7 @@ def move_the_cache(attempt: Attempt) -> None:
 def close_it(attempt: Attempt) -> None:
     """Another handler of the same cache."""
     attempt.begin()
-    other = attempt.call(OffloadHandler, attempt.rig.layout, attempt.rig.host)
+    other = attempt.call(OffloadHandler, attempt.sim.layout, attempt.sim.host)
     if other is None:
         return
     attempt.call(other.store, [1], [1], after=())

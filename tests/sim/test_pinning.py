@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from refusal import refusal
-from rigs import Steps, in_time
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import DEVICE, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 
@@ -144,7 +144,7 @@ def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> 
     driver.limit_registration(in_all=40 * MIB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system, "memlock_limit", lambda: None)
-        text = refusal(megabytes, driver, pinned=True)
+        text = error_text(megabytes, driver, pinned=True)
     assert_expected_inline(
         text,
         """\
@@ -176,7 +176,7 @@ def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
 def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
     layout = gpu_cache(driver)
     assert_expected_inline(
-        refusal(HostPool, layout, 1, chunk_bytes=(64 << 30) + 1),
+        error_text(HostPool, layout, 1, chunk_bytes=(64 << 30) + 1),
         """ValueError: chunk_bytes is 68719476737; it must be 1 to 68719476736""",
     )
 
@@ -186,7 +186,7 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 
 @stubbed
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     assert steps.seen[0] == (32, 128)
     assert pool.wait_ready(PATIENCE, pages=64)
@@ -203,7 +203,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
 
 @stubbed
 def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
     pool = HostPool(layout, 96, chunk_bytes=32 * MIB, background=True, on_progress=steps)
@@ -211,13 +211,13 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     with OffloadHandler(layout, pool) as handler:
         handler.wait(handler.store([0, 1], [31, 32]))  # on both sides of a seam
         assert_expected_inline(
-            refusal(handler.store, [0, 1], [5, 64]),
+            error_text(handler.store, [0, 1], [5, 64]),
             """\
 IndexError: page_ids[1] is 64; of the 96 host pages those from 0 to 63 can be used: the
 others are not pinned yet, or another rank has them""",
         )
         assert_expected_inline(
-            refusal(handler.load, [95], [0]),
+            error_text(handler.load, [95], [0]),
             """\
 IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be used: the
 others are not pinned yet, or another rank has them""",
@@ -231,11 +231,11 @@ others are not pinned yet, or another rank has them""",
 
 @stubbed
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
-    waiter = threading.Thread(target=lambda: said.append(refusal(pool.wait_ready)))
+    waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready)))
     waiter.start()
     closer = threading.Thread(target=pool.close)
     closer.start()
@@ -262,14 +262,14 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
 
 @stubbed
 def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
         patch.setattr(system, "memlock_limit", lambda: None)
         pool = megabytes(driver, 128, background=True, on_progress=steps)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
         steps.go_on(3)
-        text = refusal(pool.wait_ready, PATIENCE)
+        text = error_text(pool.wait_ready, PATIENCE)
         assert in_time(lambda: len(warned) == 1)
     assert_expected_inline(
         text,
@@ -299,7 +299,7 @@ def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
 
 @stubbed
 def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
     pool = HostPool(layout, 64, chunk_bytes=32 * MIB, background=True, on_progress=steps)
@@ -321,11 +321,11 @@ def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
 
 @stubbed
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     pool = megabytes(driver, 128, background=True, on_progress=steps)
     child = os.fork()
     if child == 0:
-        said = refusal(pool.wait_ready)
+        said = error_text(pool.wait_ready)
         del pool
         gc.collect()
         os._exit(driver.calls("cuMemHostUnregister") or "cannot be used" not in said)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from sim import CURRENT, needs_kernels, run_until
+from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, on_device, stubbed
 from torch import Tensor
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from sim import CURRENT, Rig, Stream
+from simulated_cache import CURRENT, SimulatedCache, Stream
 from simulated_driver import DEVICE, Driver, run, stubbed, without_cuda
 
 from torch_kvswap.handler import Job
@@ -27,12 +27,12 @@ def is_idle(driver: Driver, stream: Stream) -> bool:
         return driver.cuda.is_done(stream=stream.cuda_stream)
 
 
-def read_block(rig: Rig, stream: Stream, block: int) -> torch.Tensor:
+def read_block(sim: SimulatedCache, stream: Stream, block: int) -> torch.Tensor:
     """What a kernel on the stream finds in the block, once it has run."""
     gpu = stream.device.index
-    found = rig.driver.memory(64, DEVICE, gpu)
-    with rig.driver.on(gpu):
-        rig.driver.cuda.copy(found, rig.tensors[0][block], stream.cuda_stream)
+    found = sim.driver.memory(64, DEVICE, gpu)
+    with sim.driver.on(gpu):
+        sim.driver.cuda.copy(found, sim.tensors[0][block], stream.cuda_stream)
     return found
 
 
@@ -47,47 +47,47 @@ WAITS: dict[str, Callable[[Job, Stream], None]] = {
 @pytest.mark.parametrize("wait", WAITS)
 @stubbed
 def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wait: str) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         stream = stream_of(driver, 1, name)
-        before = rig.block(1)
-        hold, job = rig.hold_up("load", block=1, page=2)
+        before = sim.block(1)
+        hold, job = sim.hold_up("load", block=1, page=2)
         WAITS[wait](job, stream)
-        found = read_block(rig, stream, block=1)
+        found = read_block(sim, stream, block=1)
         driver.run()
         assert is_idle(driver, stream) == (wait == "control")
         # The stream of that handle on the handler's GPU goes on.
         assert name == "created" or is_idle(driver, stream_of(driver, 0, name))
-        rig.release(hold)
-        rig.finish()
-        assert torch.equal(found, before if wait == "control" else rig.page(2))
+        sim.release(hold)
+        sim.finish()
+        assert torch.equal(found, before if wait == "control" else sim.page(2))
 
 
 @STREAMS
 @pytest.mark.parametrize("wait", ["waits", "control"])
 @stubbed
 def test_a_stream_of_another_gpu_waits_at_a_gate(driver: Driver, name: str, wait: str) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         stream = stream_of(driver, 1, name)
-        gate = rig.handler.gate()
-        before = rig.block(1)
-        hold, _ = rig.hold_up("load", block=0, page=0)
-        rig.load(2, 1, gate=gate)
+        gate = sim.handler.gate()
+        before = sim.block(1)
+        hold, _ = sim.hold_up("load", block=0, page=0)
+        sim.load(2, 1, gate=gate)
         driver.run()  # the gate is closed
         if wait == "waits":
             gate.wait(0, stream)
-        found = read_block(rig, stream, block=1)
+        found = read_block(sim, stream, block=1)
         driver.run()
         assert is_idle(driver, stream) == (wait == "control")
         assert name == "created" or is_idle(driver, stream_of(driver, 0, name))
-        rig.release(hold)
-        rig.finish()
-        assert torch.equal(found, before if wait == "control" else rig.page(2))
+        sim.release(hold)
+        sim.finish()
+        assert torch.equal(found, before if wait == "control" else sim.page(2))
 
 
 @stubbed
 def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.load(1, 2)
+    with SimulatedCache(driver) as sim:
+        job = sim.load(1, 2)
         for stream in (None, Stream(0), Stream(CURRENT)):
             before = driver.calls("cuCtxPushCurrent")
             job.wait_on(stream)
@@ -102,19 +102,19 @@ def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver)
 def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
     driver: Driver, name: str
 ) -> None:
-    with Rig(driver) as rig:
-        hold, job = rig.hold_up("load")
+    with SimulatedCache(driver) as sim:
+        hold, job = sim.hold_up("load")
         other = stream_of(driver, 1, name)
         with driver.on(1):
             driver.set_capturing(True, other.cuda_stream)
         job.wait_on(stream_of(driver, 0, name))  # that is another stream
-        assert "capturing a CUDA graph" in refusal(lambda: job.wait_on(other))
+        assert "capturing a CUDA graph" in error_text(lambda: job.wait_on(other))
         with driver.on(1):
             driver.set_capturing(False, other.cuda_stream)
         driver.set_capturing(True, DEFAULT[name])
         job.wait_on(other)
         driver.set_capturing(False, DEFAULT[name])
-        rig.release(hold)
+        sim.release(hold)
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "ended", "ended and reported"])
@@ -123,24 +123,24 @@ def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
 def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
     driver: Driver, state: str, gpu: int
 ) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         stream = stream_of(driver, gpu, "created")
-        hold = rig.held()
+        hold = sim.held()
         if state == "queued":
-            rig.fill("load")
-        job = rig.load(1, 2, after=Stream(CURRENT))
+            sim.fill("load")
+        job = sim.load(1, 2, after=Stream(CURRENT))
         if "ended" in state:
-            rig.release(hold)
-            rig.finish() if "reported" in state else driver.run()
+            sim.release(hold)
+            sim.finish() if "reported" in state else driver.run()
         with driver.on(gpu):
             driver.set_capturing(True, stream.cuda_stream)
         for wait in (Job.wait_on, lambda job, stream: job.wait_layer(0, stream)):
-            assert "captur" in refusal(wait, job, stream)
+            assert "captur" in error_text(wait, job, stream)
         with driver.on(gpu):
             driver.set_capturing(False, stream.cuda_stream)
         job.wait_on(stream)
-        rig.release(hold)
-        rig.finish()
+        sim.release(hold)
+        sim.finish()
 
 
 # The ops

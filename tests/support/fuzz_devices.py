@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sim import HURTS_A_JOB, run_until
+from simulated_cache import HURTS_A_JOB, run_until
 from simulated_driver import DEVICE, HOST, Driver
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream

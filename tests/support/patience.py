@@ -8,6 +8,18 @@ its turn.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 SCALE = float(os.environ.get("KVSWAP_TEST_TIMEOUT_SCALE", "1"))  # a sanitizer takes its time
 PATIENCE = 60 * SCALE  # seconds
+
+
+def in_time(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Polls until the condition holds; False when it does not for that long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0002)
+    return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from sim import Event, Stream
+from simulated_cache import Event, Stream
 from simulated_driver import without_cuda
 
 from torch_kvswap._native import abi
@@ -45,7 +45,7 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
         lambda: resolve_waiting(Event(7)),
     ]
     assert_expected_inline(
-        "\n".join(refusal(call) for call in calls),
+        "\n".join(error_text(call) for call in calls),
         """\
 ValueError: after= is an event that was never recorded, so that nothing would be waited
 for; record it behind the work that it stands for, or pass that stream

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
@@ -62,7 +62,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: Groups(meta, HostPool(meta, 1)),
     ]
     assert_expected_inline(
-        "\n".join(refusal(call) for call in calls),
+        "\n".join(error_text(call) for call in calls),
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; a HostPool is in the place of a PagedLayout
@@ -81,7 +81,7 @@ def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     assert groups.moved_to(layout(6, blocks=9)).structures[0].num_blocks == 9
     calls = [lambda: groups.moved_to(layout(5)), lambda: groups.moved_to(layout(6, 6))]
     assert_expected_inline(
-        "\n".join(refusal(call) for call in calls),
+        "\n".join(error_text(call) for call in calls),
         """\
 ValueError: a block has 20 bytes in plane 0 of the cache and 24 in the host pool; make
 the pool from this layout
@@ -94,11 +94,11 @@ def test_layouts_on_two_devices_are_refused() -> None:
     pools = [HostPool(one, 1), HostPool(other, 1)]
     other.device = torch.device("cuda", 1)
     assert_expected_inline(
-        refusal(Groups, [one, other], pools),
+        error_text(Groups, [one, other], pools),
         """ValueError: one layout is on cpu, another on cuda:1; make a handler for each device""",
     )
     assert_expected_inline(
-        refusal(Groups, other, pools[1]),
+        error_text(Groups, other, pools[1]),
         """\
 ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
 this layout""",

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
-from caches import LAYOUTS, NUM_BLOCKS, Cache
+from error_text import error_text
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time, run_script
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
+from patience import PATIENCE, in_time
+from processes import run_script
 from simulated_driver import Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 
@@ -295,7 +295,7 @@ def test_a_pool_of_another_number_of_planes_is_refused() -> None:
     rows = torch.zeros(4, 6)
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
-        refusal(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
+        error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
         """ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
     )
 
@@ -304,7 +304,7 @@ def test_a_pool_of_other_blocks_is_refused() -> None:
     layout = PagedLayout([torch.zeros(4, 6), torch.zeros(4, 5)])
     host = HostPool(PagedLayout([torch.zeros(4, 6), torch.zeros(4, 7)]), num_pages=1)
     assert_expected_inline(
-        refusal(OffloadHandler, layout, host),
+        error_text(OffloadHandler, layout, host),
         """\
 ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
 the pool from this layout""",
@@ -315,21 +315,21 @@ def test_what_is_no_layout_and_no_pool_is_refused() -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     host = HostPool(layout, num_pages=1)
     assert_expected_inline(
-        refusal(OffloadHandler, host, layout),
+        error_text(OffloadHandler, host, layout),
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; a HostPool is in the place of a PagedLayout""",
     )
     assert_expected_inline(
-        refusal(OffloadHandler(layout, host).wait, [0]),
+        error_text(OffloadHandler(layout, host).wait, [0]),
         """TypeError: store() and load() return Jobs, not 0""",
     )
     assert_expected_inline(
-        refusal(OffloadHandler(layout, host).cancel, 0),
+        error_text(OffloadHandler(layout, host).cancel, 0),
         """TypeError: store() and load() return Jobs, not 0""",
     )
     assert_expected_inline(
-        refusal(HostPool, [torch.zeros(4, 6)], 1),
+        error_text(HostPool, [torch.zeros(4, 6)], 1),
         """TypeError: a host pool is made from a PagedLayout, not list""",
     )
 
@@ -376,7 +376,7 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) ->
     assert not jobs[0].done()
     assert jobs[0].result is None
     assert_expected_inline(
-        refusal(handler.wait, jobs, timeout=0.01),
+        error_text(handler.wait, jobs, timeout=0.01),
         """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
     )
     with pytest.raises(TimeoutError):

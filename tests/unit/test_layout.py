@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 from torch import Tensor
 
 from torch_kvswap.layout import PagedLayout
@@ -107,7 +107,7 @@ def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
 def test_a_layout_without_tensors_is_refused() -> None:
     tensors = []
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """ValueError: a layout needs at least one tensor; the list is empty""",
     )
 
@@ -115,7 +115,7 @@ def test_a_layout_without_tensors_is_refused() -> None:
 def test_a_block_dim_beyond_the_dimensions_is_refused() -> None:
     tensors = [torch.zeros(3, 4)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=2),
+        error_text(PagedLayout, tensors, block_dim=2),
         """\
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
 dimension block_dim=2; name the dimension that counts blocks, 0 to 1""",
@@ -125,7 +125,7 @@ dimension block_dim=2; name the dimension that counts blocks, 0 to 1""",
 def test_a_negative_block_dim_is_refused() -> None:
     tensors = [torch.zeros(3, 4)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=-1),
+        error_text(PagedLayout, tensors, block_dim=-1),
         """\
 ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, cpu) has no
 dimension block_dim=-1; name the dimension that counts blocks, 0 to 1""",
@@ -135,7 +135,7 @@ dimension block_dim=-1; name the dimension that counts blocks, 0 to 1""",
 def test_tensors_on_different_devices_are_refused() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(3, 4, device="meta")]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, meta) is on another
 device than tensors[0] (cpu); make a layout for each device""",
@@ -145,7 +145,7 @@ device than tensors[0] (cpu); make a layout for each device""",
 def test_different_numbers_of_blocks_are_refused() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(2, 4)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[1] (shape [2, 4], strides [4, 1], torch.float32, cpu) has 2 blocks
 in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each size""",
@@ -155,7 +155,7 @@ in dimension 0, tensors[0] has 3; check block_dim, or make a layout for each siz
 def test_blocks_without_bytes_are_refused() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(3, 0)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[1] (shape [3, 0], strides [1, 1], torch.float32, cpu) holds no
 bytes; leave it out""",
@@ -165,7 +165,7 @@ bytes; leave it out""",
 def test_gaps_within_a_block_are_refused() -> None:
     tensors = [torch.zeros(3, 4, 8)[:, :, :5]]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [3, 4, 5], strides [32, 8, 1], torch.float32, cpu) is not
 dense within a block (dimensions 1 to 2); make it so, or put the dimension with the gaps
@@ -176,7 +176,7 @@ before block_dim""",
 def test_k_and_v_far_apart_are_no_block() -> None:
     tensors = [torch.zeros(2, 9, 4).transpose(0, 1)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [9, 2, 4], strides [4, 36, 1], torch.float32, cpu) is not
 dense within a block (dimensions 1 to 2); make it so, or put the dimension with the gaps
@@ -187,7 +187,7 @@ before block_dim""",
 def test_one_row_expanded_to_many_blocks_is_refused() -> None:
     tensors = [torch.zeros(1, 4).expand(3, 4)]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [3, 4], strides [0, 1], torch.float32, cpu) has blocks
 that overlap: they are 0 elements apart, but 4 long; copy it to memory of its own (an
@@ -198,7 +198,7 @@ expanded tensor needs .contiguous())""",
 def test_blocks_that_overlap_are_refused() -> None:
     tensors = [torch.zeros(100).as_strided((5, 8), (4, 1))]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=0),
+        error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [5, 8], strides [4, 1], torch.float32, cpu) has blocks
 that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own (an
@@ -209,7 +209,7 @@ expanded tensor needs .contiguous())""",
 def test_interleaved_planes_that_reach_into_the_next_block_are_refused() -> None:
     tensors = [torch.zeros(100).as_strided((3, 4, 8), (8, 16, 1))]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=1),
+        error_text(PagedLayout, tensors, block_dim=1),
         """\
 ValueError: tensors[0] (shape [3, 4, 8], strides [8, 16, 1], torch.float32, cpu) has
 blocks that overlap: they are 16 elements apart, but 24 long; copy it to memory of its
@@ -220,7 +220,7 @@ own (an expanded tensor needs .contiguous())""",
 def test_planes_that_overlap_are_refused() -> None:
     tensors = [torch.zeros(100).as_strided((2, 5, 8), (4, 8, 1))]
     assert_expected_inline(
-        refusal(PagedLayout, tensors, block_dim=1),
+        error_text(PagedLayout, tensors, block_dim=1),
         """\
 ValueError: tensors[0] (shape [2, 5, 8], strides [4, 8, 1], torch.float32, cpu) has
 blocks that overlap: they are 4 elements apart, but 8 long; copy it to memory of its own
@@ -237,7 +237,7 @@ def test_a_tensor_whose_storage_was_freed_or_shrank_is_refused(left: int) -> Non
         return PagedLayout([torch.zeros(3, 4), tensor])
 
     assert_expected_inline(
-        refusal(make).replace(f"to {left}:", "to N:"),
+        error_text(make).replace(f"to {left}:", "to N:"),
         """\
 ValueError: tensors[1] (shape [3, 4], strides [4, 1], torch.float32, cpu) reaches to
 byte 48 of its storage, which was freed or resized to N: bring its memory back first""",

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import pytest
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap._native import abi
 from torch_kvswap.metrics import (
@@ -90,7 +90,7 @@ def test_the_three_channels_are_read_in_the_order_of_the_header() -> None:
 
 def test_a_channel_that_cannot_be_read_raises() -> None:
     assert_expected_inline(
-        refusal(read_metrics, lambda channel, out: channel < 2),
+        error_text(read_metrics, lambda channel, out: channel < 2),
         """RuntimeError: the native handler gave no metrics of its channel 2""",
     )
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.nvtx import Ranges
 
@@ -115,7 +115,7 @@ def test_the_environment_is_read_once(profiler: Profiler, monkeypatch: pytest.Mo
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSWAP_NVTX", "yes")
     assert_expected_inline(
-        refusal(Ranges),
+        error_text(Ranges),
         """ValueError: KVSWAP_NVTX is 'yes'; set it to 1 for NVTX ranges, or to 0""",
     )
 
@@ -125,7 +125,7 @@ def test_a_torch_without_nvtx_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("KVSWAP_NVTX", "1")
     monkeypatch.setattr(torch, "__version__", "2.x")
     assert_expected_inline(
-        refusal(Ranges),
+        error_text(Ranges),
         """\
 RuntimeError: KVSWAP_NVTX=1 asks for NVTX ranges, which torch 2.x does not have; unset
 it, or install a torch with CUDA""",

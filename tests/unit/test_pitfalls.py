@@ -24,9 +24,9 @@ PITFALLS = {
         "swap_blocks_batch.every_kind_of_stream_orders_the_copies_after_its_work",
     ],
     "two GPU blocks went into one host page (TensorRT-LLM#8813, #9056)": [
-        "request.a_wrong_request_is_refused_with_what_is_wrong",
+        "submit.a_wrong_request_is_refused_with_what_is_wrong",
         "channel.two_jobs_of_which_one_writes_what_both_have_run_in_order",
-        "dispatcher.no_two_jobs_that_write_the_same_are_joined",
+        "scheduler.no_two_jobs_that_write_the_same_are_joined",
     ],
     "a GPU slot passed for the host slot of that number (TensorRT-LLM#15272)": [
         "channel.jobs_that_share_nothing_wait_for_nothing",
@@ -45,7 +45,7 @@ PITFALLS = {
     ],
     "blocks were reused while their store was in flight (vllm#29870)": [
         "stream_order.the_host_waits_for_a_job_that_has_not_started",
-        "dispatcher.the_host_waits_for_queued_jobs_as_long_as_it_is_told_to",
+        "scheduler.the_host_waits_for_queued_jobs_as_long_as_it_is_told_to",
     ],
     "a tiny cache under forced eviction (sglang#20611)": [
         "fuzz.random_jobs_of_several_threads_on_the_cpu_leave_the_bytes_of_the_model",
@@ -61,22 +61,22 @@ PITFALLS = {
         "failures.a_worker_that_finds_the_device_lost_ends_all_jobs",
     ],
     "success was assumed, and another request's cache was served (vllm#39732, dynamo#15079)": [
-        "ledger.a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored",
-        "ledger.failures_follow_the_data_through_stores_and_loads",
+        "job_table.a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored",
+        "job_table.failures_follow_the_data_through_stores_and_loads",
         "handler.waiting_for_failed_jobs_names_them",
     ],
     "aborting queued or running requests crashed (vllm#49118)": [
-        "dispatcher.a_cancelled_queued_job_ends_at_once_and_the_others_go_on",
-        "dispatcher.a_cancelled_running_job_ends_with_its_copy",
-        "dispatcher.a_job_that_has_ended_cannot_be_cancelled",
+        "scheduler.a_cancelled_queued_job_ends_at_once_and_the_others_go_on",
+        "scheduler.a_cancelled_running_job_ends_with_its_copy",
+        "scheduler.a_job_that_has_ended_cannot_be_cancelled",
     ],
     "tensors moved under the handler (vllm#45268)": [
         "rebind.a_tensor_that_has_moved_is_refused_until_it_is_rebound",
         "rebind.later_jobs_use_the_new_memory_and_leave_the_old_alone",
     ],
     "60 GB of host memory became 80 (vllm#46278, #56410, sglang#36562, pytorch#95823)": [
-        "mapping.touched_memory_is_resident_and_no_more_than_was_asked",
-        "host_memory.pinning_commits_what_was_asked_and_no_more",
+        "memory.touched_memory_is_resident_and_no_more_than_was_asked",
+        "pool.pinning_commits_what_was_asked_and_no_more",
     ],
     "one large registration failed, and so did copies across two (vllm#51080, sglang#36798)": [
         "pinning.a_chunk_that_is_refused_is_tried_again_in_halves",
@@ -84,11 +84,11 @@ PITFALLS = {
         "pinning.copies_across_seams_are_right_on_a_gpu",
     ],
     "a refused registration left an error for the next kernel (maru#64)": [
-        "host_memory.a_refused_registration_leaves_no_error_for_the_next_kernel",
+        "pool.a_refused_registration_leaves_no_error_for_the_next_kernel",
         "registration.each_piece_is_registered_by_itself_and_the_driver_is_asked",
     ],
     "registration failed in a loaded process (sglang#39744)": [
-        "host_memory.without_pinning_there_are_pageable_pages_and_one_warning",
+        "pool.without_pinning_there_are_pageable_pages_and_one_warning",
         "pinning.what_was_pinned_goes_again_when_the_rest_is_refused",
     ],
     "a minute to pin at start-up, or never (vllm#54578, #42632, TensorRT-LLM#15430)": [
@@ -96,11 +96,11 @@ PITFALLS = {
         "pinning.a_job_may_use_what_is_ready_and_no_more",
     ],
     "killed processes filled /dev/shm (vllm#51579)": [
-        "pool_handle.a_killed_process_leaves_nothing",
+        "shared.a_killed_process_leaves_nothing",
     ],
     "memory on the wrong NUMA node (pytorch#160420, dynamo#3700)": [
-        "mapping.the_node_of_the_gpu_is_found_by_its_place_on_the_bus",
-        "mapping.memory_is_placed_on_a_node_that_there_is",
+        "memory.the_node_of_the_gpu_is_found_by_its_place_on_the_bus",
+        "memory.memory_is_placed_on_a_node_that_there_is",
     ],
 }
 

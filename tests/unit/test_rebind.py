@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import keep_busy
-from sim import CURRENT, needs_kernels
+from gpu_cache import keep_busy
+from simulated_cache import CURRENT, needs_kernels
 from simulated_driver import Driver, on_device, stubbed
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def test_the_new_cache_may_have_another_number_of_blocks(device: str) -> None:
         assert handler.pools[0].pages[0].unique().tolist() == [2]
         handler.rebind(PagedLayout([old]))
         assert_expected_inline(
-            refusal(handler.store, [8], [0]),
+            error_text(handler.store, [8], [0]),
             """IndexError: gpu_block_ids[0] is 8; there are 6 GPU blocks, 0 to 5""",
         )
 
@@ -85,7 +85,7 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
         halves = PagedLayout([cache[:, :20], cache[:, 20:]])
         assert_expected_inline(
             "\n".join(
-                refusal(handler.rebind, moved) for moved in (wider, halves, [layout, layout])
+                error_text(handler.rebind, moved) for moved in (wider, halves, [layout, layout])
             ),
             """\
 ValueError: a block has 41 bytes in plane 0 of the cache and 40 in the host pool; make
@@ -100,7 +100,7 @@ def test_a_closed_handler_cannot_be_rebound() -> None:
     layout = PagedLayout([make_cache("cpu", 1)])
     handler = OffloadHandler(layout, HostPool(layout, 4))
     handler.close()
-    assert refusal(handler.rebind, layout) == (
+    assert error_text(handler.rebind, layout) == (
         "RuntimeError: the handler is closed; make a new one"
     )
 

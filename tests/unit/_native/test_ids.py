@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap._native.submit import read_ids
 
@@ -80,7 +80,7 @@ def test_what_are_no_ids_is_refused() -> None:
         [1, None],
     ]
     assert_expected_inline(
-        "\n".join(refusal(read_ids, "page_ids", ids) for ids in calls),
+        "\n".join(error_text(read_ids, "page_ids", ids) for ids in calls),
         """\
 TypeError: page_ids[0] is a float; it must be an integer
 TypeError: page_ids is of float64; ids must be integers
@@ -110,7 +110,7 @@ def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
     for kind in (list, tuple):
         assert read_ids("page_ids", kind(ids)).tolist() == [int(number) for number in ids]
     for wrong in (0.0, None, "1", 2**63, [1]):
-        assert refusal(read_ids, "page_ids", [*ids, wrong]).startswith(
+        assert error_text(read_ids, "page_ids", [*ids, wrong]).startswith(
             tuple(f"{kind}: page_ids[{len(ids)}] is a" for kind in ("TypeError", "ValueError"))
             if wrong != 2**63
             else f"IndexError: page_ids[{len(ids)}] is {2**63}; no block has such a number"

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trees import write
+from fake_procfs import write
 
 from torch_kvswap.cli import doctor
 from torch_kvswap.host_pool import system

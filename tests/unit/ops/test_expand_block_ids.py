@@ -1,8 +1,8 @@
 import pytest
 import torch
+from error_text import message_of
 from expecttest import assert_expected_inline
-from refusal import message_of
-from rigs import keep_busy
+from gpu_cache import keep_busy
 
 from torch_kvswap import ops
 

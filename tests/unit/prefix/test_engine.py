@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from refusal import refusal
-from rigs import Steps, in_time
+from patience import PATIENCE, in_time
+from pinning_steps import PinningSteps
 from simulated_driver import Driver, cache, place, stubbed
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
@@ -119,7 +119,7 @@ def test_a_refused_call_leaves_nothing_behind():
 
 @stubbed
 def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
@@ -147,7 +147,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
 
 @stubbed
 def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
-    steps = Steps()
+    steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
     options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
@@ -155,7 +155,7 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
         driver.limit_registration(in_all=8 * 4096)
         with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
             steps.go_on(2)
-            assert "no more will be" in refusal(pool.wait_ready, PATIENCE)
+            assert "no more will be" in error_text(pool.wait_ready, PATIENCE)
             assert in_time(lambda: not pinning_threads())
         engine = OffloadEngine(handler)
         for i in range(20):
@@ -317,28 +317,28 @@ def test_errors_say_what_was_wrong():
     with engine.handler, handler:
         several = OffloadEngine(handler, [BlockGroup(4)])
         errors = [
-            refusal(OffloadEngine, handler),
-            refusal(OffloadEngine, engine.handler, [BlockGroup(PAGES)]),
-            refusal(OffloadEngine, handler, [BlockGroup(3)]),
-            refusal(engine.store, ["a"], [1, 2, 3]),
-            refusal(several.store, [["a"]], [[1], [2]]),
-            refusal(several.store, [["a"]], None),
-            refusal(OffloadEngine, None),
-            refusal(OffloadEngine, engine.handler, storing="never"),
-            refusal(OffloadEngine, engine.handler, ready_pages=3),
-            refusal(OffloadEngine, handler, [4]),
-            refusal(engine.store, ["a"], [1], first_block=1),
-            refusal(engine.load, ["a"], [1], first_block=1),
-            refusal(engine.preempt, ["a"], [1], first_block=1),
-            refusal(engine.evict, [1], first_block=1),
-            refusal(engine.store, ["a"], None),
-            refusal(engine.store, None, [1]),
-            refusal(engine.lookup, {"a": 1}),
-            refusal(engine.release, 5),
-            refusal(OffloadEngine(engine.handler, storing="lazy").store, ["a"], [1, BLOCKS]),
-            refusal(copy.copy, engine),
-            refusal(copy.deepcopy, engine),
-            refusal(pickle.dumps, engine),
+            error_text(OffloadEngine, handler),
+            error_text(OffloadEngine, engine.handler, [BlockGroup(PAGES)]),
+            error_text(OffloadEngine, handler, [BlockGroup(3)]),
+            error_text(engine.store, ["a"], [1, 2, 3]),
+            error_text(several.store, [["a"]], [[1], [2]]),
+            error_text(several.store, [["a"]], None),
+            error_text(OffloadEngine, None),
+            error_text(OffloadEngine, engine.handler, storing="never"),
+            error_text(OffloadEngine, engine.handler, ready_pages=3),
+            error_text(OffloadEngine, handler, [4]),
+            error_text(engine.store, ["a"], [1], first_block=1),
+            error_text(engine.load, ["a"], [1], first_block=1),
+            error_text(engine.preempt, ["a"], [1], first_block=1),
+            error_text(engine.evict, [1], first_block=1),
+            error_text(engine.store, ["a"], None),
+            error_text(engine.store, None, [1]),
+            error_text(engine.lookup, {"a": 1}),
+            error_text(engine.release, 5),
+            error_text(OffloadEngine(engine.handler, storing="lazy").store, ["a"], [1, BLOCKS]),
+            error_text(copy.copy, engine),
+            error_text(copy.deepcopy, engine),
+            error_text(pickle.dumps, engine),
         ]
     assert_expected_inline(
         "\n".join(errors),

@@ -61,7 +61,7 @@ def test_named_tests_take_the_place_of_all_and_options_are_added(sanitize):
     everything = sanitize.find_tests(["-x"])
     assert everything[0] == "tests/support/sanitizers/controls.py"
     assert everything[-1] == "-x"
-    assert {"tests/unit/test_handler.py", "tests/sim/test_dispatcher.py"} <= {*everything}
+    assert {"tests/unit/test_handler.py", "tests/sim/test_scheduler.py"} <= {*everything}
 
 
 @pytest.mark.parametrize("name", ["tsan", "asan"])

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from sim import CURRENT, run_until
+from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, stubbed
 from vllm_contract import KVSwapWorker, base, common, worker_module
 

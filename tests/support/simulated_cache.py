@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
-from rigs import in_time
+from patience import PATIENCE, in_time
 from simulated_driver import Driver, place, pool
 from torch import Tensor
 
@@ -83,7 +82,7 @@ class Event(torch.cuda.Event):
         self.cuda_event = handle
 
 
-class Rig:
+class SimulatedCache:
     """A cache of random blocks, pages of other random bytes, and a handler. Block b of the cache is
     `block(b)`, what is in slot s of page p is `page(p, s)`."""
 
@@ -226,7 +225,7 @@ class Rig:
         log = re.sub(r", source order.*|p\w+ context.*\n", "", self.driver.log())
         return re.sub(r"stream (\w+)", stream, re.sub(r"event (\d+)", event, log))
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> SimulatedCache:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:

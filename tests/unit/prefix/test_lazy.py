@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from refusal import refusal
+from error_text import error_text
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
@@ -234,9 +234,9 @@ def test_each_group_of_layers_stores_what_leaves_it():
 def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
     with Server(2, 2, storing="lazy") as server:
         assert [
-            refusal(OffloadEngine, server.handler, storing="never"),
-            refusal(server.engine.store, ["a"], [1], after=()),
-            refusal(server.engine.store, ["a"], [1, 2]),
+            error_text(OffloadEngine, server.handler, storing="never"),
+            error_text(server.engine.store, ["a"], [1], after=()),
+            error_text(server.engine.store, ["a"], [1, 2]),
         ] == [
             "ValueError: storing is 'never'; it can be eager or lazy",
             "TypeError: with lazy storing evict() takes the options after and background",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from block_model import Model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from manager_model import Model
 
 from torch_kvswap.prefix.hashing import key_digest
 from torch_kvswap.prefix.manager import BlockManager, Load, Store

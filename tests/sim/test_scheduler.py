@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
-from sim import (
+from patience import PATIENCE, in_time
+from simulated_cache import (
     CHANNELS,
     SHARE,
     SIDE,
-    Rig,
+    SimulatedCache,
     Stream,
     let_threads_look,
     number_of_threads,
@@ -37,11 +36,11 @@ def copies(driver: Driver) -> int:
     return driver.calls("cuMemcpyAsync") + driver.calls("cuMemcpyBatchAsync")
 
 
-def queue_up(rig: Rig, kind: str) -> tuple[int, list[Job]]:
+def queue_up(sim: SimulatedCache, kind: str) -> tuple[int, list[Job]]:
     """A transfer that is held up, and so many of block and page 0 behind it that the last is
     queued; all that follows is queued too until the hold is released."""
-    hold, first = rig.hold_up(kind)
-    return hold, [first, *rig.fill(kind)]
+    hold, first = sim.hold_up(kind)
+    return hold, [first, *sim.fill(kind)]
 
 
 # The queue
@@ -52,37 +51,37 @@ def queue_up(rig: Rig, kind: str) -> tuple[int, list[Job]]:
 def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
     driver: Driver, kind: str
 ) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        hold, early = queue_up(rig, kind)
-        late = [rig.submit(kind, [i], [BLOCKS - i]) for i in range(1, 1000)]
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        hold, early = queue_up(sim, kind)
+        late = [sim.submit(kind, [i], [BLOCKS - i]) for i in range(1, 1000)]
         given = copies(driver)
         let_threads_look(driver)
         assert copies(driver) == given
-        metrics = rig.metrics(kind)
+        metrics = sim.metrics(kind)
         assert metrics.queued == 1 + len(late)
         assert metrics.running == len(early) - 1
-        rig.release(hold)
-        results = rig.finish()
+        sim.release(hold)
+        results = sim.finish()
         assert states(results) == ["done"] * (len(early) + len(late))
         numbers = [result.job_id for result in results]
         assert numbers == sorted(numbers)
-        assert rig.is_right()
-        metrics = rig.metrics(kind)
+        assert sim.is_right()
+        metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
         assert metrics.transfers < len(early) + len(late) / 4
 
 
 @stubbed
 def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         began = time.perf_counter()
-        hold, jobs = queue_up(rig, "store")
+        hold, jobs = queue_up(sim, "store")
         queued = time.perf_counter()
         let_threads_look(driver)
         driver.advance_clock(5000)
         held = time.perf_counter() - queued
-        rig.release(hold)
-        first, *_, last = rig.finish()
+        sim.release(hold)
+        first, *_, last = sim.finish()
         assert (first.job_id, last.job_id) == (jobs[0].id, jobs[-1].id)
         assert first.queue_seconds == 0
         assert held <= last.queue_seconds <= time.perf_counter() - began
@@ -93,108 +92,110 @@ def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(drive
 def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_PATH", "strided")  # an entry for each block
-        rig = Rig(driver, blocks=30, pages=30)
-    with rig:
+        sim = SimulatedCache(driver, blocks=30, pages=30)
+    with sim:
         for _ in range(2):
-            hold = rig.held(SIDE)
+            hold = sim.held(SIDE)
             for _ in range(28):
-                rig.submit("store", range(25), range(25), after=Stream(SIDE))
-            assert rig.metrics("store").queued == 0, "28 copies of 25 entries are in flight"
-            rig.store(1, 1)
-            assert rig.metrics("store").queued == 1, "there is no room for another entry"
-            rig.release(hold)
-            assert {result.path for result in rig.finish()} == {"strided"}
-        assert rig.is_right()
+                sim.submit("store", range(25), range(25), after=Stream(SIDE))
+            assert sim.metrics("store").queued == 0, "28 copies of 25 entries are in flight"
+            sim.store(1, 1)
+            assert sim.metrics("store").queued == 1, "there is no room for another entry"
+            sim.release(hold)
+            assert {result.path for result in sim.finish()} == {"strided"}
+        assert sim.is_right()
 
 
 # What is joined into one copy
 
 
-def transfers_of(rig: Rig, kind: str, jobs: list[tuple[list[int], list[int], dict]]) -> int:
+def transfers_of(
+    sim: SimulatedCache, kind: str, jobs: list[tuple[list[int], list[int], dict]]
+) -> int:
     """Queues the jobs, lets them run, and says in how many copies they did."""
-    hold, early = queue_up(rig, kind)
+    hold, early = queue_up(sim, kind)
     for blocks, pages, options in jobs:
-        rig.submit(kind, blocks, pages, **options)
-    rig.release(hold)
-    assert set(states(rig.finish())) == {"done"}
-    assert rig.is_right()
-    return rig.metrics(kind).transfers - (len(early) - 1)
+        sim.submit(kind, blocks, pages, **options)
+    sim.release(hold)
+    assert set(states(sim.finish())) == {"done"}
+    assert sim.is_right()
+    return sim.metrics(kind).transfers - (len(early) - 1)
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         # Block and page 0 are those of the job that is queued in front of them.
-        assert transfers_of(rig, kind, [([i], [i], {}) for i in range(1, 10)]) == 1
+        assert transfers_of(sim, kind, [([i], [i], {}) for i in range(1, 10)]) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, seed: int) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, kind)
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, kind)
         for i in range(1, 10):
             blocks, pages = ([i], [5]) if kind == "store" else ([5], [i])
-            rig.submit(kind, blocks, pages)
-        rig.release(hold)
+            sim.submit(kind, blocks, pages)
+        sim.release(hold)
         driver.set_mode("threaded", seed)  # the parts of a copy go in any order
-        rig.handler.wait(timeout=PATIENCE)
-        assert rig.is_right()
+        sim.handler.wait(timeout=PATIENCE)
+        assert sim.is_right()
         driver.set_mode("manual")
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_jobs_that_read_the_same_are_joined(driver: Driver, kind: str) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         same = [([5], [i], {}) if kind == "store" else ([i], [5], {}) for i in range(1, 10)]
-        assert transfers_of(rig, kind, same) == 1
+        assert transfers_of(sim, kind, same) == 1
 
 
 @stubbed
 def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
-    with Rig(driver, layers=2) as rig:
-        hold, early = queue_up(rig, "load")
+    with SimulatedCache(driver, layers=2) as sim:
+        hold, early = queue_up(sim, "load")
         for i in range(1, 10):
-            rig.submit("load", [i], [i], layer_groups=2 if i == 5 else None)
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.metrics("load").transfers == len(early) - 1 + 3
+            sim.submit("load", [i], [i], layer_groups=2 if i == 5 else None)
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.metrics("load").transfers == len(early) - 1 + 3
 
 
 @stubbed
 def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, "store")
-        before = rig.store(1, 1)
-        later = rig.held(OTHER)
-        job, behind = rig.store(2, 2, after=Stream(OTHER)), rig.store(3, 3)
-        rig.release(hold)
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, "store")
+        before = sim.store(1, 1)
+        later = sim.held(OTHER)
+        job, behind = sim.store(2, 2, after=Stream(OTHER)), sim.store(3, 3)
+        sim.release(hold)
         run_until(driver, before.done)
         let_threads_look(driver)
         driver.run()
         assert not job.done()
         assert not behind.done()
-        rig.release(later)
-        assert set(states(rig.finish())) == {"done"}
+        sim.release(later)
+        assert set(states(sim.finish())) == {"done"}
 
 
 @stubbed
 def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, early = queue_up(rig, "store")
-        later = rig.held(OTHER)
+    with SimulatedCache(driver) as sim:
+        hold, early = queue_up(sim, "store")
+        later = sim.held(OTHER)
         for i in range(1, 10):
-            rig.store(i, i, after=Stream(OTHER))
-        rig.release(later)
+            sim.store(i, i, after=Stream(OTHER))
+        sim.release(later)
         driver.run(OTHER)
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.metrics("store").transfers == len(early)
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.metrics("store").transfers == len(early)
 
 
 # Jobs that the caller does not enqueue itself
@@ -205,44 +206,44 @@ def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(drive
 def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
     driver: Driver, kind: str
 ) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         threads = number_of_threads()
         for i in range(10):
-            rig.submit(kind, [i, i + 1], [i + 1, i])
+            sim.submit(kind, [i, i + 1], [i + 1, i])
         assert number_of_threads() == threads
-        rig.finish()
+        sim.finish()
         everything = list(range(BLOCKS))
-        rig.submit(kind, everything, everything[::-1])
+        sim.submit(kind, everything, everything[::-1])
         assert number_of_threads() == threads + 1
-        rig.submit(kind, [5], [5])
-        assert states(rig.finish()) == ["done", "done"]
-        assert rig.is_right()
+        sim.submit(kind, [5], [5])
+        assert states(sim.finish()) == ["done", "done"]
+        assert sim.is_right()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS, threaded=True) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, threaded=True) as sim:
         threads = number_of_threads()
-        rig.submit(kind, [0], [1])
+        sim.submit(kind, [0], [1])
         assert number_of_threads() == threads + 1
         everything = list(range(BLOCKS))
-        rig.submit(kind, everything, everything[::-1])
+        sim.submit(kind, everything, everything[::-1])
         for i in range(1, 100):
-            rig.submit(kind, [i, i + 1], [i + 1, i])
-        results = rig.finish()
+            sim.submit(kind, [i, i + 1], [i + 1, i])
+        results = sim.finish()
         assert states(results) == ["done"] * 101
         assert [result.job_id for result in results] == list(range(101))
         assert all(result.queue_seconds > 0 for result in results)
-        assert rig.is_right()
+        assert sim.is_right()
 
 
 @stubbed
 def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
-    with Rig(driver, threaded=True) as rig:
+    with SimulatedCache(driver, threaded=True) as sim:
         for _ in range(20):
-            rig.store(1, 2).wait_on(Stream(SIDE))
-            job = rig.load(2, 1)
+            sim.store(1, 2).wait_on(Stream(SIDE))
+            job = sim.load(2, 1)
             job.wait_on(Stream(SIDE))
             assert driver.run(SIDE) == 0
             driver.run()
@@ -259,23 +260,23 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
     driver: Driver, pair: str, held: bool
 ) -> None:
     (first, block, page), (second, other_block, other_page) = SHARE[pair]
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
         if held:
-            rig.submit(first, [0], [0], after=Stream(SIDE))
-        rig.fill(first)
-        rig.submit(first, [block], [page])
-        later = rig.submit(second, [other_block], [other_page])
-        passing = rig.submit(second, [9], [9])
+            sim.submit(first, [0], [0], after=Stream(SIDE))
+        sim.fill(first)
+        sim.submit(first, [block], [page])
+        later = sim.submit(second, [other_block], [other_page])
+        passing = sim.submit(second, [9], [9])
         let_threads_look(driver)
-        assert rig.metrics(second).queued == 2  # those behind it keep their turn
+        assert sim.metrics(second).queued == 2  # those behind it keep their turn
         if held:
             driver.run()
             assert not later.done()
             assert not passing.done()
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.is_right()
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.is_right()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -286,36 +287,36 @@ def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
     import random
 
     random_ = random.Random(seed)
-    with Rig(driver, blocks=8, pages=8) as rig:
+    with SimulatedCache(driver, blocks=8, pages=8) as sim:
         jobs = []
-        hold = rig.held()
+        hold = sim.held()
         for i in range(600):
             kind, count = random_.choice(CHANNELS), random_.randint(1, 3)
             ids = [random_.sample(range(8), count) for _ in range(2)]
             after = None if random_.random() < 0.1 else ()
-            jobs.append(rig.submit(kind, *ids, after=after))
+            jobs.append(sim.submit(kind, *ids, after=after))
             if i == 300:
-                rig.release(hold)
+                sim.release(hold)
                 driver.set_mode("threaded", seed)
-        rig.handler.wait(timeout=PATIENCE)
+        sim.handler.wait(timeout=PATIENCE)
         driver.set_mode("manual")
-        assert rig.is_right()
-        results = rig.handler.finished()
+        assert sim.is_right()
+        results = sim.handler.finished()
         assert sorted(r.job_id for r in results) == [job.id for job in jobs]
         for kind in ("store", "load"):
-            assert rig.metrics(kind).transfers > 0
+            assert sim.metrics(kind).transfers > 0
 
 
 @stubbed
 def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, early = queue_up(rig, "load")
-        job = rig.submit("expedited", [1], [1])
+    with SimulatedCache(driver) as sim:
+        hold, early = queue_up(sim, "load")
+        job = sim.submit("expedited", [1], [1])
         driver.run()
         assert job.done()
-        assert [result.job_id for result in rig.handler.finished()] == [job.id]
+        assert [result.job_id for result in sim.handler.finished()] == [job.id]
         assert not early[0].done()
-        rig.release(hold)
+        sim.release(hold)
 
 
 # Waiting
@@ -323,82 +324,82 @@ def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
 
 @stubbed
 def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        hold, early = queue_up(rig, "store")
-        jobs = [rig.store(i, i) for i in range(1, 1000)]
-        behind = [rig.store(i, i) for i in range(1000, 1010)]
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        hold, early = queue_up(sim, "store")
+        jobs = [sim.store(i, i) for i in range(1, 1000)]
+        behind = [sim.store(i, i) for i in range(1000, 1010)]
         jobs[-1].wait_on(Stream(OTHER))
-        assert rig.metrics("store").queued <= len(behind)
+        assert sim.metrics("store").queued <= len(behind)
         driver.run()
         assert not driver.cuda.is_done(stream=OTHER)
         assert not early[0].done()
-        rig.release(hold)
+        sim.release(hold)
         driver.run(OTHER)
         assert not driver.cuda.is_done(stream=OTHER)
         run_until(driver, jobs[-1].done)
         assert driver.cuda.is_done(stream=OTHER)
-        assert set(states(rig.finish())) == {"done"}
+        assert set(states(sim.finish())) == {"done"}
 
 
 @stubbed
 def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, "store")
-        rig.store(1, 2)
-        job = rig.load(2, 3)
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, "store")
+        sim.store(1, 2)
+        job = sim.load(2, 3)
         job.wait_on(Stream(OTHER))
-        assert rig.metrics("store").queued == 0
+        assert sim.metrics("store").queued == 0
         driver.run()
         assert not driver.cuda.is_done(stream=OTHER)
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
         assert driver.cuda.is_done(stream=OTHER)
 
 
 @stubbed
 def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, early = queue_up(rig, "store")
-        job = rig.store(1, 1)
+    with SimulatedCache(driver) as sim:
+        hold, early = queue_up(sim, "store")
+        job = sim.store(1, 1)
         for jobs in (None, [job], early):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
-                rig.handler.wait(jobs, timeout=0.02)
+                sim.handler.wait(jobs, timeout=0.02)
             assert time.monotonic() - began >= 0.02
-        assert refusal(rig.handler.wait, job, timeout=0) == (
+        assert error_text(sim.handler.wait, job, timeout=0) == (
             f"TimeoutError: after 0 s some jobs still run: store {job.id}"
         )
-        rig.release(hold)
+        sim.release(hold)
         driver.set_mode("threaded")
-        rig.handler.wait(job, timeout=PATIENCE)
+        sim.handler.wait(job, timeout=PATIENCE)
         assert job.result is not None
-        rig.handler.wait()
+        sim.handler.wait()
         driver.set_mode("manual")
-        assert rig.holds(1, rig.block(1))
+        assert sim.holds(1, sim.block(1))
 
 
 @stubbed
 def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> None:
-    with Rig(driver) as rig:
+    with SimulatedCache(driver) as sim:
         driver.set_mode("threaded")
         reported, submitted = [], []
 
         def work(number: int) -> None:
             for i in range(100):
                 kind = CHANNELS[(number + i) % 3]
-                job = rig.submit(kind, [4 * number + i % 4], [4 * number + i % 4])
+                job = sim.submit(kind, [4 * number + i % 4], [4 * number + i % 4])
                 submitted.append(job.id)
                 if i % 10 == 0:
-                    rig.handler.wait(job)
-                reported.extend(rig.handler.finished())
+                    sim.handler.wait(job)
+                reported.extend(sim.handler.finished())
 
         threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        rig.handler.wait()
-        reported += rig.handler.finished()
+        sim.handler.wait()
+        reported += sim.handler.finished()
         driver.set_mode("manual")
         assert sorted(submitted) == list(range(400))
         assert sorted(result.job_id for result in reported) == list(range(400))
@@ -413,85 +414,85 @@ def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> N
 def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
     driver: Driver, kind: str
 ) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, kind)
-        rig.submit(kind, [1], [2])
-        job = rig.submit(kind, [3], [4])
-        rig.submit(kind, [5], [6])
-        assert rig.handler.cancel(job)
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, kind)
+        sim.submit(kind, [1], [2])
+        job = sim.submit(kind, [3], [4])
+        sim.submit(kind, [5], [6])
+        assert sim.handler.cancel(job)
         assert job.done()
         assert job.result is not None
         assert (job.result.state, job.result.ok, job.result.copy_seconds) == ("cancelled", False, 0)
-        assert [result.job_id for result in rig.handler.finished()] == [job.id]
-        assert not rig.handler.cancel(job)
+        assert [result.job_id for result in sim.handler.finished()] == [job.id]
+        assert not sim.handler.cancel(job)
         with pytest.raises(TransferError, match=f"{job.direction} {job.id} was cancelled"):
             job.wait_on()
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.is_right(without=[job])
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.is_right(without=[job])
 
 
 @stubbed
 def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, job = rig.hold_up("store", 1, 2)
+    with SimulatedCache(driver) as sim:
+        hold, job = sim.hold_up("store", 1, 2)
         for _ in range(2):
-            assert rig.handler.cancel(job)
+            assert sim.handler.cancel(job)
         assert not job.done()
-        assert rig.handler.finished() == []
+        assert sim.handler.finished() == []
         job.wait_on(Stream(OTHER))  # the copy is still to be waited for
         assert not driver.cuda.is_done(stream=OTHER)
-        rig.release(hold)
-        assert states(rig.finish()) == ["cancelled"]
-        assert not rig.handler.cancel(job)
+        sim.release(hold)
+        assert states(sim.finish()) == ["cancelled"]
+        assert not sim.handler.cancel(job)
 
 
 @stubbed
 def test_a_cancelled_job_of_a_joined_copy_leaves_the_others_alone(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, early = queue_up(rig, "store")
-        jobs = [rig.store(i, i) for i in range(1, 4)]
+    with SimulatedCache(driver) as sim:
+        hold, early = queue_up(sim, "store")
+        jobs = [sim.store(i, i) for i in range(1, 4)]
         jobs[-1].wait_on(Stream(OTHER))  # they are on the device now
-        assert rig.metrics("store").transfers == len(early)
-        assert rig.handler.cancel(jobs[1])
-        rig.release(hold)
-        assert states(rig.finish())[-3:] == ["done", "cancelled", "done"]
-        assert rig.holds(1, rig.block(1))
-        assert rig.holds(3, rig.block(3))
+        assert sim.metrics("store").transfers == len(early)
+        assert sim.handler.cancel(jobs[1])
+        sim.release(hold)
+        assert states(sim.finish())[-3:] == ["done", "cancelled", "done"]
+        assert sim.holds(1, sim.block(1))
+        assert sim.holds(3, sim.block(3))
 
 
 @stubbed
 def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        job = rig.store(1, 2)
+    with SimulatedCache(driver) as sim:
+        job = sim.store(1, 2)
         driver.run()  # nobody has looked yet
-        assert not rig.handler.cancel(job)
-        assert states(rig.handler.finished()) == ["done"]
-        assert not rig.handler.cancel(job)
+        assert not sim.handler.cancel(job)
+        assert states(sim.handler.finished()) == ["done"]
+        assert not sim.handler.cancel(job)
 
 
 @pytest.mark.parametrize("first", ["running", "queued"])
 @stubbed
 def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, first: str) -> None:
-    with Rig(driver) as rig:
-        hold = rig.held(SIDE)
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
         if first == "running":
-            rig.submit("load", [1], [2], after=Stream(SIDE))
-            rig.fill("load")
+            sim.submit("load", [1], [2], after=Stream(SIDE))
+            sim.fill("load")
         else:
-            rig.submit("load", [0], [0], after=Stream(SIDE))
-            rig.fill("load")
-            rig.load(2, 1)
-        middle = rig.load(3, 1)
-        assert rig.handler.cancel(middle)
-        assert states(rig.handler.finished()) == ["cancelled"]
-        last = rig.submit("store", [1], [5])
+            sim.submit("load", [0], [0], after=Stream(SIDE))
+            sim.fill("load")
+            sim.load(2, 1)
+        middle = sim.load(3, 1)
+        assert sim.handler.cancel(middle)
+        assert states(sim.handler.finished()) == ["cancelled"]
+        last = sim.submit("store", [1], [5])
         let_threads_look(driver)
         driver.run()
         assert not last.done()
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.is_right(without=[middle])
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.is_right(without=[middle])
 
 
 # Closing
@@ -503,49 +504,49 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
     driver: Driver, close: str
 ) -> None:
     threads = number_of_threads()
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        holds = [queue_up(rig, kind)[0] for kind in CHANNELS]
-        jobs = [rig.submit(CHANNELS[i % 3], [i], [i + 1]) for i in range(1, 1000)]
-        cancelled = rig.store(BLOCKS - 1, 5)
-        assert rig.handler.cancel(cancelled)
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        holds = [queue_up(sim, kind)[0] for kind in CHANNELS]
+        jobs = [sim.submit(CHANNELS[i % 3], [i], [i + 1]) for i in range(1, 1000)]
+        cancelled = sim.store(BLOCKS - 1, 5)
+        assert sim.handler.cancel(cancelled)
         assert number_of_threads() == threads + 3
-        pages = rig.host.pages
+        pages = sim.host.pages
         driver.set_mode("threaded")
-        closing = threading.Thread(target=(rig.handler if close == "handler" else rig.host).close)
+        closing = threading.Thread(target=(sim.handler if close == "handler" else sim.host).close)
         closing.start()
         # Until it is closed, the page is what is wrong.
-        assert in_time(lambda: "is closed" in refusal(rig.handler.store, [1], [BLOCKS]))
-        assert refusal(rig.store, 1, 1) == "RuntimeError: the handler is closed; make a new one"
+        assert in_time(lambda: "is closed" in error_text(sim.handler.store, [1], [BLOCKS]))
+        assert error_text(sim.store, 1, 1) == "RuntimeError: the handler is closed; make a new one"
         let_threads_look(driver)
         assert closing.is_alive()
         for hold in holds:
-            rig.release(hold)
+            sim.release(hold)
         closing.join(PATIENCE)
         assert not closing.is_alive()
         driver.set_mode("manual")
         assert in_time(lambda: number_of_threads() == threads)
-        results = {result.job_id: result.state for result in rig.handler.finished()}
+        results = {result.job_id: result.state for result in sim.handler.finished()}
         assert results.pop(cancelled.id) == "cancelled"
         assert set(results.values()) == {"done"}
         assert {job.id for job in jobs} < set(results)
-        assert rig.is_right(without=[cancelled], pages=pages)
+        assert sim.is_right(without=[cancelled], pages=pages)
         assert jobs[-1].done()
-        assert not rig.handler.cancel(jobs[-1])
+        assert not sim.handler.cancel(jobs[-1])
         jobs[-1].wait_on()
-        rig.handler.close()
+        sim.handler.close()
 
 
 @stubbed
 def test_a_handler_that_is_dropped_with_a_full_queue_waits_for_it(driver: Driver) -> None:
-    rig = Rig(driver)
-    tensors, pages = rig.tensors, rig.host.pages
+    sim = SimulatedCache(driver)
+    tensors, pages = sim.tensors, sim.host.pages
     threads = number_of_threads()
-    hold = queue_up(rig, "store")[0]
-    rig.submit("store", [1], [2])
+    hold = queue_up(sim, "store")[0]
+    sim.submit("store", [1], [2])
     assert number_of_threads() == threads + 1
-    rig.release(hold)
+    sim.release(hold)
     driver.set_mode("threaded")
-    del rig.handler
+    del sim.handler
     driver.set_mode("manual")
     assert number_of_threads() == threads
     assert (pages[2, 0] == tensors[0][1]).all()
@@ -570,14 +571,14 @@ def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
     driver: Driver, state: str
 ) -> None:
     names = ["cuEventQuery", "cuStreamQuery", "cuCtxPushCurrent", "cuEventRecord"]
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for kind in CHANNELS:
-            rig.submit(kind, list(range(BLOCKS)), list(range(BLOCKS)))
-        rig.finish()
+            sim.submit(kind, list(range(BLOCKS)), list(range(BLOCKS)))
+        sim.finish()
         if state == "all on the device":
-            hold = rig.held()
-            rig.store(1, 1, after=None)
-            rig.load(1, 2)
+            hold = sim.held()
+            sim.store(1, 1, after=None)
+            sim.load(1, 2)
         own = threading.get_native_id()
         assert in_time(lambda: rest(threads() - {own}))
         before = [driver.calls(name) for name in names], wakes()
@@ -588,20 +589,20 @@ def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
         changed = [path for path in before[1] if after[1][path] != before[1][path]]
         assert [path for path in changed if path != f"/proc/self/task/{own}"] == []
         if state == "all on the device":
-            rig.release(hold)
+            sim.release(hold)
 
 
 @stubbed
 def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, "store")
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, "store")
         events = driver.live("events")
         for _ in range(3000):
-            rig.store(1, 1)
+            sim.store(1, 1)
         assert driver.live("events") == events
-        rig.release(hold)
-        assert rig.handler.cancel(rig.store(2, 2))
-        rig.finish()
+        sim.release(hold)
+        assert sim.handler.cancel(sim.store(2, 2))
+        sim.finish()
         assert driver.live("events") <= 2 * events
 
 
@@ -609,38 +610,38 @@ def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
 def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
     driver: Driver,
 ) -> None:
-    with Rig(driver, blocks=512, pages=512) as rig:
-        hold, _ = queue_up(rig, "store")
+    with SimulatedCache(driver, blocks=512, pages=512) as sim:
+        hold, _ = queue_up(sim, "store")
         written = driver.memory(512 * 64, DEVICE).view(512, 64).random_(256)
-        busy = rig.held(OTHER)
+        busy = sim.held(OTHER)
         events = driver.live("events")
         for i in range(1, 512):
-            driver.cuda.copy(rig.tensors[0][i], written[i], OTHER)
-            rig.store(i, i, after=Stream(OTHER))
+            driver.cuda.copy(sim.tensors[0][i], written[i], OTHER)
+            sim.store(i, i, after=Stream(OTHER))
         assert driver.live("events") <= events + 256
-        pages = rig.host.pages[1:].clone()
-        rig.release(hold)
+        pages = sim.host.pages[1:].clone()
+        sim.release(hold)
         driver.run()
-        assert torch.equal(rig.host.pages[1:], pages)
-        rig.release(busy)
-        assert {*states(rig.finish())} == {"done"}
-        assert torch.equal(rig.host.pages[1:, 0], written[1:])
+        assert torch.equal(sim.host.pages[1:], pages)
+        sim.release(busy)
+        assert {*states(sim.finish())} == {"done"}
+        assert torch.equal(sim.host.pages[1:, 0], written[1:])
 
 
 @stubbed
 def test_a_joined_copy_is_one_transfer_that_waits_for_what_each_job_waits_for(
     driver: Driver,
 ) -> None:
-    with Rig(driver) as rig:
-        hold, _ = queue_up(rig, "load")
-        rig.store(4, 5, after=Stream(SIDE))
+    with SimulatedCache(driver) as sim:
+        hold, _ = queue_up(sim, "load")
+        sim.store(4, 5, after=Stream(SIDE))
         for i in range(1, 4):
-            rig.load(i, i)
-        job = rig.load(5, 5)
-        rig.start_log()
+            sim.load(i, i)
+        job = sim.load(5, 5)
+        sim.start_log()
         job.wait_on()
         assert_expected_inline(
-            rig.log(),
+            sim.log(),
             """\
 wait for event 1 on loads
 record event 2 on loads
@@ -649,6 +650,6 @@ record event 3 on loads
 wait for event 3 on current
 """,
         )
-        rig.release(hold)
-        assert set(states(rig.finish())) == {"done"}
-        assert rig.is_right()
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+        assert sim.is_right()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rigs import NEW, OLD, keep_busy
+from gpu_cache import NEW, OLD, keep_busy
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move

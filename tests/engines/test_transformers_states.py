@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from continuous import KINDS, Steps, config, model, needs_transformers, ours, prompts, small
+from continuous_batching import (
+    KINDS,
+    Steps,
+    config,
+    model,
+    needs_transformers,
+    ours,
+    prompts,
+    small,
+)
 from patience import PATIENCE
 from simulated_driver import Driver, place, pool, stubbed
 
 if TYPE_CHECKING:
-    from continuous import Seen
+    from continuous_batching import Seen
 
 
 @contextlib.contextmanager
 def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]:
     """Ours, enabled, on the simulated driver. The model computes at once, on the host: a batch waits
     for a copy by having it done. guarded: without it no batch waits for anything."""
-    from sim import run_until
+    from simulated_cache import run_until
 
     from torch_kvswap.integrations.transformers import cache as transformers_cache
     from torch_kvswap.integrations.transformers import swap as transformers_swap
@@ -124,7 +133,7 @@ def waiting_for_its_store(steps: Steps, seen: Seen, driver: Driver) -> str:
 
 
 def stored(steps: Steps, seen: Seen, driver: Driver) -> str:
-    from sim import run_until
+    from simulated_cache import run_until
 
     name = waiting_for_its_store(steps, seen, driver)
     store = parked_of(seen).requests[name].stored.stores[0]

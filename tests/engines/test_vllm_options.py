@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rigs import run_script
+from processes import run_script
 
 from torch_kvswap.integrations.vllm.options import Options, read_options
 

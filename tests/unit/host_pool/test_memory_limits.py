@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from trees import write
+from fake_procfs import write
 
 from torch_kvswap.host_pool import system
 
@@ -25,7 +25,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_available_is_the_limit(tree: Path) -> None:
     system.check_room(100 * MIB, reserved=False)
     assert_expected_inline(
-        refusal(system.check_room, 100 * MIB + 1, reserved=False),
+        error_text(system.check_room, 100 * MIB + 1, reserved=False),
         """\
 ValueError: the pages need 104857601 bytes of host memory, of which 104857600 are
 available (MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the
@@ -39,7 +39,7 @@ def test_a_control_group_may_allow_less(tree: Path) -> None:
     write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * MIB}")
     system.check_room(48 * MIB, reserved=False)
     assert_expected_inline(
-        refusal(system.check_room, 48 * MIB + 1, reserved=False),
+        error_text(system.check_room, 48 * MIB + 1, reserved=False),
         """\
 ValueError: the pages need 50331649 bytes of host memory, and the control group of this
 process has 50331648 left of 67108864 (/sys/fs/cgroup/box/memory.max); ask for fewer
@@ -50,7 +50,7 @@ pages, or raise the memory limit of the container or service""",
 def test_reserved_huge_pages_are_enough_or_not(tree: Path) -> None:
     system.check_room(6 * MIB, reserved=True)
     assert_expected_inline(
-        refusal(system.check_room, 6 * MIB + 1, reserved=True),
+        error_text(system.check_room, 6 * MIB + 1, reserved=True),
         """\
 ValueError: the pages need 4 reserved huge pages of 2097152 bytes, of which 3 are free
 (HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), ask for

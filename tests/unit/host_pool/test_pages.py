@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from refusal import refusal
 
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.layout import PagedLayout
@@ -38,11 +38,11 @@ def test_replicated_pages_are_those_of_every_rank() -> None:
 
 def test_ranks_and_parts_that_cannot_be_are_refused() -> None:
     assert_expected_inline(
-        refusal(Pages, layout(), 9, 1, 4, 4),
+        error_text(Pages, layout(), 9, 1, 4, 4),
         """ValueError: rank is 4; it must be 0 to 3""",
     )
     assert_expected_inline(
-        refusal(Pages, layout(), 3, 1, 0, 4),
+        error_text(Pages, layout(), 3, 1, 0, 4),
         """ValueError: num_pages=3 for world=4: each process needs a page at least""",
     )
     with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not str"):

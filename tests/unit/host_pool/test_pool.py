@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import a_fork_lives
+from fake_procfs import write
+from processes import a_fork_lives
 from simulated_driver import HOST, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
-from trees import write
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
@@ -103,14 +103,14 @@ def test_a_closed_pool_says_so() -> None:
 
 def test_no_pages_are_refused() -> None:
     assert_expected_inline(
-        refusal(HostPool, make_layout(), num_pages=0),
+        error_text(HostPool, make_layout(), num_pages=0),
         """ValueError: num_pages is 0; it must be 1 to 9223372036854775807""",
     )
 
 
 def test_pages_without_blocks_are_refused() -> None:
     assert_expected_inline(
-        refusal(HostPool, make_layout(), 1, blocks_per_page=0),
+        error_text(HostPool, make_layout(), 1, blocks_per_page=0),
         """ValueError: blocks_per_page is 0; it must be 1 to 9223372036854775807""",
     )
 
@@ -121,7 +121,7 @@ def test_more_than_the_machine_has_room_for_is_refused(
     write(tmp_path, "proc/meminfo", "MemTotal: 65536 kB\nMemAvailable: 4096 kB\n")
     monkeypatch.setattr(system, "ROOT", tmp_path)
     assert_expected_inline(
-        refusal(HostPool, make_layout(), num_pages=10_000),
+        error_text(HostPool, make_layout(), num_pages=10_000),
         """\
 ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are available
 (MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the memory""",
@@ -130,7 +130,7 @@ ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are av
 
 def test_pinning_for_a_cache_on_the_cpu_is_refused() -> None:
     assert_expected_inline(
-        refusal(HostPool, make_layout(), 1, pinned=True),
+        error_text(HostPool, make_layout(), 1, pinned=True),
         """ValueError: pinned=True needs a cache on CUDA, this one is on cpu; leave it out""",
     )
 
@@ -236,7 +236,7 @@ def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader.library(), "kvswap_host_map", note)
         patch.setattr(system, "memlock_limit", lambda: 1000)
-        text = refusal(HostPool, layout, 10, pinned=True)
+        text = error_text(HostPool, layout, 10, pinned=True)
     assert_expected_inline(
         text,
         """\

@@ -10,9 +10,9 @@ from typing import Any
 import paths
 import pytest
 import torch
+from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
 from paths_report import Cell, judge, tables
-from spoiling import Spoiling, leave_one_out
 from transfers import Kind, Move, Shape
 
 from torch_kvswap import OffloadHandler
@@ -106,13 +106,13 @@ def test_paths_take_turns_and_a_slow_one_is_left_out(monkeypatch: pytest.MonkeyP
     assert cell.used == {name: ["strided"] for name in ways}
 
 
-@pytest.mark.parametrize(("spoil", "right"), [(lambda *ids: ids, True), (leave_one_out, False)])
-def test_bytes_that_one_path_gets_wrong_are_seen(spoil: Any, right: bool) -> None:
+@pytest.mark.parametrize(("corrupt", "right"), [(lambda *ids: ids, True), (leave_one_out, False)])
+def test_bytes_that_one_path_gets_wrong_are_seen(corrupt: Any, right: bool) -> None:
     torch.manual_seed(0)
     shape = Shape(3, 1)
     blocks = shape.new_blocks(CPU, 34)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
-        ways = {"auto": handler, "staged": Spoiling(handler, spoil)}
+        ways = {"auto": handler, "staged": CorruptingHandler(handler, corrupt)}
         cell = paths.measure(ways, {}, blocks, Kind(shape, "load", 8), 2)
     assert (cell.wrong == 0) == right
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cache import Hold, keep_busy
 from patience import PATIENCE
-from rigs import Hold, keep_busy
 from torch import Tensor
 from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
 
@@ -40,7 +40,7 @@ def chunk(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-class Rig:
+class CheckedWorker:
     """A worker, and what its caches and pages should have in them."""
 
     def __init__(self, layers: Any, device: str, chunk: int = 1, **options: Any) -> None:
@@ -105,103 +105,103 @@ class Rig:
 
 
 @pytest.fixture
-def rig(device: str) -> Iterator[Rig]:
-    rig = Rig(GROUPS["a tensor for each layer"], device)
-    yield rig
-    rig.worker.shutdown()
+def checked(device: str) -> Iterator[CheckedWorker]:
+    checked = CheckedWorker(GROUPS["a tensor for each layer"], device)
+    yield checked
+    checked.worker.shutdown()
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_blocks_of_random_transfers_and_no_others_are_moved(name, device, chunk):
-    rig, random_ = Rig(GROUPS[name], device, chunk), random.Random(name)
+    checked, random_ = CheckedWorker(GROUPS[name], device, chunk), random.Random(name)
     for _ in range(12):
         direction = random_.choice(["store", "load"])
         blocks = random_.sample(range(1, 24), 23)
         pages = random_.sample(range(PAGES), PAGES)
         moves = []
-        for _ in rig.groups:
+        for _ in checked.groups:
             count, index = random_.randint(0, 5), random_.randint(0, 7)
             taken = -(-(count + index % chunk) // chunk) if count else 0
             moves.append((blocks[:count], pages[:taken], index))
             blocks, pages = blocks[count:], pages[taken:]
-        number = rig.submit(direction, moves)
-        (result,) = rig.finished(1)
+        number = checked.submit(direction, moves)
+        (result,) = checked.finished(1)
         assert (result.job_id, result.success) == (number, True)
-        assert result.transfer_size == rig.nbytes(moves)
+        assert result.transfer_size == checked.nbytes(moves)
         assert result.transfer_time >= 0
-    assert rig.is_right()
-    rig.worker.shutdown()
+    assert checked.is_right()
+    checked.worker.shutdown()
 
 
-def test_every_job_ends_once_whatever_waits_for_it(rig):
-    numbers = {rig.submit("store", [([block], [block % PAGES], 0)]) for block in range(1, 20)}
-    rig.worker.wait(set(list(numbers)[:5]))
-    rig.worker.wait({*numbers, 1000, 2000})  # of others it never heard
-    results = rig.finished(len(numbers))
+def test_every_job_ends_once_whatever_waits_for_it(checked):
+    numbers = {checked.submit("store", [([block], [block % PAGES], 0)]) for block in range(1, 20)}
+    checked.worker.wait(set(list(numbers)[:5]))
+    checked.worker.wait({*numbers, 1000, 2000})  # of others it never heard
+    results = checked.finished(len(numbers))
     assert {result.job_id for result in results} == numbers
     assert all(result.success for result in results)
-    assert rig.worker.get_finished() == []
-    rig.worker.wait(numbers)
-    assert rig.is_right()
+    assert checked.worker.get_finished() == []
+    checked.worker.wait(numbers)
+    assert checked.is_right()
 
 
-def test_after_wait_the_blocks_can_be_overwritten(rig):
-    number = rig.submit("store", [([1, 2, 3], [4, 5, 6], 0)])
-    rig.worker.wait({number})
-    for one, expected in zip(rig.caches.tensors, rig.expected, strict=True):
+def test_after_wait_the_blocks_can_be_overwritten(checked):
+    number = checked.submit("store", [([1, 2, 3], [4, 5, 6], 0)])
+    checked.worker.wait({number})
+    for one, expected in zip(checked.caches.tensors, checked.expected, strict=True):
         one.tensor.fill_(7)
         expected.fill_(7)
-    assert rig.is_right()
+    assert checked.is_right()
 
 
-def test_a_transfer_of_nothing_ends_well(rig):
-    store, load = rig.submit("store", [([], [], 0)]), rig.submit("load", [([], [], 3)])
-    rig.worker.wait({store, load})
-    results = rig.finished(2)
+def test_a_transfer_of_nothing_ends_well(checked):
+    store, load = checked.submit("store", [([], [], 0)]), checked.submit("load", [([], [], 3)])
+    checked.worker.wait({store, load})
+    results = checked.finished(2)
     assert [(one.job_id, one.success, one.transfer_size) for one in results] == [
         (store, True, 0),
         (load, True, 0),
     ]
 
 
-def test_an_expedited_load_is_a_load(rig):
+def test_an_expedited_load_is_a_load(checked):
     gpu = base.GPULoadStoreSpec([5], group_sizes=[1], block_indices=[0])
-    assert rig.worker.submit_load(1, CPULoadStoreSpec([3]), gpu, expedited=True)
-    rig.worker.wait({1})
-    assert rig.finished(1)[0].success
-    rig._move("load", rig.groups[0], 5, 3, 0)
-    assert rig.is_right()
+    assert checked.worker.submit_load(1, CPULoadStoreSpec([3]), gpu, expedited=True)
+    checked.worker.wait({1})
+    assert checked.finished(1)[0].success
+    checked._move("load", checked.groups[0], 5, 3, 0)
+    assert checked.is_right()
 
 
-def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(rig):
+def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(checked):
     gpu = base.GPULoadStoreSpec([24], group_sizes=[1], block_indices=[0])
     with pytest.raises(IndexError, match="24"):
-        rig.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
-    assert rig.worker.get_finished() == []
-    assert rig.is_right()
+        checked.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
+    assert checked.worker.get_finished() == []
+    assert checked.is_right()
 
 
 def test_shutdown_waits_and_can_be_repeated(device):
-    rig = Rig(GROUPS["padded rows"], device)
-    rig.submit("store", [([1, 2], [3, 4], 0)])
-    pages = rig.worker._pool.pages
-    rig.worker.shutdown()
-    rig.worker.shutdown()
-    assert torch.equal(pages, rig.pages)
+    checked = CheckedWorker(GROUPS["padded rows"], device)
+    checked.submit("store", [([1, 2], [3, 4], 0)])
+    pages = checked.worker._pool.pages
+    checked.worker.shutdown()
+    checked.worker.shutdown()
+    assert torch.equal(pages, checked.pages)
 
 
-def fail_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler's copies leave other bytes and say that they failed."""
-    handler, finished = rig.worker._handler, rig.worker._handler.finished
+    handler, finished = checked.worker._handler, checked.worker._handler.finished
 
     def spoiled() -> list[Any]:
         results = finished()
         for result in results:
             if result.direction == "load":
-                for one in rig.caches.tensors:
+                for one in checked.caches.tensors:
                     one.tensor[[3, 9]] = 0
             else:
-                rig.worker._pool.pages[[2, 5]] = 0
+                checked.worker._pool.pages[[2, 5]] = 0
         error = RuntimeError("error 700")
         return [dataclasses.replace(one, state="failed", error=error) for one in results]
 
@@ -211,34 +211,34 @@ def fail_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_copy_that_failed_is_done_again_and_said_to_be_well(
-    rig, direction, waits, monkeypatch, caplog
+    checked, direction, waits, monkeypatch, caplog
 ):
-    fail_copies(rig, monkeypatch)
-    number = rig.submit(direction, [([3, 9], [5, 2], 0)])
+    fail_copies(checked, monkeypatch)
+    number = checked.submit(direction, [([3, 9], [5, 2], 0)])
     if waits:
-        rig.worker.wait({number})
-        assert rig.is_right()
-    (result,) = rig.finished(1)
+        checked.worker.wait({number})
+        assert checked.is_right()
+    (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, True)
     assert result.transfer_size == 2 * 3 * 512
     assert result.transfer_time > 0
-    assert rig.is_right()
+    assert checked.is_right()
     assert "failed: error 700; it is done once more by plain copies" in caplog.text
-    assert rig.worker.get_finished() == []
+    assert checked.worker.get_finished() == []
 
 
-def test_wait_does_not_raise_for_a_copy_that_failed(rig, monkeypatch):
-    fail_copies(rig, monkeypatch)
-    wait = rig.worker._handler.wait
+def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
+    fail_copies(checked, monkeypatch)
+    wait = checked.worker._handler.wait
 
     def fails(jobs: Any) -> None:
         wait(jobs)
         raise TransferError([])
 
-    monkeypatch.setattr(rig.worker._handler, "wait", fails)
-    rig.worker.wait({rig.submit("store", [([3, 9], [5, 2], 0)])})
-    assert rig.finished(1)[0].success
-    assert rig.is_right()
+    monkeypatch.setattr(checked.worker._handler, "wait", fails)
+    checked.worker.wait({checked.submit("store", [([3, 9], [5, 2], 0)])})
+    assert checked.finished(1)[0].success
+    assert checked.is_right()
 
 
 def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,26 +263,26 @@ def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Retry, "_start", start_late)
 
 
-def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+def test_wait_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
     copy_again_late(monkeypatch)
-    fail_copies(rig, monkeypatch)
-    number = rig.submit("store", [([3, 9], [5, 2], 0)])
-    rig.worker._handler.wait()
-    assert rig.worker.get_finished() == [], "it has not been copied yet"
-    rig.worker.wait({number})
-    assert rig.is_right()
-    assert rig.finished(1)[0].success
+    fail_copies(checked, monkeypatch)
+    number = checked.submit("store", [([3, 9], [5, 2], 0)])
+    checked.worker._handler.wait()
+    assert checked.worker.get_finished() == [], "it has not been copied yet"
+    checked.worker.wait({number})
+    assert checked.is_right()
+    assert checked.finished(1)[0].success
 
 
-def test_shutdown_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+def test_shutdown_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
     copy_again_late(monkeypatch)
-    fail_copies(rig, monkeypatch)
-    rig.submit("store", [([3, 9], [5, 2], 0)])
-    rig.worker._handler.wait()
-    assert rig.worker.get_finished() == [], "it has not been copied yet"
-    pages = rig.worker._pool.pages
-    rig.worker.shutdown()
-    assert torch.equal(pages, rig.pages)
+    fail_copies(checked, monkeypatch)
+    checked.submit("store", [([3, 9], [5, 2], 0)])
+    checked.worker._handler.wait()
+    assert checked.worker.get_finished() == [], "it has not been copied yet"
+    pages = checked.worker._pool.pages
+    checked.worker.shutdown()
+    assert torch.equal(pages, checked.pages)
 
 
 def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,27 +292,29 @@ def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_kvswap.integrations.vllm.retry.Retry._copy", cannot)
 
 
-def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(rig, monkeypatch, caplog):
-    fail_copies(rig, monkeypatch)
+def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(
+    checked, monkeypatch, caplog
+):
+    fail_copies(checked, monkeypatch)
     fail_again(monkeypatch)
-    number = rig.submit("load", [([3], [5], 0)])
-    (result,) = rig.finished(1)
+    number = checked.submit("load", [([3], [5], 0)])
+    (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, False)
     assert "failed: error 700" in caplog.text
     assert f"plain copies of load {number} failed too: error 719" in caplog.text
 
 
-def test_the_engine_ends_with_the_error_logged_before(rig, monkeypatch, caplog):
+def test_the_engine_ends_with_the_error_logged_before(checked, monkeypatch, caplog):
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
     )
 
     connector: Any = object.__new__(OffloadingConnectorWorker)
-    connector.worker, connector._load_jobs = rig.worker, {}
-    fail_copies(rig, monkeypatch)
+    connector.worker, connector._load_jobs = checked.worker, {}
+    fail_copies(checked, monkeypatch)
     fail_again(monkeypatch)
-    rig.submit("store", [([3], [5], 0)])
-    rig.worker.wait({rig.number})
+    checked.submit("store", [([3], [5], 0)])
+    checked.worker.wait({checked.number})
     with caplog.at_level(logging.ERROR), pytest.raises(AssertionError):
         connector.get_finished(set())
     assert "vLLM ends the engine" in caplog.text
@@ -323,46 +325,46 @@ def test_the_engine_ends_with_the_error_logged_before(rig, monkeypatch, caplog):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
     """waits: False is the control, a load that waits for nothing: it is zeroed."""
-    rig = Rig(GROUPS["a tensor for each layer"], "cuda")
-    rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
-    for one in rig.caches.tensors:
+    checked = CheckedWorker(GROUPS["a tensor for each layer"], "cuda")
+    checked.worker.wait({checked.submit("load", [([1], [1], 0)])})  # the first one takes longer
+    for one in checked.caches.tensors:
         one.tensor[2].zero_()  # loads the kernel
-    for expected in rig.expected:
+    for expected in checked.expected:
         expected[2] = 0
     torch.cuda.synchronize()
-    rig.worker.get_finished()  # the step before ends here
-    load = rig.worker._handler.load
+    checked.worker.get_finished()  # the step before ends here
+    load = checked.worker._handler.load
     if not waits:
-        rig.worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
+        checked.worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
     hold = Hold()
-    for one in rig.caches.tensors:
+    for one in checked.caches.tensors:
         one.tensor[3].zero_()
     gpu = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
     more = {"expedited": True} if expedited else {}
-    assert rig.worker.submit_load(100, CPULoadStoreSpec([5]), gpu, **more)
+    assert checked.worker.submit_load(100, CPULoadStoreSpec([5]), gpu, **more)
     if waits:
         hold.release()
-    rig.worker.wait({100})  # the control ends while the stream is held
+    checked.worker.wait({100})  # the control ends while the stream is held
     hold.release()
     torch.cuda.synchronize()
-    rig._move("load", rig.groups[0], 3, 5, 0)
+    checked._move("load", checked.groups[0], 3, 5, 0)
     if not waits:
-        for expected in rig.expected:
+        for expected in checked.expected:
             expected[3] = 0
-    assert rig.is_right()
-    rig.worker.shutdown()
+    assert checked.is_right()
+    checked.worker.shutdown()
 
 
 @pytest.mark.gpu
 def test_a_store_reads_what_kernels_before_it_write():
-    rig = Rig(GROUPS["a tensor for each layer"], "cuda")
+    checked = CheckedWorker(GROUPS["a tensor for each layer"], "cuda")
     keep_busy(50)
-    for one, expected in zip(rig.caches.tensors, rig.expected, strict=True):
+    for one, expected in zip(checked.caches.tensors, checked.expected, strict=True):
         one.tensor[3] = 77
         expected[3] = 77
-    rig.worker.wait({rig.submit("store", [([3], [5], 0)])})
-    assert rig.is_right()
-    rig.worker.shutdown()
+    checked.worker.wait({checked.submit("store", [([3], [5], 0)])})
+    assert checked.is_right()
+    checked.worker.shutdown()
 
 
 def test_the_spec_makes_a_worker_for_the_chunks_of_the_configuration(device):
@@ -378,7 +380,7 @@ def test_the_spec_makes_a_worker_for_the_chunks_of_the_configuration(device):
     worker.shutdown()
 
 
-def connector_of(rig: Rig) -> Any:
+def connector_of(checked: CheckedWorker) -> Any:
     """vLLM's side of the worker, without a model around it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingWorkerMetadata,
@@ -388,7 +390,11 @@ def connector_of(rig: Rig) -> Any:
     )
 
     connector: Any = object.__new__(OffloadingConnectorWorker)
-    connector.worker, connector._load_jobs, connector._unsubmitted_store_jobs = rig.worker, {}, []
+    connector.worker, connector._load_jobs, connector._unsubmitted_store_jobs = (
+        checked.worker,
+        {},
+        [],
+    )
     connector._is_store_writer = True  # of 0.33
     connector._connector_worker_meta = OffloadingWorkerMetadata()
     return connector
@@ -417,7 +423,7 @@ def metadata(
     )
 
 
-def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
+def steps_until(connector: Any, checked: CheckedWorker, numbers: set[int]) -> set[str]:
     """Empty steps until the jobs are reported: the requests whose loads have ended."""
     received: set[str] = set()
     reported: dict[int, int] = {}
@@ -432,68 +438,68 @@ def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
     return received
 
 
-def test_a_store_goes_out_one_step_later_and_its_load_brings_it_back(rig):
-    connector = connector_of(rig)
+def test_a_store_goes_out_one_step_later_and_its_load_brings_it_back(checked):
+    connector = connector_of(checked)
     first = metadata(stores={1: ([3, 4], [7, 8])})
     connector.handle_preemptions(first)
     connector.start_kv_transfers(first)
     connector.prepare_store_kv(first)
     assert connector.get_finished(set()) == (set(), set())
-    assert rig.worker._open == {}, "not yet submitted"
+    assert checked.worker._open == {}, "not yet submitted"
     connector.handle_preemptions(metadata())
-    assert steps_until(connector, rig, {1}) == set()
-    stored = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    assert steps_until(connector, checked, {1}) == set()
+    stored = [one.tensor[[3, 4]].clone() for one in checked.caches.tensors]
     second = metadata(loads={2: ([10, 11], [7, 8])})
     connector.handle_preemptions(second)
     connector.start_kv_transfers(second)
-    assert steps_until(connector, rig, {2}) == {"2"}
+    assert steps_until(connector, checked, {2}) == {"2"}
     assert all(
         torch.equal(one.tensor[[10, 11]], bytes_)
-        for one, bytes_ in zip(rig.caches.tensors, stored, strict=True)
+        for one, bytes_ in zip(checked.caches.tensors, stored, strict=True)
     )
 
 
-def test_a_flush_submits_and_waits_for_stores_before_their_blocks_are_overwritten(rig):
-    connector = connector_of(rig)
+def test_a_flush_submits_and_waits_for_stores_before_their_blocks_are_overwritten(checked):
+    connector = connector_of(checked)
     connector.prepare_store_kv(metadata(stores={1: ([3], [7])}))
-    kept = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    kept = [one.tensor[[3, 4]].clone() for one in checked.caches.tensors]
     connector.handle_preemptions(metadata(stores={2: ([4], [8])}, flush={1, 2, 99}))
-    for one in rig.caches.tensors:
+    for one in checked.caches.tensors:
         one.tensor[[3, 4]] = 0
-    assert steps_until(connector, rig, {1, 2}) == set()
+    assert steps_until(connector, checked, {1, 2}) == set()
     for page, row in ((7, 0), (8, 1)):
         expected = torch.cat([one[row] for one in kept]).view(torch.uint8).cpu()
-        assert torch.equal(rig.worker._pool.pages[page, 0], expected)
+        assert torch.equal(checked.worker._pool.pages[page, 0], expected)
 
 
 @pytest.mark.skipif(not hasattr(base, "Medium"), reason="0.26 has no synchronous loads")
-def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(rig):
-    connector, loads = connector_of(rig), []
-    load = rig.worker._handler.load
+def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(checked):
+    connector, loads = connector_of(checked), []
+    load = checked.worker._handler.load
 
     def noted(*ids: Any, **options: Any) -> Any:
         loads.append(options["expedited"])
         return load(*ids, **options)
 
-    rig.worker._handler.load = noted
+    checked.worker._handler.load = noted
     connector.start_kv_transfers(metadata(loads={5: ([3], [7])}, sync=True))
-    rig._move("load", rig.groups[0], 3, 7, 0)
-    assert rig.is_right()
-    assert steps_until(connector, rig, {5}) == set()
+    checked._move("load", checked.groups[0], 3, 7, 0)
+    assert checked.is_right()
+    assert steps_until(connector, checked, {5}) == set()
     assert loads == [True]
 
 
-def test_loads_start_behind_the_stream_that_the_model_runs_on(rig, monkeypatch):
+def test_loads_start_behind_the_stream_that_the_model_runs_on(checked, monkeypatch):
     """No moment before is named, so that what the step has launched by now is waited for."""
-    load, named = rig.worker._handler.load, []
+    load, named = checked.worker._handler.load, []
 
     def noted(*ids: Any, **options: Any) -> Any:
         named.append(options.get("after"))
         return load(*ids, **options)
 
-    monkeypatch.setattr(rig.worker._handler, "load", noted)
-    rig.submit("load", [([3], [5], 0)])
-    rig.worker.get_finished()
+    monkeypatch.setattr(checked.worker._handler, "load", noted)
+    checked.submit("load", [([3], [5], 0)])
+    checked.worker.get_finished()
     gpu = base.GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    assert rig.worker.submit_load(9, CPULoadStoreSpec([6]), gpu, expedited=True)
+    assert checked.worker.submit_load(9, CPULoadStoreSpec([6]), gpu, expedited=True)
     assert named == [None, None]

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from patience import PATIENCE
-from sim import CHANNELS, SIDE, Rig, Stream, needs_kernels, run_until, states
+from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
 from simulated_driver import Driver, on_device, stubbed
 
 from torch_kvswap import HostPool, OffloadHandler
@@ -18,8 +18,8 @@ BLOCKS = 1024  # more than are enqueued in the call that submits them
 ALL = list(range(BLOCKS))
 
 
-def large(rig: Rig, kind: str) -> Job:
-    return rig.submit(kind, ALL, ALL[::-1])
+def large(sim: SimulatedCache, kind: str) -> Job:
+    return sim.submit(kind, ALL, ALL[::-1])
 
 
 def batches(driver: Driver) -> list[int]:
@@ -29,39 +29,39 @@ def batches(driver: Driver) -> list[int]:
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_who_submits_a_large_job_enqueues_its_beginning(driver: Driver, kind: str) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        large(rig, kind)
-        assert states(rig.finish()) == ["done"]
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        large(sim, kind)
+        assert states(sim.finish()) == ["done"]
         first, rest = batches(driver)
         assert 1 < first < 100
         assert first + rest == BLOCKS
-        assert rig.is_right()
+        assert sim.is_right()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_a_stream_that_waits_for_a_large_job_waits_for_all_of_it(driver: Driver, kind: str) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        rig.start_log()
-        large(rig, kind).wait_on(Stream(SIDE))
-        lines = rig.log().splitlines()
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        sim.start_log()
+        large(sim, kind).wait_on(Stream(SIDE))
+        lines = sim.log().splitlines()
         waits = next(i for i, line in enumerate(lines) if line.endswith("on side"))
         copies = [i for i, line in enumerate(lines) if line.startswith("batch of")]
         assert len(copies) == 2
         assert copies[1] < waits
-        rig.finish()
+        sim.finish()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: str) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
-            large(rig, kind)
-            rig.submit(kind, [BLOCKS - 1], [7])
-            rig.submit("load" if kind == "store" else "store", [BLOCKS - 2], [BLOCKS - 2])
-        assert states(rig.finish()) == ["done"] * 15
-        assert rig.is_right()
+            large(sim, kind)
+            sim.submit(kind, [BLOCKS - 1], [7])
+            sim.submit("load" if kind == "store" else "store", [BLOCKS - 2], [BLOCKS - 2])
+        assert states(sim.finish()) == ["done"] * 15
+        assert sim.is_right()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
@@ -69,43 +69,43 @@ def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: s
 def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
     driver: Driver, kind: str
 ) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.fail("cuMemcpyBatchAsync", 2)
-        failed = large(rig, kind)
+        failed = large(sim, kind)
         with pytest.raises(TransferError):
-            rig.handler.wait(failed)  # and the device runs only what is waited for
+            sim.handler.wait(failed)  # and the device runs only what is waited for
         assert driver.pending() == ""
-        assert states(rig.finish()) == ["failed"]
+        assert states(sim.finish()) == ["failed"]
         assert failed.result is not None
         assert "cuMemcpyBatchAsync failed at index" in str(failed.result.error)
-        rig.host.pages.random_(256)
-        again = rig.handler.store(ALL, ALL, after=())
+        sim.host.pages.random_(256)
+        again = sim.handler.store(ALL, ALL, after=())
         run_until(driver, again.done)
-        assert torch.equal(rig.host.pages[:, 0], rig.tensors[0])
+        assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: str) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
-        job = large(rig, kind)
-        assert rig.handler.cancel(job)
-        assert states(rig.finish()) == ["cancelled"]
-        assert not rig.handler.cancel(job)
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
+        job = large(sim, kind)
+        assert sim.handler.cancel(job)
+        assert states(sim.finish()) == ["cancelled"]
+        assert not sim.handler.cancel(job)
 
 
 @stubbed
 def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS) as rig:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.set_mode("threaded")
         ended = []
 
         def serve(kind: str) -> None:
             for _ in range(20):
-                job = rig.handler.load(ALL, ALL, after=(), expedited=kind == "expedited")
+                job = sim.handler.load(ALL, ALL, after=(), expedited=kind == "expedited")
                 if kind == "store":
-                    job = rig.handler.store(ALL, ALL, after=())
-                rig.handler.wait(job)
+                    job = sim.handler.store(ALL, ALL, after=())
+                sim.handler.wait(job)
                 ended.append(job)
 
         threads = [threading.Thread(target=serve, args=[kind]) for kind in CHANNELS]
@@ -113,9 +113,9 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        rig.handler.drain()
+        sim.handler.drain()
         assert len(ended) == 60
-        assert torch.equal(rig.host.pages[:, 0], rig.tensors[0])
+        assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
         driver.set_mode("manual")
 
 
@@ -155,12 +155,12 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
     driver: Driver, options: str
 ) -> None:
-    with Rig(driver, blocks=BLOCKS, pages=BLOCKS, layers=2) as rig:
-        given = {"gate": rig.handler.gate()} if options == "gate" else {"layer_groups": 2}
-        rig.submit("load", ALL, ALL[::-1], **given)
-        assert states(rig.finish()) == ["done"]
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, layers=2) as sim:
+        given = {"gate": sim.handler.gate()} if options == "gate" else {"layer_groups": 2}
+        sim.submit("load", ALL, ALL[::-1], **given)
+        assert states(sim.finish()) == ["done"]
         assert batches(driver) == ([2 * BLOCKS] if options == "gate" else [BLOCKS, BLOCKS])
-        assert rig.is_right()
+        assert sim.is_right()
 
 
 @needs_kernels

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
-from rigs import in_time
-from sim import needs_kernels, rest, threads
+from patience import in_time
+from simulated_cache import needs_kernels, rest, threads
 from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -43,16 +43,16 @@ def test_a_path_is_forced_by_its_name_or_by_the_environment(
 
 def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_expected_inline(
-        refusal(path_options, "fast", 0, CPU),
+        error_text(path_options, "fast", 0, CPU),
         """ValueError: path='fast'; expected one of auto, batch, strided, staged, kernel""",
     )
     assert_expected_inline(
-        refusal(path_options, "auto", -1, CPU),
+        error_text(path_options, "auto", -1, CPU),
         """ValueError: staging_bytes is -1; it must be 0 to 9223372036854775807""",
     )
     monkeypatch.setenv("KVSWAP_PATH", "host")
     assert_expected_inline(
-        refusal(path_options, None, 0, CPU),
+        error_text(path_options, None, 0, CPU),
         """ValueError: KVSWAP_PATH='host'; expected one of auto, batch, strided, staged, kernel""",
     )
 

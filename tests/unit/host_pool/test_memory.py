@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from rigs import a_fork_lives, in_child, run_script
+from fake_procfs import write
+from processes import a_fork_lives, in_child, run_script
 from simulated_driver import Driver, stubbed
-from trees import write
 
 from torch_kvswap._native import loader
 from torch_kvswap.host_pool import system
@@ -305,8 +305,8 @@ def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(tmp_
     body = f"""
         import ctypes, os, sys
         sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
-        from rigs import in_child
-        from test_mapping import MIB, mapping, resident
+        from processes import in_child
+        from test_memory import MIB, mapping, resident
         for kind in ("private", "shared"):
             mapping(kind, MIB).touch(0, MIB)
             before = resident()

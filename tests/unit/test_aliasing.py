@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from refusal import refusal
 
 from torch_kvswap.layout import PagedLayout, block_spaces
 
@@ -79,7 +79,7 @@ def test_blocks_of_another_number_may_not_be_shared(one: tuple, other: tuple) ->
     layouts = [PagedLayout([rows[one]]), PagedLayout([rows[other]])]
     for pair in (layouts, layouts[::-1]):
         assert_expected_inline(
-            refusal(block_spaces, pair),
+            error_text(block_spaces, pair),
             """\
 ValueError: layouts 0 and 1 share memory, but the same id is not the same block in both;
 make them of the same rows with the same distance""",

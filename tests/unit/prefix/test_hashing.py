@@ -9,10 +9,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from refusal import refusal
 
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
@@ -173,44 +173,44 @@ def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
 def test_errors_say_what_was_wrong():
     hasher = PrefixHasher(**SETTINGS)
     errors = [
-        refusal(hasher.keys, [1, 2, -1, 4]),
-        refusal(hasher.keys, [1, 2**32]),
-        refusal(hasher.keys, np.array([1, -1])),
-        refusal(hasher.keys, [1.5]),
-        refusal(hasher.keys, np.array([1.5])),
-        refusal(hasher.keys, TOKENS, [Medium(64, 2, b"x")]),
-        refusal(PrefixHasher, "m", "bfloat16", 0),
-        refusal(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
-        refusal(PrefixHasher, "m", "bfloat16", 1.5),
-        refusal(PrefixHasher, "m", "bfloat16", 2**32),
-        refusal(PrefixHasher, "m", "bfloat16", 16, group="x"),
-        refusal(PrefixHasher, "m", "bfloat16", 16, group=-1),
-        refusal(PrefixHasher, "m", "bfloat16", 16, salt=5),
-        refusal(PrefixHasher, "m", "bfloat16", 16, extra={}),
-        refusal(PrefixHasher, None, "bfloat16", 16),
-        refusal(PrefixHasher, "m", np.float16, 16),
+        error_text(hasher.keys, [1, 2, -1, 4]),
+        error_text(hasher.keys, [1, 2**32]),
+        error_text(hasher.keys, np.array([1, -1])),
+        error_text(hasher.keys, [1.5]),
+        error_text(hasher.keys, np.array([1.5])),
+        error_text(hasher.keys, TOKENS, [Medium(64, 2, b"x")]),
+        error_text(PrefixHasher, "m", "bfloat16", 0),
+        error_text(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
+        error_text(PrefixHasher, "m", "bfloat16", 1.5),
+        error_text(PrefixHasher, "m", "bfloat16", 2**32),
+        error_text(PrefixHasher, "m", "bfloat16", 16, group="x"),
+        error_text(PrefixHasher, "m", "bfloat16", 16, group=-1),
+        error_text(PrefixHasher, "m", "bfloat16", 16, salt=5),
+        error_text(PrefixHasher, "m", "bfloat16", 16, extra={}),
+        error_text(PrefixHasher, None, "bfloat16", 16),
+        error_text(PrefixHasher, "m", np.float16, 16),
         *(
-            refusal(call, tokens)
+            error_text(call, tokens)
             for call in (hasher.keys, hasher.lookup_keys, hasher.partial_key)
             for tokens in (np.array(TOKENS, np.uint32).tobytes(), dict.fromkeys(TOKENS))
         ),
-        refusal(hasher.keys, bytearray(64)),
-        refusal(hasher.keys, memoryview(bytes(64))),
-        refusal(hasher.keys, "1, 2"),
-        refusal(hasher.keys, {1, 2}),
-        refusal(hasher.keys, None),
-        refusal(hasher.keys, iter(TOKENS)),
-        refusal(hasher.keys, [1, "2"]),
-        refusal(hasher.keys, [1] * 20_000 + [None]),
-        refusal(hasher.keys, [1] * 20_000 + [-1]),
-        refusal(hasher.keys, np.ones((2, 2), np.int64)),
-        refusal(hasher.keys, TOKENS, ["x"]),
-        refusal(hasher.keys, TOKENS, None),
-        refusal(hasher.keys, TOKENS, Medium(1, 1, b"x")),
-        refusal(Medium, -1, 2**64, b"x"),
-        refusal(Medium, 1, 2**64, b"x"),
-        refusal(Medium, 1.5, 1, b"x"),
-        refusal(Medium, 1, 1, "x"),
+        error_text(hasher.keys, bytearray(64)),
+        error_text(hasher.keys, memoryview(bytes(64))),
+        error_text(hasher.keys, "1, 2"),
+        error_text(hasher.keys, {1, 2}),
+        error_text(hasher.keys, None),
+        error_text(hasher.keys, iter(TOKENS)),
+        error_text(hasher.keys, [1, "2"]),
+        error_text(hasher.keys, [1] * 20_000 + [None]),
+        error_text(hasher.keys, [1] * 20_000 + [-1]),
+        error_text(hasher.keys, np.ones((2, 2), np.int64)),
+        error_text(hasher.keys, TOKENS, ["x"]),
+        error_text(hasher.keys, TOKENS, None),
+        error_text(hasher.keys, TOKENS, Medium(1, 1, b"x")),
+        error_text(Medium, -1, 2**64, b"x"),
+        error_text(Medium, 1, 2**64, b"x"),
+        error_text(Medium, 1.5, 1, b"x"),
+        error_text(Medium, 1, 1, "x"),
     ]
     assert_expected_inline(
         "\n".join(errors),

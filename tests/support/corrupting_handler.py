@@ -10,20 +10,20 @@ from torch_kvswap import OffloadHandler
 Ids = list[int]
 
 
-class Spoiling:
-    """Moves what `spoil` makes of the blocks and pages, or of the pages and blocks of a load."""
+class CorruptingHandler:
+    """Moves what `corrupt` makes of the blocks and pages, or of the pages and blocks of a load."""
 
     def __init__(
-        self, handler: OffloadHandler, spoil: Callable[[Ids, Ids], tuple[Ids, Ids]]
+        self, handler: OffloadHandler, corrupt: Callable[[Ids, Ids], tuple[Ids, Ids]]
     ) -> None:
         self.handler = handler
-        self.spoil = spoil
+        self.corrupt = corrupt
 
     def store(self, blocks: Ids, pages: Ids, **options: Any) -> Any:
-        return self.handler.store(*self.spoil(blocks, pages), **options)
+        return self.handler.store(*self.corrupt(blocks, pages), **options)
 
     def load(self, pages: Ids, blocks: Ids, **options: Any) -> Any:
-        return self.handler.load(*self.spoil(pages, blocks), **options)
+        return self.handler.load(*self.corrupt(pages, blocks), **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handler, name)

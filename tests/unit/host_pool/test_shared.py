@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
-from patience import PATIENCE
-from refusal import refusal
-from rigs import in_time
+from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, stubbed
 
 from torch_kvswap import PoolHandle
@@ -73,7 +72,9 @@ def test_a_closed_handle_sends_no_other_file() -> None:
             lambda: HostPool.attach(layout(), handle, 1, 2),
             lambda: handle.fd,
         ):
-            assert refusal(use).startswith("RuntimeError: the handle of the host pool is closed;")
+            assert error_text(use).startswith(
+                "RuntimeError: the handle of the host pool is closed;"
+            )
         with pytest.raises(BlockingIOError):
             here.recv(1)
     for file in {other, number}:
@@ -123,7 +124,7 @@ def test_a_rank_uses_its_own_pages_only() -> None:
     with OffloadHandler(cache, pool) as handler:
         handler.wait(handler.store([0, 1], [2, 3]))
         assert_expected_inline(
-            refusal(handler.store, [0], [4]),
+            error_text(handler.store, [0], [4]),
             """\
 IndexError: page_ids[0] is 4; of the 8 host pages those from 2 to 3 can be used: the
 others are not pinned yet, or another rank has them""",
@@ -203,29 +204,29 @@ def test_a_handle_of_something_else_is_refused() -> None:
     pool = HostPool(layout(), 6, world=2)
     handle = pool.share()
     assert_expected_inline(
-        refusal(HostPool.attach, layout(), handle, 0, 4),
+        error_text(HostPool.attach, layout(), handle, 0, 4),
         """\
 ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
 4096, and world=4""",
     )
     assert_expected_inline(
-        refusal(HostPool.attach, layout(8), handle, 0, 2),
+        error_text(HostPool.attach, layout(8), handle, 0, 2),
         """\
 ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
 8, and world=2""",
     )
     assert_expected_inline(
-        refusal(HostPool.attach, layout(), handle, 2, 2),
+        error_text(HostPool.attach, layout(), handle, 2, 2),
         """ValueError: rank is 2; it must be 0 to 1""",
     )
     assert_expected_inline(
-        refusal(HostPool.attach, layout(), pool, 0, 2),
+        error_text(HostPool.attach, layout(), pool, 0, 2),
         """\
 TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
 returned""",
     )
     assert_expected_inline(
-        refusal(HostPool(layout(), 1).share),
+        error_text(HostPool(layout(), 1).share),
         """ValueError: this pool is of one process; make it with world=, how many share it""",
     )
 
@@ -235,7 +236,7 @@ def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> No
     small = pool.share()
     small.num_pages = 7
     assert_expected_inline(
-        refusal(HostPool.attach, layout(), small, 0, 2),
+        error_text(HostPool.attach, layout(), small, 0, 2),
         """\
 ValueError: the file of the handle has 24576 bytes, and 7 pages need 28672 that nobody
 can take away; pass what HostPool.share() returns""",
@@ -253,13 +254,13 @@ def test_what_is_no_handle_is_refused_at_the_socket() -> None:
         here.send(b"hello")
         here.close()
         assert_expected_inline(
-            refusal(PoolHandle.receive, there),
+            error_text(PoolHandle.receive, there),
             """\
 ConnectionError: 5 bytes and 0 files came where the handle of a host pool was expected;
 send it with PoolHandle.send""",
         )
         assert_expected_inline(
-            refusal(PoolHandle.receive, there),
+            error_text(PoolHandle.receive, there),
             """\
 ConnectionError: 0 bytes and 0 files came where the handle of a host pool was expected;
 send it with PoolHandle.send""",

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from continuous import needs_transformers
+from continuous_batching import needs_transformers
 from integration_transformers_report import Cell, Rate, judge, tables
 
 pytestmark = pytest.mark.slow  # of a benchmark program

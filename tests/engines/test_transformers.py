@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from continuous import (
+from continuous_batching import (
     KINDS,
     Steps,
     config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trees import write
+from fake_procfs import write
 
 from torch_kvswap.host_pool import system
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusal import refusal
 from torch import Tensor
 
 from torch_kvswap.handler import OffloadHandler
@@ -113,7 +113,7 @@ def test_a_wrong_request_is_refused_with_what_is_wrong() -> None:
         lambda: handler.load([0], [0], layer_groups=1.0),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
-        "\n".join(refusal(call) for call in calls),
+        "\n".join(error_text(call) for call in calls),
         """\
 IndexError: gpu_block_ids[1] is 6; there are 6 GPU blocks, 0 to 5
 IndexError: page_ids[1] is -1; there are 4 host pages, 0 to 3
@@ -150,7 +150,7 @@ def test_a_wrong_request_of_groups_is_refused_with_the_group() -> None:
         lambda: handler.store([[0], [1]], [[0], [1]], first_block=[0]),
     ]
     assert_expected_inline(
-        "\n".join(refusal(call) for call in calls),
+        "\n".join(error_text(call) for call in calls),
         """\
 IndexError: gpu_block_ids[1][0] is 3; there are 3 GPU blocks, 0 to 2
 IndexError: page_ids[0][0] is 4; there are 4 host pages, 0 to 3
@@ -180,7 +180,7 @@ def test_groups_of_one_memory_may_not_write_one_block_twice_in_a_job() -> None:
             lambda: handler.store([[0], [1]], [[2], [2]]),
         ]
         assert_expected_inline(
-            "\n".join(refusal(call) for call in calls),
+            "\n".join(error_text(call) for call in calls),
             """\
 ValueError: gpu_block_ids[1][0] is 2, which another group of this job writes too; their
 memory is the same

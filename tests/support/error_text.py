@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 
-def refusal(call: Callable[..., object], *args: object, **kwargs: object) -> str:
+def error_text(call: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Type and message of what the call raises, wrapped; fails when it raises nothing."""
     try:
         call(*args, **kwargs)

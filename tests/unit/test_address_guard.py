@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from refusal import refusal
+from error_text import error_text
 from torch import Tensor
 
 from torch_kvswap.groups import Watch
@@ -40,7 +40,7 @@ def test_whatever_gives_a_tensor_other_memory_is_seen(move: str, index: int) -> 
     watch = Watch([make_layout(1), layout])
     watch.check()
     MOVES[move](layout.tensors[index])
-    assert refusal(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
+    assert error_text(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
 
 
 def shrink(tensor: Tensor, nbytes: int) -> None:
@@ -52,7 +52,7 @@ def test_a_storage_that_lost_bytes_is_seen(left: int) -> None:
     layout = make_layout()
     watch = Watch([layout])
     shrink(layout.tensors[1], left)
-    assert " ".join(refusal(watch.check).split()) == (
+    assert " ".join(error_text(watch.check).split()) == (
         "RuntimeError: tensors[1] reaches to byte 96 of its storage, which was freed or resized "
         f"to {left} since the layout was made; make a new layout and pass it to rebind()"
     )
@@ -67,13 +67,13 @@ def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
     tensor.set_(torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8))
     assert tensor.data_ptr() == layout.addresses[0]
     assert tensor.untyped_storage().nbytes() < 96
-    assert "tensors[0] reaches to byte 96 of its storage" in refusal(watch.check)
+    assert "tensors[0] reaches to byte 96 of its storage" in error_text(watch.check)
 
 
 def test_a_tensor_that_moved_before_the_watch_began_is_seen() -> None:
     layout = make_layout()
     replace_data(layout.tensors[1])
-    assert "tensors[1] has moved" in refusal(Watch([layout]).check)
+    assert "tensors[1] has moved" in error_text(Watch([layout]).check)
 
 
 def test_what_leaves_the_memory_alone_is_no_move() -> None:
@@ -112,4 +112,4 @@ def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
     watch = Watch([PagedLayout(tensors)])
     watch.check()
     shrink(tensors[1], left)
-    assert f"which was freed or resized to {left}" in " ".join(refusal(watch.check).split())
+    assert f"which was freed or resized to {left}" in " ".join(error_text(watch.check).split())

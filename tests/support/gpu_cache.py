@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import functools
 import itertools
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
-import pytest
 import torch
 from patience import PATIENCE, SCALE
 from torch import Tensor
@@ -91,38 +80,7 @@ class Hold(torch.cuda.Event):
         self.release()
 
 
-def in_child(body: Callable[[], object]) -> int:
-    """The exit status of a fork: 1 if the body was true, 0 if not; that of a signal is negative."""
-    child = os.fork()
-    if child == 0:
-        status = 2
-        try:
-            faulthandler.disable()
-            signal.alarm(int(PATIENCE))
-            status = int(bool(body()))
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@contextmanager
-def a_fork_lives() -> Iterator[None]:
-    """Of this process; it does nothing."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    try:
-        yield
-    finally:
-        os.close(write_end)
-        os.waitpid(child, 0)
-        os.close(read_end)
-
-
-class Rig:
+class GpuCache:
     """A cache of OLD bytes in `layers` tensors, as many pages of NEW bytes, and a handler.
 
     Kernels are loaded at their first launch, which may wait for the device: what a test launches
@@ -174,7 +132,7 @@ class Rig:
             return self.slow(ms)
 
     def hold(self) -> Hold:
-        """Holds the current stream up until it is released, or the rig is left."""
+        """Holds the current stream up until it is released, or the gpu is left."""
         self._holds.append(Hold())
         return self._holds[-1]
 
@@ -197,7 +155,7 @@ class Rig:
         """On the same cache and pages. Handlers do not know of each other: a control."""
         return OffloadHandler(self.layout, self.host)
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> GpuCache:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,65 +171,9 @@ def only(tensor: Tensor) -> int:
     return int(values[0])
 
 
-def in_time(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    """Polls until the condition holds; False when it does not for that long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.0002)
-    return True
-
-
 def ended(handler: OffloadHandler, job: Job) -> str:
     """How the job ended, once it has, also when that is a failure."""
     with suppress(TransferError):
         handler.wait(job, timeout=PATIENCE)
     assert job.result is not None
     return str(job.result.state)
-
-
-@contextmanager
-def watchdog(capfd: pytest.CaptureFixture[str], seconds: float = 3 * PATIENCE) -> Iterator[None]:
-    """Ends the process, with the stacks of all threads, when a test hangs where no deadline of its
-    own can help: inside the driver, or in closing."""
-    with capfd.disabled():
-        stderr = os.dup(2)
-    faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        os.close(stderr)
-
-
-def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
-    """Runs it in a process of its own that imports what this one does, and modules of the folder;
-    returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-class Steps:
-    """Holds the thread that pins after each chunk but the first, until it may go on."""
-
-    def __init__(self) -> None:
-        self._turns = threading.Semaphore(0)
-        self.seen: list[tuple[int, int]] = []
-
-    def __call__(self, ready: int, count: int) -> None:
-        self.seen.append((ready, count))
-        if threading.current_thread() is not threading.main_thread():
-            assert self._turns.acquire(timeout=PATIENCE)
-
-    def go_on(self, chunks: int = 1) -> None:
-        self._turns.release(chunks)

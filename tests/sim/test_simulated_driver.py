@@ -10,8 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE
-from rigs import in_time
+from patience import PATIENCE, in_time
 from simulated_driver import DEVICE, HOST, Driver, stubbed, without_cuda
 from simulated_driver.cuda import CudaError
 from simulated_driver.stubbed import Worker

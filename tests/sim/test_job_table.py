@@ -1,0 +1,291 @@
+"""A job fails when what it reads was never written, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from simulated_cache import SIDE, SimulatedCache, Stream, run_until
+from simulated_driver import Driver, stubbed
+
+from torch_kvswap.handler import Job
+
+
+def state(job: Job) -> str:
+    return "open" if job.result is None else job.result.state
+
+
+def error(job: Job) -> str:
+    assert job.result is not None
+    return str(job.result.error)
+
+
+def reason(source: Job) -> str:
+    """How the error begins of what needs the job."""
+    how = "was cancelled" if state(source) == "cancelled" else f"failed: {error(source)}"
+    return f"{source.direction} {source.id} {how}"
+
+
+def fails(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    sim.driver.fail("cuMemcpyAsync")
+    return sim.submit(kind, [block], [page])
+
+
+def is_cancelled_in_the_queue(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    sim.fill(kind, 15, 15)
+    job = sim.submit(kind, [block], [page])
+    assert sim.handler.cancel(job)
+    assert job.done()
+    return job
+
+
+def is_cancelled_while_it_runs(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
+    job = sim.submit(kind, [block], [page])
+    assert sim.handler.cancel(job)
+    assert not job.done()
+    return job
+
+
+ENDS: dict[str, Callable[[SimulatedCache, str, int, int], Job]] = {
+    "failed": fails,
+    "cancelled in the queue": is_cancelled_in_the_queue,
+    "cancelled while it runs": is_cancelled_while_it_runs,
+}
+REPORTED = pytest.mark.parametrize("reported", [False, True], ids=["unreported", "reported"])
+
+
+@REPORTED
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", ["load", "expedited"])
+@stubbed
+def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
+    driver: Driver, kind: str, end: str, reported: bool
+) -> None:
+    with SimulatedCache(driver) as sim:
+        store = ENDS[end](sim, "store", 1, 2)
+        if reported:
+            sim.finish()
+        load, other = sim.submit(kind, [3], [2]), sim.submit(kind, [4], [5])
+        kept = sim.block(3)
+        sim.finish()
+        assert (state(load), state(other)) == ("failed", "done")
+        assert error(load).startswith(reason(store))
+        if end != "cancelled while it runs" or reported:
+            assert (sim.block(3) == kept).all()
+        again = sim.submit(kind, [3], [2])
+        sim.finish()
+        assert state(again) == "failed"
+        sim.store(6, 2)
+        valid = sim.submit(kind, [7], [2])
+        sim.finish()
+        assert state(valid) == "done"
+        assert (sim.block(7) == sim.block(6)).all()
+
+
+@pytest.mark.parametrize("kind", ["load", "expedited"])
+@pytest.mark.parametrize("end", ENDS)
+@stubbed
+def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
+    driver: Driver, end: str, kind: str
+) -> None:
+    with SimulatedCache(driver) as sim:
+        load = ENDS[end](sim, kind, 1, 2)
+        store, other = sim.store(1, 3), sim.store(4, 5)
+        run_until(driver, sim.has_ended)
+        later = sim.store(1, 6)
+        assert [state(job) for job in (store, other, later)] == ["failed", "done", "failed"]
+        for job in (store, later):
+            assert error(job).startswith(reason(load))
+        sim.finish()
+        valid = sim.store(1, 3)
+        sim.finish()
+        assert state(valid) == "done"
+        assert sim.holds(3, sim.block(1))
+
+
+@stubbed
+def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        first = sim.store(1, 1, after=Stream(SIDE))
+        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
+        chain.append(sim.store(3, 3))
+        beside = [sim.load(4, 4), sim.store(4, 5), sim.load(5, 6)]
+        assert sim.handler.cancel(first)
+        sim.release(hold)
+        sim.finish()
+        assert [state(job) for job in [first, *chain, *beside]] == [
+            "cancelled",
+            *["failed"] * 4,
+            *["done"] * 3,
+        ]
+        for source, job in zip([first, *chain], chain, strict=False):
+            assert error(job) == reason(source)
+
+
+@stubbed
+def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        sim.store(9, 9, after=Stream(SIDE))
+        sim.fill("store", 9, 9)
+        first = sim.store(1, 1)
+        chain = [sim.load(1, 2), sim.store(2, 2), sim.submit("expedited", [3], [2])]
+        assert sim.handler.cancel(first)
+        sim.release(hold)
+        sim.finish()
+        assert [state(job) for job in chain] == ["failed"] * 3
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled in the queue"])
+@stubbed
+def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
+    driver: Driver, end: str
+) -> None:
+    with SimulatedCache(driver) as sim:
+        store = ENDS[end](sim, "store", 1, 2)
+        over_the_page = sim.store(3, 2)
+        into_the_block = sim.load(5, 1)
+        load = ENDS[end](sim, "load", 7, 8)
+        over_the_block = sim.submit("expedited", [7], [9])
+        into_the_page = sim.store(10, 8)
+        sim.finish()
+        for job in (over_the_page, into_the_block, over_the_block, into_the_page):
+            assert state(job) == "done"
+        assert {state(store), state(load)} <= {"failed", "cancelled"}
+        assert sim.is_right(without=[store, load])
+
+
+@stubbed
+def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        hold = sim.held(SIDE)
+        sim.store(1, 2, after=Stream(SIDE))
+        sim.fill("store", 9, 9)
+        newer = sim.store(3, 2)
+        assert sim.handler.cancel(newer)
+        sim.release(hold)
+        sim.finish()
+        job = sim.load(2, 4)
+        sim.finish()
+        assert state(job) == "failed"
+        assert error(job) == f"store {newer.id} was cancelled"
+
+
+@stubbed
+def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        older, newer = sim.store(1, 2), sim.store(3, 2)
+        load = sim.load(2, 4)
+        assert sim.handler.cancel(older)
+        sim.finish()
+        assert [state(job) for job in (older, newer, load)] == ["cancelled", "done", "done"]
+        assert (sim.block(4) == sim.block(3)).all()
+
+
+@stubbed
+def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        load = fails(sim, "load", 1, 2)
+        store = sim.store(1, 3)
+        assert state(store) == "failed"
+        sim.finish()
+        job = sim.load(3, 4)
+        assert error(job) == f"store {store.id} failed: {error(store)}"
+        assert f"load {load.id} failed" in error(store)
+
+
+@stubbed
+def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Driver) -> None:
+    with SimulatedCache(driver, pages=4, per_page=3) as sim:
+        before = sim.submit("store", [0, 1], [1])
+        driver.fail("cuMemcpyAsync")  # their bytes lie in one piece
+        failed = sim.submit("store", [2, 3, 4], [1, 2], first_block=2)
+        assert (state(before), state(failed)) == ("open", "failed")
+        jobs = {
+            "slots 0 and 1 of page 1": sim.submit("load", [8, 9], [1]),
+            "slot 2 of page 1": sim.submit("load", [10], [1], first_block=2),
+            "slots 0 and 1 of page 2": sim.submit("load", [11, 12], [2]),
+            "slot 2 of page 2": sim.submit("load", [13], [2], first_block=2),
+            "all of page 1": sim.submit("load", [5, 6, 7], [1]),
+        }
+        sim.finish()
+        assert [state(job) for job in jobs.values()] == [
+            "done",
+            "failed",
+            "failed",
+            "done",
+            "failed",
+        ]
+        assert (sim.block(8) == sim.block(0)).all()
+        sim.submit("store", [2], [1], first_block=2)
+        whole = sim.submit("load", [5, 6, 7], [1])
+        sim.finish()
+        assert state(whole) == "done"
+        assert (sim.block(7) == sim.block(2)).all()
+
+
+@stubbed
+def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        sim.submit("store", [0, 2], [0, 2])
+        bad = fails(sim, "store", 1, 1)
+        job = sim.submit("load", [8, 9, 10], [0, 1, 2])
+        sim.finish()
+        assert state(job) == "failed"
+        assert error(job).startswith(f"store {bad.id} failed")
+        store = sim.submit("store", [8, 11], [4, 5])  # the failed load has been reported
+        sim.finish()
+        assert state(store) == "done"
+
+
+@stubbed
+def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        fails(sim, "store", 1, 2)
+        sim.handler.rebind(sim.layout)
+        assert state(sim.load(2, 3)) == "failed"
+        sim.store(1, 2)
+        job = sim.load(2, 3)
+        sim.finish()
+        assert state(job) == "done"
+
+
+@stubbed
+def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        load = sim.load(1, 4)
+        sim.handler.cancel(load)
+        driver.run()
+        sim.handler.rebind(sim.layout)
+        store = sim.store(4, 2)
+        driver.run()
+        assert store.done()
+        assert error(store) == reason(load)
+
+
+@stubbed
+def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        first = sim.load(2, 1)
+        second = sim.store(3, 2)
+        driver.run()
+        assert [result.job_id for result in sim.handler.finished()] == [first.id, second.id]
+
+
+@pytest.mark.parametrize("culprit", [0, 7])
+@stubbed
+def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
+    driver: Driver, culprit: int
+) -> None:
+    with SimulatedCache(driver, pages=32) as sim:
+        hold, _ = sim.hold_up("store", 15, 31)
+        stores = [sim.submit("store", [i, i + 8], [i, i + 8]) for i in range(8)]
+        pages = [*range(16)]  # those of each store come twice, with others between
+        well = sim.submit("load", [0, 1], [16, 17])
+        load = sim.submit("load", pages, pages)
+        sim.handler.cancel(stores[culprit])
+        sim.release(hold)
+        sim.finish()
+        assert state(well) == "done"
+        assert error(load) == f"store {stores[culprit].id} was cancelled"
