@@ -184,7 +184,7 @@ bool succeeds_in(void* handler, const Body& body) {
     try {
       if (of.device() >= 0) context.emplace(of.device());
     } catch (const std::exception& error) {
-      of.lose(kvswap::Reason(error));
+      of.on_context_error(kvswap::Reason(error));
     }
     body(of);
   });
@@ -294,7 +294,7 @@ int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seco
 int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
   Results found(results);
   const bool well =
-      succeeds([&] { handler_at(handler).look_at_failures(capacity, std::ref(found)); });
+      succeeds([&] { handler_at(handler).read_unreported_failures(capacity, std::ref(found)); });
   return well ? found.count : -1;
 }
 
@@ -307,7 +307,7 @@ int kvswap_handler_close(void* handler, double seconds) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
-  return succeeds([&] { *result = handler_at(handler).look(static_cast<Job*>(job), describe); });
+  return succeeds([&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), describe); });
 }
 
 int kvswap_job_done(void* handler, void* job) {

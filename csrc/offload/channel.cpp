@@ -4,7 +4,7 @@
 
 namespace kvswap {
 
-Channel::Channel(int number, int device) : number(number), device_(device) {
+Channel::Channel(int number, int device) : number_(number), device_(device) {
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
     if (device_ >= 0) stream_ = cuda::create_stream();
@@ -16,21 +16,22 @@ Channel::Channel(int number, int device) : number(number), device_(device) {
   }
 }
 
-bool Channel::is_past(int64_t id) const {
-  if (submitting >= 0) return id < submitting;
-  return queue.empty() || id < queue.front().id;
+size_t Channel::num_running_jobs() const {
+  size_t jobs = 0;
+  for (const auto& transfer : running_) jobs += transfer->jobs.size();
+  return jobs;
 }
 
 std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
-  for (auto transfer = running.rbegin(); transfer != running.rend(); ++transfer) {
+  for (auto transfer = running_.rbegin(); transfer != running_.rend(); ++transfer) {
     if ((*transfer)->first_id() <= id) return *transfer;
   }
   return nullptr;
 }
 
 bool Channel::has_room_for(size_t entries) const {
-  if (running.empty()) return true;
-  return running.size() < kMostRunning && entries_ + entries <= kMostEntries;
+  if (running_.empty()) return true;
+  return running_.size() < kMostRunning && entries_ + entries <= kMostEntries;
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
@@ -62,12 +63,12 @@ Transfers Channel::make_transfer(int layer_groups) {
 
 void Channel::run(Transfers transfer) noexcept {
   entries_ += transfer.front()->entries;
-  running.splice(running.end(), transfer);
+  running_.splice(running_.end(), transfer);
 }
 
 void Channel::retire_first() noexcept {
   Transfers first;
-  first.splice(first.end(), running, running.begin());
+  first.splice(first.end(), running_, running_.begin());
   entries_ -= first.front()->entries;
   retire(std::move(first));
 }

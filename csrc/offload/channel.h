@@ -1,9 +1,6 @@
 #pragma once
 
-#include <condition_variable>
-#include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "cuda/event_pool.h"
@@ -19,27 +16,23 @@ namespace kvswap {
 // copy with its events takes three, before the driver blocks whoever submits to it (H200).
 constexpr size_t kMostRunning = 64, kMostEntries = 700;
 
-// One direction of transfers: the jobs that wait in software, the copies that run one after another
-// on a stream, and the events they need. The handler's lock guards it; only enqueue(),
-// enqueue_later() and synchronize() run without, by the one thread whose turn it is: `submitting`
-// is set meanwhile.
+// One direction of transfers: the copies that run one after another on a stream, and the events
+// that they need. The scheduler's lock guards it. Only enqueue(), enqueue_later() and synchronize()
+// run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
   // device: -1 where both sides are host memory.
   Channel(int number, int device);
   ~Channel() { close(); }
 
-  const int number;
-  JobRow queue;             // also those cancelled meanwhile, which keep their place in the order
-  Transfers running;        // in the order of submission
-  size_t waiting = 0;       // jobs in the queue that were not cancelled
-  int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
-  Transfers begun;     // at most one, whose later parts the worker, or who waits, is to enqueue
-  std::thread worker;  // does, and empties the queue; started when it is first needed
-  std::condition_variable work;
+  int number() const { return number_; }
 
-  // Whether all jobs up to this number have been enqueued, or ended.
-  bool is_past(int64_t id) const;
+  // Whether no transfer is in flight.
+  bool is_idle() const { return running_.empty(); }
+  size_t num_running() const { return running_.size(); }
+  size_t num_running_jobs() const;
+  // The transfer in flight that was submitted first. There is one.
+  Transfer& oldest() const { return *running_.front(); }
 
   // The newest running transfer with a job up to this number; null when there is none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
@@ -66,7 +59,7 @@ class Channel {
 
   // A transfer is in flight.
   void run(Transfers transfer) noexcept;
-  // The first of those has ended.
+  // The oldest has ended.
   void retire_first() noexcept;
   // Gives the events of a transfer back as soon as nobody else waits for them.
   void retire(Transfers transfer) noexcept;
@@ -97,12 +90,13 @@ class Channel {
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
   void give_events(Transfer& transfer) noexcept;
 
-  const int device_;
+  const int number_, device_;
   cuda::Stream stream_ = nullptr;   // of the copies
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   std::unique_ptr<Copier> copier_;
   EventPool events_{cuda::kEventDefault};  // with a time
   Moments moments_;
+  Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
   Transfers retired_;   // somebody is about to wait for them
 };

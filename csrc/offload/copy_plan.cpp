@@ -158,15 +158,15 @@ bool PathChooser::wants(Path path) const {
 }
 
 Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-                 std::vector<std::unique_ptr<Channel>>& channels)
+                 Channel& stores, Channel& loads)
     : groups_(groups),
       device_(device),
       options_(options),
       chooser_(options, groups),
-      stream_(channels[kStores]->stream()) {
+      stream_(stores.stream()) {
   if (device < 0) return;
   try {
-    set_up(channels);
+    set_up(stores, loads);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -181,7 +181,7 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
   }
 }
 
-void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
+void Planner::set_up(Channel& stores, Channel& loads) {
   const bool stages = chooser_.wants(Path::kStaged);
   if (!stages && !chooser_.wants(Path::kKernel)) return;
   cuda::kernels(device_);
@@ -198,8 +198,8 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
   KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
                       options_.staging_bytes, " bytes for staging");
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  channels[kStores]->use_staging(staging_, half);
-  channels[kLoads]->use_staging(staging_ + half, half);
+  stores.use_staging(staging_, half);
+  loads.use_staging(staging_ + half, half);
 }
 
 void Planner::make_tables(std::vector<Group>& groups) const {

@@ -51,7 +51,7 @@ class Planner {
   // their buffers, where some transfer would use them. Throws ValueError where a forced path cannot
   // be had.
   Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-          std::vector<std::unique_ptr<Channel>>& channels);
+          Channel& stores, Channel& loads);
   ~Planner() { close(); }
 
   // Why paths that would be chosen cannot be had, or "".
@@ -80,7 +80,7 @@ class Planner {
   void leave() noexcept;
 
  private:
-  void set_up(std::vector<std::unique_ptr<Channel>>& channels);
+  void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
   Path choose(const Job& job, int group, size_t blocks) const;
   size_t edge_blocks(const Job& job) const;

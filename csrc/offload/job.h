@@ -113,6 +113,7 @@ struct Job {
   Job* next_ended = nullptr;   // of those that were not reported
 
   bool ended() const { return state >= State::kDone; }
+  bool succeeded() const { return state == State::kDone; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };
