@@ -1,20 +1,20 @@
 # On a bare machine with Python 3.10, g++ and a package index these commands do everything. What they
 # need is found, made or installed by tools/environment.py, which says so and prints the Python to use.
-# ARGS is passed on: make test ARGS="tests/test_layout.py -x", make demo ARGS="--device cuda".
+# ARGS is passed on: make test ARGS="tests/unit/test_layout.py -x", make demo ARGS="--device cuda".
 
 PYTHON ?= python3
 environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan lint build clean
+.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build clean
 
 demo:
-	@python=$$($(environment) demo) && "$$python" -m torch_kvswap demo $(ARGS)
+	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
 
-# Two minutes on two idle cores: what is marked slow is for test-all.
+# Two minutes on two idle cores: tests marked slow and those of the benchmarks are for test-all.
 test:
-	@python=$$($(environment) test) && "$$python" -m pytest -n 2 -m "not slow" $(ARGS)
+	@python=$$($(environment) test) && "$$python" -m pytest -n 2 -m "not slow" -o testpaths=tests $(ARGS)
 
 test-all:
 	@python=$$($(environment) test) && "$$python" -m pytest -n 2 $(ARGS)
@@ -27,12 +27,12 @@ test-gpu:
 # Installs the extra into the environment that the others use too; their tests then run it as well.
 test-transformers:
 	@python=$$($(environment) test-transformers) && \
-	"$$python" -m pytest tests/test_integration_transformers*.py $(ARGS)
+	"$$python" -m pytest tests/engines/test_integration_transformers*.py $(ARGS)
 
 # vLLM has to be in the environment: pip install -e '.[vllm]'
 test-vllm:
 	@python=$$($(environment) test) && export KVSWAP_TEST_VLLM=1 && "$$python" -c "import vllm" && \
-	"$$python" -m pytest tests/test_integration_vllm*.py $(ARGS)
+	"$$python" -m pytest tests/engines/test_integration_vllm*.py $(ARGS)
 
 # Handlers, queues, block managers and the simulated driver, compiled for sanitizers of g++.
 test-tsan:
@@ -40,6 +40,10 @@ test-tsan:
 
 test-asan:
 	@python=$$($(environment) test) && "$$python" tools/sanitize.py asan $(ARGS)
+
+# Which lines and branches all tests reach, also in C++, on the simulated driver.
+coverage:
+	@python=$$($(environment) coverage) && "$$python" tools/measure_coverage.py $(ARGS)
 
 lint:
 	@python=$$($(environment) lint) && set -x && \

@@ -2,7 +2,7 @@
 
 It sees torch through the stable ABI only, and its kernels are an image in it that the driver loads.
 So nvcc need not match torch's CUDA, and a torch without CUDA will do. torch's own extension builder
-insists on both; that is why the compilers are called from here.
+insists on both; that is why the compilers are called from here, through ninja.
 
 KVSWAP_CUDA           auto, the default: with kernels if nvcc is found; 1: or else stop; 0: without
 KVSWAP_WERROR         1: the compilers' warnings are errors
@@ -10,7 +10,7 @@ TORCH_CUDA_ARCH_LIST  such as "9.0;10.0+PTX", instead of architectures chosen by
 CUDA_HOME, CUDA_PATH, CXX, CXXFLAGS, LDFLAGS, MAX_JOBS have their usual meaning.
 """
 
-import hashlib
+import filecmp
 import importlib.metadata
 import importlib.util
 import os
@@ -20,17 +20,28 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    import ninja
+except ImportError:
+    ninja = None  # find_ninja() says what to do
+
 OLDEST_CUDA = (12, 0)
 OLDEST_SETUPTOOLS = (77, 0)  # reads pyproject.toml's license
 OLDEST_TORCH = (2, 11)
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for torch's headers
+LANGUAGE = ["-std=c++17", "-O3", "-Icsrc"]
+
+
+class Torch(NamedTuple):
+    folder: Path
+    version: str
 
 
 class Cuda(NamedTuple):
@@ -39,7 +50,7 @@ class Cuda(NamedTuple):
 
 
 def say(message: str) -> None:
-    print(f"torch_kvswap: {message}\n", end="", flush=True)  # one write: several threads call this
+    print(f"torch_kvswap: {message}", flush=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -50,8 +61,8 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def find_torch() -> Path:
-    """The folder of the torch to build against. It is not imported: that takes seconds."""
+def find_torch() -> Torch:
+    """The torch to build against. It is not imported: that takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         fail(
@@ -61,7 +72,22 @@ def find_torch() -> Path:
     version = importlib.metadata.version("torch")
     if release(version) < OLDEST_TORCH:
         fail(f"torch {version} of {sys.executable} is too old: 2.11 or later is needed.")
-    return Path(spec.submodule_search_locations[0])
+    return Torch(Path(spec.submodule_search_locations[0]), version)
+
+
+def find_ninja() -> str:
+    # BIN_DIR is empty where ninja is elsewhere than this Python, as in pip's isolated builds.
+    program = ninja and shutil.which(os.path.join(ninja.BIN_DIR, "ninja"))
+    if not program:
+        fail(
+            f"{sys.executable} has no ninja, which runs the compilers. Install it: "
+            "pip install 'ninja>=1.11'"
+        )
+    return program
+
+
+def werror() -> bool:
+    return os.environ.get("KVSWAP_WERROR") == "1"
 
 
 def words(variable: str) -> list[str]:
@@ -132,69 +158,106 @@ def architectures(version: tuple[int, ...], wanted: str | None = None) -> list[s
     return flags
 
 
-def call(command: list[str], advice: str = "") -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    sys.stdout.write(done.stdout)
+# The commands as ninja reads them. It fills in $in and $out, quoted for the shell.
+
+
+def shell(command: list[str]) -> str:
+    return ninja.escape(shlex.join(command))
+
+
+def cpp_command(torch: Torch, cxx: list[str], cuda: Cuda | None) -> str:
+    command = [*cxx, *LANGUAGE, TORCH_TARGET, "-isystem", f"{torch.folder}/include", "-fPIC"]
+    command += ["-fvisibility=hidden", "-Wall", "-Wextra", *(["-Werror"] * werror())]
+    if cuda:
+        command += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
+    command += words("CXXFLAGS")
+    # The depfile lists torch's headers, but not every change of torch makes them newer than the
+    # objects: uv and conda link files out of a cache. So the command says the version.
+    return f"{shell(command)} -MD -MF $out.d -c $in -o $out # torch {torch.version}"
+
+
+def cu_command(cxx: list[str], cuda: Cuda) -> str:
+    host_compiler = [word for word in cxx if not word.startswith("-")][-1]  # of "ccache g++"
+    command = [str(cuda.nvcc), "-ccbin", host_compiler, *LANGUAGE, "-fatbin"]
+    command += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    command += ["-Werror=all-warnings"] * werror()
+    return f"{shell(command)} -MD -MF $out.d $in -o $out"
+
+
+def embed_command(cxx: list[str]) -> str:
+    file = """-DFILE='"'$in'"'"""
+    return f"{shell(cxx)} -DNAME=kvswap_${{name}}_image {file} -c csrc/embed.S -o $out"
+
+
+def link_command(torch: Torch, cxx: list[str]) -> str:
+    # What is undefined is to be found now and not at load.
+    checks = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
+    libraries = [f"-L{torch.folder}/lib", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
+    libraries += words("LDFLAGS")
+    return f"{shell([*cxx, '-shared', *checks])} $in {shell(libraries)} -o $out"
+
+
+def write_build(folder: Path, torch: Torch, cxx: list[str], cuda: Cuda | None) -> Path:
+    """Write build.ninja into `folder`. Returns the path of the library that ninja makes there.
+
+    The C++ compiler compiles csrc/**/*.cpp. What nvcc makes of csrc/**/NAME.cu is in the library as
+    bytes, `kvswap_NAME_image`.
+    """
+    place, headers = ninja.escape(str(folder)), {"depfile": "$out.d", "deps": "gcc"}
+    with (folder / "build.ninja").open("w") as file:
+        build = ninja.Writer(file, width=sys.maxsize)  # to wrap lines spoils spaces in quotes
+        build.variable("builddir", place)
+        build.rule("compile_cpp", cpp_command(torch, cxx, cuda), "compiling $in", **headers)
+        objects = []
+        for source in sorted(map(str, Path("csrc").rglob("*.cpp"))):
+            objects += build.build(f"{place}/{source}.o", "compile_cpp", source)
+        if cuda:
+            build.rule("compile_cu", cu_command(cxx, cuda), "compiling $in", **headers)
+            build.rule("embed", embed_command(cxx), "embedding $in")
+            for source in sorted(Path("csrc").rglob("*.cu")):
+                image = build.build(f"{place}/{source}.fatbin", "compile_cu", str(source))
+                name, embed = {"name": source.stem}, "csrc/embed.S"
+                objects += build.build(f"{image[0]}.o", "embed", image, embed, variables=name)
+        build.rule("link", link_command(torch, cxx), "linking $out")
+        build.build(f"{place}/_C.so", "link", objects, "csrc/exports.map")
+    return folder / "_C.so"
+
+
+def run_ninja(program: str, folder: Path, advice: str) -> None:
+    jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+    done = subprocess.run([program, "-f", str(folder / "build.ninja"), *jobs])
     if done.returncode != 0:
-        fail(f"status {done.returncode} from: {shlex.join(command)}{advice}")
+        fail(f"the build failed. Above is the command that failed, and what it said.{advice}")
+
+
+def replace(library: Path, built: Path) -> None:
+    """A process that loads the library meanwhile gets the old or the new one, and never a part."""
+    if not (library.exists() and filecmp.cmp(built, library, shallow=False)):
+        part = library.with_suffix(".part")
+        shutil.copy(built, part)
+        part.replace(library)
 
 
 class BuildLibrary(build_ext):
-    """Compiles csrc/**/*.cpp with the C++ compiler. What nvcc makes of csrc/**/NAME.cu is in the
-    library as bytes, `kvswap_NAME_image`."""
-
-    def build_extension(self, ext: Extension) -> None:
-        torch, cxx = find_torch(), find_cxx()
-        cuda, werror = find_cuda(), os.environ.get("KVSWAP_WERROR") == "1"
-        common = ["-std=c++17", "-O3", "-Icsrc"]
-        host = [TORCH_TARGET, "-isystem", str(torch / "include"), "-fPIC", "-fvisibility=hidden"]
-        host += ["-Wall", "-Wextra", *(["-Werror"] * werror), *words("CXXFLAGS")]
-        link = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread", *words("LDFLAGS")]
-        commands, self.cxx = {}, cxx
-        if cuda:
-            host += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
-            nvcc = [str(cuda.nvcc), "-ccbin", [w for w in cxx if w[0] != "-"][-1], *common]
-            nvcc += architectures(cuda.version, os.environ.get("TORCH_CUDA_ARCH_LIST"))
-            nvcc += ["-Werror=all-warnings"] * werror
-            commands = {source: [*nvcc, "-fatbin"] for source in Path("csrc").rglob("*.cu")}
-        commands |= {Path(source): [*cxx, *common, *host] for source in ext.sources}
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-            objects = pool.map(self.compile, commands.keys(), commands.values())
-        # What is undefined is to be found now and not at load.
-        checks = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
-        library = Path(self.get_ext_fullpath(ext.name))
-        library.parent.mkdir(parents=True, exist_ok=True)
-        call([*cxx, "-shared", *checks, *map(str, objects), *link, "-o", str(library)])
-
-    def compile(self, source: Path, command: list[str]) -> Path:
-        """The object of `source`. Its name says what it was made from, so it is made only once."""
-        state = hashlib.sha256(shlex.join([*command, importlib.metadata.version("torch")]).encode())
-        for file in [source, *sorted(Path("csrc").rglob("*.h"))]:
-            state.update(file.read_bytes())
-        product = Path(self.build_temp, f"{'-'.join(source.parts[1:])}-{state.hexdigest()[:16]}.o")
-        if not product.exists():
-            say(f"compiling {source}")
-            product.parent.mkdir(parents=True, exist_ok=True)
-            part = product.with_suffix(".part")
-            advice = "\nKVSWAP_CUDA=0 leaves the kernels out." if source.suffix == ".cu" else ""
-            if source.suffix == ".cu":
-                image, name = product.with_suffix(".fatbin"), f"kvswap_{source.stem}_image"
-                call([*command, str(source), "-o", str(image)], advice)
-                command, source = [*self.cxx, "-Wa,--noexecstack"], product.with_suffix(".s")
-                place = f".section .rodata\n.balign 64\n.global {name}\n"
-                source.write_text(f'{place}{name}: .incbin "{image}"\n')
-            call([*command, "-c", str(source), "-o", str(part)], advice)
-            part.rename(product)
-        return product
+    def run(self) -> None:
+        torch, cxx, cuda, program = find_torch(), find_cxx(), find_cuda(), find_ninja()
+        library = Path(self.get_ext_fullpath(self.extensions[0].name))
+        folder = Path(self.build_temp, "with-kernels" if cuda else "without-kernels")
+        for parent in (Path("build"), folder, library.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        with Path("build", "setup.lock").open("w") as lock:
+            flock(lock, LOCK_EX)  # one build of a checkout at a time
+            built = write_build(folder, torch, cxx, cuda)
+            run_ninja(program, folder, " KVSWAP_CUDA=0 leaves the kernels out." if cuda else "")
+            replace(library, built)
 
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     if release(__version__) < OLDEST_SETUPTOOLS:
         fail(f"setuptools {__version__} is too old: pip install 'setuptools>=77'.")
-    sources = sorted(map(str, Path("csrc").rglob("*.cpp")))
     setup(
-        ext_modules=[Extension("torch_kvswap._C", sources, py_limited_api=True)],
+        ext_modules=[Extension("torch_kvswap._C", [], py_limited_api=True)],
         cmdclass={"build_ext": BuildLibrary},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

@@ -29,7 +29,7 @@ from transfers import DIRECTIONS, Kind, Shape, add_shapes, link_us, move, shapes
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.paths import CHOICES
+from torch_kvswap.copy_method import CHOICES
 
 WARM_UPS = 3
 LINK_EACH = 4  # of so many pairs one is measured on the device too

@@ -38,7 +38,7 @@ from block_managers import Contestant, OfDigests, OfKeys, OfVllm, OneByOne, spli
 from report import write_json
 from timing import Spread, no_garbage_collection, resident_bytes
 
-from torch_kvswap.prefix_hash import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 Maker = Callable[[int, str], Contestant]
 _HOLD_CALLS = 20

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from torch_kvswap import BlockManager
-from torch_kvswap.prefix_hash import DIGEST_BYTES
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 VLLM_PARTS = (  # what its managers import of it and use only for logs, names and metrics
     "vllm.distributed",

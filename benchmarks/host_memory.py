@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.mapping import Mapping, map_pool
+from torch_kvswap.host_pool.memory import Mapping, map_pool
 
 PAGE = 2 << 20
 TORCH = "torch"  # what the others are compared with

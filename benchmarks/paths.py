@@ -29,7 +29,7 @@ from transfers import DIRECTIONS, Kind, Shape, add_shapes, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.paths import AUTO, CHOICES
+from torch_kvswap.copy_method import AUTO, CHOICES
 
 FORCED = [path for path in CHOICES if path != AUTO]
 WARM_UPS = 3

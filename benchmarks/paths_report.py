@@ -10,7 +10,7 @@ from typing import Any
 from report import Verdict, table
 from transfers import Kind
 
-from torch_kvswap.paths import AUTO
+from torch_kvswap.copy_method import AUTO
 
 RATIO = 1.05  # of the automatic path over the best forced one
 SLOW = 2.0  # over the best: no candidate for it

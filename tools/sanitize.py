@@ -6,10 +6,9 @@ tsan finds data races, and orders of locks that can deadlock. asan finds what is
 outside of its memory or after its end, and with UBSan undefined behaviour. Python and torch are not
 compiled for it. The sanitizer is preloaded: it sees what they allocate and which locks they take.
 
-All is in a copy of the checkout, build/tsan or build/asan, with a library of its own: what a test
-starts cannot take the other one by mistake. The first report ends its process, and stays in the
-folder `reports` of the copy. A test during which one appears fails, whoever started the process.
-UBSan writes to stderr instead.
+All is in a copy of the checkout, build/tsan or build/asan, with a library of its own. The first
+report ends its process, and stays in the folder `reports` of the copy. A test during which one
+appears fails, whoever started the process. UBSan writes to stderr instead.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("benchmarks", "csrc", "pyproject.toml", "tests", "torch_kvswap")
-SUPPRESSIONS = ROOT / "tests" / "sanitizers" / "tsan.supp"
+from instrumented import ROOT, build_library, make_copy, names_tests
+
+SUPPRESSIONS = ROOT / "tests" / "support" / "sanitizers" / "tsan.supp"
 
 
 class Sanitizer(NamedTuple):
@@ -65,14 +64,10 @@ TESTS = (
 LEFT_OUT = {
     "tsan": [
         # It counts how often threads wake up, and the sanitizer has one of its own.
-        "test_dispatcher.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
+        "sim/test_dispatcher.py::test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread",
     ],
     "asan": [],
 }
-
-
-def say(message: str) -> None:
-    print(f"torch_kvswap: {message}", file=sys.stderr, flush=True)
 
 
 def find_runtime(names: tuple[str, ...]) -> str:
@@ -108,48 +103,33 @@ def find_starter(environment: dict[str, str]) -> list[str]:
 
 def find_tests(arguments: list[str]) -> list[str]:
     """pytest's arguments, with all of TESTS if they name none."""
-    if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
+    if names_tests(arguments):
         return arguments
-    files = {path for pattern in TESTS for path in (ROOT / "tests").glob(pattern)}
+    files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]
-    return ["tests/sanitizers/controls.py", *names, *arguments]
-
-
-def make_copy(copy: Path) -> None:
-    """Of what tests need, but for the library. What else is there stays, such as the driver."""
-    copy.mkdir(parents=True, exist_ok=True)
-    for name in COPIED:
-        source, target = ROOT / name, copy / name
-        if source.is_file():
-            shutil.copy2(source, target)
-        else:
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return ["tests/support/sanitizers/controls.py", *names, *arguments]
 
 
 def main(name: str, arguments: list[str]) -> int:
     sanitizer, copy = SANITIZERS[name], ROOT / "build" / name
     preload = find_runtime(sanitizer.runtime)
-    say(f"making {copy}")
     make_copy(copy)
-    # Tests compile the simulated driver with these flags, too.
-    environment = {
-        **os.environ,
+    flags = {
         "CXXFLAGS": f"{sanitizer.flags} -O1 -g1 -fno-omit-frame-pointer",
         "LDFLAGS": sanitizer.flags,
     }
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(copy)]
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
+    build_library(copy, flags)
     reports = copy / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
-    environment |= sanitizer.environment
+    # Tests compile the simulated driver with the flags, too.
+    environment = os.environ | flags | sanitizer.environment
     for variable in ("TSAN_OPTIONS", "ASAN_OPTIONS"):  # UBSan beside ASan knows no files
         if variable in sanitizer.environment:
             environment[variable] += f":log_path={reports / 'report'}"
     environment |= {
         "LD_PRELOAD": preload,
-        "PYTHONPATH": str(copy / "tests" / "sanitizers"),
+        "PYTHONPATH": str(copy / "tests" / "support" / "sanitizers"),
         "KVSWAP_REPORTS": str(reports),
         "KVSWAP_TEST_TIMEOUT_SCALE": "5",
         "OMP_NUM_THREADS": "1",  # how libgomp's threads wait for each other is not seen

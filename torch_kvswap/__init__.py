@@ -1,9 +1,8 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
-from torch_kvswap.block_manager import BlockGroup, BlockManager
-from torch_kvswap.engine import OffloadEngine
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import (
     expand_block_ids,
@@ -11,8 +10,9 @@ from torch_kvswap.ops import (
     swap_blocks_batch,
     swap_kv_blocks,
 )
-from torch_kvswap.pool_handle import PoolHandle
-from torch_kvswap.prefix_hash import Medium, PrefixHasher
+from torch_kvswap.prefix.engine import OffloadEngine
+from torch_kvswap.prefix.hashing import Medium, PrefixHasher
+from torch_kvswap.prefix.manager import BlockGroup, BlockManager
 
 __version__ = "0.1.0"
 

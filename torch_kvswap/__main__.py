@@ -7,7 +7,6 @@ from importlib import import_module
 COMMANDS = {
     "bench": ("torch_kvswap.cli.bench", "measure how far transfers are from the speed of the link"),
     "calibrate": ("torch_kvswap.cli.calibrate", "measure which way of copying is best here"),
-    "demo": ("torch_kvswap.cli.demo", "serve prompts through a cache that is too small for them"),
     "doctor": ("torch_kvswap.cli.doctor", "say what this installation can do on this machine"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
 
 CURRENT = -1  # in place of a GPU: the current stream of the cache's GPU
 
@@ -16,9 +16,9 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     """Kind and handle of a point in time for `Request`. Raises TypeError or ValueError for what
     cannot be waited for."""
     if after is None:
-        return capi.AFTER_CURRENT, None
+        return abi.AFTER_CURRENT, None
     if isinstance(after, tuple) and not after:
-        return capi.AFTER_NOTHING, None
+        return abi.AFTER_NOTHING, None
     if device.type == "cpu":
         raise TypeError(
             "after= must be None or () for a cache on the CPU, whose transfers run inside the "
@@ -30,7 +30,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
                 "after= is an event that was never recorded, so that nothing would be waited "
                 "for; record it behind the work that it stands for, or pass that stream"
             )
-        return capi.AFTER_EVENT, after.cuda_event
+        return abi.AFTER_EVENT, after.cuda_event
     if not isinstance(after, torch.cuda.Stream):
         raise TypeError(
             "after= must be None (the current stream), a torch.cuda.Stream, a "
@@ -41,7 +41,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
             f"after= is a stream of {after.device}, the transfer is on {device}; record "
             "an event on that stream and pass the event"
         )
-    return capi.AFTER_STREAM, after.cuda_stream
+    return abi.AFTER_STREAM, after.cuda_stream
 
 
 def resolve_waiting(stream: object) -> tuple[int | None, int]:

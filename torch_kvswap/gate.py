@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
+from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int
+from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap.after import resolve_waiting
-from torch_kvswap.arguments import INT64_MIN, NotCopyable, read_int
-from torch_kvswap.native import NativeHandler
 
 
 class Gate(NotCopyable):
@@ -57,4 +57,4 @@ class Gate(NotCopyable):
         if not 0 <= part < self.parts:
             raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
         self.handler.check_process()
-        capi.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))
+        abi.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torch_kvswap import capi
-from torch_kvswap.host_memory import HostPool
+from torch_kvswap._native import abi
+from torch_kvswap.address_guard import Watch
+from torch_kvswap.aliasing import block_spaces
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import Int64Array, PagedLayout
-from torch_kvswap.sharing import block_spaces
-from torch_kvswap.watch import Watch
 
 
 class Groups:
@@ -43,7 +43,7 @@ class Groups:
         spaces = block_spaces(self.layouts)
         pools = {id(pool.usable): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have
-        self.structures = (capi.Group * len(self.layouts))()
+        self.structures = (abi.Group * len(self.layouts))()
         first_layer = 0
         for group, layout, pool, space in zip(
             self.structures, self.layouts, self.pools, spaces, strict=True

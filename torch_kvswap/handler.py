@@ -5,20 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
+from torch_kvswap._native.arguments import NotCopyable, read_timeout
+from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.submit import Request
 from torch_kvswap.after import After
-from torch_kvswap.arguments import NotCopyable, read_timeout
+from torch_kvswap.copy_method import path_options
 from torch_kvswap.gate import Gate
 from torch_kvswap.groups import Groups
-from torch_kvswap.host_memory import HostPool
-from torch_kvswap.ids import Ids
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.job import Job, wait_for
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import Metrics
-from torch_kvswap.native import NativeHandler
 from torch_kvswap.nvtx import Ranges
-from torch_kvswap.paths import path_options
-from torch_kvswap.request import Request
 from torch_kvswap.result import Result, TransferError, direction_of
 
 __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
@@ -99,7 +99,7 @@ class OffloadHandler(NotCopyable):
         was cancelled, unless finished() has said so.
         """
         ids = gpu_block_ids, page_ids, first_block
-        request = Request(self.native, capi.STORES, *ids, after, background=background)
+        request = Request(self.native, abi.STORES, *ids, after, background=background)
         return self._submit(request)
 
     def load(
@@ -125,7 +125,7 @@ class OffloadHandler(NotCopyable):
         own. gate: is closed, in the order of the current stream, until the load has landed; it has
         as many parts as there are layer groups. Returns when the load is on the device.
         """
-        channel = capi.EXPEDITED if expedited else capi.LOADS
+        channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
         request = Request(self.native, channel, *ids, after, layer_groups, gate, background)
         return self._submit(request)

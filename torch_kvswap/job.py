@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_kvswap import _extension, capi
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap.after import resolve_waiting
-from torch_kvswap.arguments import INT64_MIN, NotCopyable, read_int
 from torch_kvswap.result import Direction, Result, TransferError, direction_of, result_of
 
 if TYPE_CHECKING:
+    from torch_kvswap._native.handler import NativeHandler
     from torch_kvswap.handler import OffloadHandler
-    from torch_kvswap.native import NativeHandler
 
-_release = _extension.library().kvswap_job_release  # __del__ may run when modules are gone
+_release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
 
 
 class Job(NotCopyable):
@@ -90,7 +90,7 @@ class Job(NotCopyable):
         if result is not None and not result.ok:
             raise TransferError([result]) from result.error
 
-    def _ask(self) -> capi.JobResult:
+    def _ask(self) -> abi.JobResult:
         return self.handler.native.job(self.native)
 
 

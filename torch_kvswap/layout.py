@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_kvswap.arguments import INT64_MIN, read_int
+from torch_kvswap._native.arguments import INT64_MIN, read_int
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_kvswap import _extension
+from torch_kvswap._native import loader
 
 # First, so that a library that cannot be loaded leaves nothing behind for the next try.
-_extension.load()
+loader.load()
 
 _torch: Any = torch  # these parts of it have no types
 _library = _torch.library.Library("torch_kvswap", "DEF")

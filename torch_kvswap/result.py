@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch_kvswap import capi
+from torch_kvswap._native import abi
 from torch_kvswap.metrics import PATHS
 
 Direction = Literal["store", "load"]
 State = Literal["done", "failed", "cancelled"]
 
 _STATES: dict[int, State] = {
-    capi.DONE: "done",
-    capi.FAILED: "failed",
-    capi.CANCELLED: "cancelled",
+    abi.DONE: "done",
+    abi.FAILED: "failed",
+    abi.CANCELLED: "cancelled",
 }
 
 
@@ -67,10 +67,10 @@ def _sentence(result: Result) -> str:
 
 
 def direction_of(channel: int) -> Direction:
-    return "store" if channel == capi.STORES else "load"
+    return "store" if channel == abi.STORES else "load"
 
 
-def result_of(native: capi.JobResult) -> Result | None:
+def result_of(native: abi.JobResult) -> Result | None:
     """None while the job has not ended."""
     if native.state not in _STATES:
         return None

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_kvswap.calibration import STEPS, Machine, calibrate
+from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.path_costs import PathCosts, cache_file, write_figures
+from torch_kvswap.copy_method_costs import PathCosts, cache_file, write_figures
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 

@@ -10,8 +10,9 @@ import re
 
 import torch
 
-from torch_kvswap import _extension, machine
-from torch_kvswap.path_costs import read_figures
+from torch_kvswap._native import loader
+from torch_kvswap.copy_method_costs import read_figures
+from torch_kvswap.host_pool import system
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
@@ -21,13 +22,13 @@ def _release(version: int) -> str:
 
 
 def _driver() -> str:
-    library = _extension.library()
+    library = loader.library()
     version = library.kvswap_driver_version()
     return _release(version) if version else f"none: {library.kvswap_driver_error().decode()}"
 
 
 def _kernels() -> str:
-    library = _extension.library()
+    library = loader.library()
     runtime, driver = library.kvswap_kernel_version(), library.kvswap_driver_version()
     if not runtime:
         return f"none: built without nvcc, {_MISSING}"
@@ -40,7 +41,7 @@ def _kernels() -> str:
 
 
 def _scattered_copies() -> str:
-    library = _extension.library()
+    library = loader.library()
     if not library.kvswap_driver_version():
         return "no driver: host memory only"
     if not library.kvswap_driver_has_batch():
@@ -55,7 +56,7 @@ def _scattered_copies() -> str:
 
 def _path_costs() -> str:
     """Where the figures are from that decide between the ways of copying, for each kind of GPU."""
-    files = sorted(machine.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
+    files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
     found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
     models = sorted({model[1] for model in found if model})
     try:
@@ -66,10 +67,10 @@ def _path_costs() -> str:
 
 
 def _host_memory() -> str:
-    available, reserved = machine.available_bytes(), machine.reserved_huge_pages()
-    limits = [limit.left for limit in machine.control_group_limits()]
+    available, reserved = system.available_bytes(), system.reserved_huge_pages()
+    limits = [limit.left for limit in system.control_group_limits()]
     room = min([*limits, *([] if available is None else [available])], default=None)
-    transparent = "made when asked" if machine.offers_huge_pages(shared=False) else "not made"
+    transparent = "made when asked" if system.offers_huge_pages(shared=False) else "not made"
     return (
         f"{'?' if room is None else f'{room / 2**30:.1f}'} GiB can be had; huge pages are "
         f"{transparent}, {reserved.free} reserved ones of {reserved.size >> 20} MiB are free"
@@ -80,7 +81,7 @@ def report() -> dict[str, str]:
     """What the installation has, by topic."""
     cuda = torch.version.cuda
     return {
-        "library": str(_extension.PATH),
+        "library": str(loader.PATH),
         "PyTorch": f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})",
         "CUDA driver": _driver(),
         "GPUs": str(torch.cuda.device_count()),

@@ -1,0 +1,1 @@
+"""A small engine that swaps requests through torch_kvswap, and compares every token."""

@@ -1,0 +1,265 @@
+"""transformers' continuous batching generates the same with our handler as with all other ways."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from continuous import (
+    KINDS,
+    Steps,
+    config,
+    generation,
+    model,
+    needs_transformers,
+    ours,
+    pageable,
+    prompts,
+    small,
+    tokens,
+)
+
+from torch_kvswap.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_without_offloading_with_theirs_and_with_ours(kind):
+    net, inputs = model(kind), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    assert tokens(net, inputs, config(small(kind), gib=0.0)) == want  # computed again
+    with pageable():
+        assert tokens(net, inputs, config(small(kind))) == want
+    with ours() as seen:
+        assert tokens(net, inputs, config(small(kind))) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+
+
+@needs_transformers
+def test_requests_that_share_a_prefix_are_restored():
+    net, inputs = model("full"), prompts(8, shared=24)
+    want = tokens(net, inputs, config(500, gib=0.0))
+    with ours() as seen:
+        assert tokens(net, inputs, config(26)) == want
+    assert seen.parked == seen.back > 0
+    assert seen.is_empty
+
+
+@needs_transformers
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+def test_each_scheduler_brings_them_back(scheduler):
+    net, inputs = model("full"), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    with ours() as seen:
+        assert tokens(net, inputs, config(20, scheduler_type=scheduler)) == want
+    assert seen.parked == seen.back > 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_more(kind):
+    steps = Steps(model(kind), prompts(), config(500, gib=0.0))
+    view = integration.view()(steps.processor.cache)
+    steps.until(lambda: len(steps.scheduler.active_requests) == 6)
+    found = []
+    for _ in range(20):  # all of them run, and none ends
+        demand = view.demand(steps.scheduler)
+        found.append(demand if isinstance(demand, int) else sum(demand.values()))
+        before = blocks_held(view)
+        steps.step()
+        assert blocks_held(view) - before == found[-1]
+    assert len(set(found)) > 1
+
+
+def blocks_held(view: Any) -> int:
+    return sum(len(blocks) for group in view.groups for blocks in group.block_table.values())
+
+
+@needs_transformers
+def test_forks_of_a_request_are_preempted_and_restored():
+    net, inputs = model("full"), prompts(3)
+    want = tokens(net, inputs, config(500, gib=0.0), num_return_sequences=3)
+    with ours() as seen:
+        got = tokens(net, inputs, config(22), num_return_sequences=3)
+    assert got == want
+    assert seen.back > 0
+    assert seen.is_empty
+
+
+@needs_transformers
+def test_what_finds_no_page_is_computed_again():
+    net, inputs = model("full"), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    block_gib = 2 * 2 * 2 * 16 * 8 * 4 / 2**30  # 2 layers, keys and values, 2 heads of 16, 8 tokens
+    with ours() as seen:
+        assert tokens(net, inputs, config(20, gib=6 * block_gib)) == want
+    assert seen.parked < seen.managers[0].parked.swap.handler.metrics().stores.submitted + 4
+    assert seen.managers[0].parked.swap.pool.num_pages == 6
+    assert seen.is_empty
+
+
+@needs_transformers
+def test_without_host_memory_all_are_computed_again():
+    net, inputs = model("full"), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    with ours() as seen:
+        assert tokens(net, inputs, config(20, gib=0.0)) == want
+    assert seen.managers[0].parked is None
+
+
+@needs_transformers
+def test_a_manager_that_is_used_again_begins_with_all_pages():
+    net, inputs = model("full"), prompts()
+    with ours() as seen:
+        first = net.generate_batch(
+            inputs,
+            generation_config=generation(),
+            continuous_batching_config=config(20),
+            persistent_manager=True,
+        )
+        again = net.generate_batch(inputs, persistent_manager=True, max_new_tokens=40)
+        net.destroy_cached_continuous_batching_manager()
+    assert len(seen.managers) == 1
+    assert [r.generated_tokens for r in first.values()] == [
+        r.generated_tokens for r in again.values()
+    ]
+    assert seen.is_empty
+
+
+@needs_transformers
+def test_a_dropped_manager_gives_its_host_memory_back():
+    import gc
+    import weakref
+
+    net = model("full")
+    with ours() as seen:
+        tokens(net, prompts(), config(20))
+        pool = weakref.ref(seen.swap.pool)
+        seen.managers.clear()
+    gc.collect()
+    assert pool() is None
+
+
+@needs_transformers
+def test_tokens_depend_on_the_blocks_that_are_restored():
+    net, inputs = model("full"), prompts()
+    want = tokens(net, inputs, config(500, gib=0.0))
+    with ours() as seen:
+        steps = Steps(net, inputs, config(20))
+        steps.until(lambda: seen.parked > 0)
+        seen.swap.pool.pages.fill_(0x3F)
+        assert steps.finish() != want
+
+
+@needs_transformers
+def test_the_example_of_the_docs_runs():
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with mock.patch.object(integration, "enable", wraps=integration.enable) as enable:
+        exec(code, names)
+    enable.assert_called_once_with()
+    lengths = [len(result.generated_tokens) for result in names["results"].values()]
+    assert lengths == [200] * 16
+
+
+@needs_transformers
+def test_after_the_end_transformers_has_its_own_manager_again():
+    from transformers.generation.continuous_batching import continuous_api
+
+    theirs = continuous_api.OffloadingManager
+    with integration.enable():
+        assert continuous_api.OffloadingManager is not theirs
+    assert continuous_api.OffloadingManager is theirs
+    enabled = integration.enable()
+    integration.disable()
+    enabled.disable()
+    assert continuous_api.OffloadingManager is theirs
+    with (
+        integration.enable(),
+        pytest.raises(RuntimeError, match="enabled for transformers already"),
+    ):
+        integration.enable()
+    assert continuous_api.OffloadingManager is theirs
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("5.17.0", "TensorCache"), ("5.18.0", "SectorCache"), ("5.23.1.dev0", "SectorCache")],
+)
+def test_a_version_that_is_known_has_the_view_of_its_caches(version, name):
+    module = ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, transformers=module),
+        mock.patch("importlib.util.find_spec", return_value=object()),
+    ):
+        assert integration.view().__name__ == name
+
+
+@pytest.mark.parametrize(
+    "version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6", "strange"]
+)
+def test_a_version_that_is_not_known_is_refused_by_name(version):
+    module = ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, transformers=module),
+        mock.patch("importlib.util.find_spec", return_value=object()),
+        pytest.raises(
+            ImportError, match=rf"transformers {version} may .* which takes 5.17 to 5.23"
+        ),
+    ):
+        integration.enable()
+
+
+def test_without_transformers_it_says_what_to_install():
+    with (
+        mock.patch("importlib.util.find_spec", return_value=None),
+        pytest.raises(ImportError, match=r"not installed; install torch_kvswap\[transformers\]"),
+    ):
+        integration.enable()
+
+
+def test_a_part_of_no_bytes_is_refused():
+    with pytest.raises(ValueError, match="store_bytes must be at least 1, not 0"):
+        integration.enable(store_bytes=0)
+
+
+@needs_transformers
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_on_a_gpu(kind, asynchronous):
+    net, inputs = model(kind, "cuda"), prompts()
+    options = {"use_async_batching": asynchronous}
+    want = tokens(net, inputs, config(500, gib=0.0, **options))
+    assert tokens(net, inputs, config(small(kind), **options)) == want
+    with ours() as seen:
+        assert tokens(net, inputs, config(small(kind), **options)) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+
+
+@needs_transformers
+@pytest.mark.gpu
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, background):
+    net = model(kind, "cuda", torch.bfloat16)
+    with ours(background=background, store_bytes=4096) as seen:
+        tokens(net, prompts(), config(small(kind), use_async_batching=True))
+    assert seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty

@@ -1,0 +1,342 @@
+"""What becomes of a preempted request in each of its states, on a device whose copies run as late as
+they may: when a batch waits for them, or when the test says so."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from continuous import KINDS, Steps, config, model, needs_transformers, ours, prompts, small
+from patience import PATIENCE
+from simulated_driver import Driver, place, pool, stubbed
+
+if TYPE_CHECKING:
+    from continuous import Seen
+
+
+@contextlib.contextmanager
+def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]:
+    """Ours, enabled, on the simulated driver. The model computes at once, on the host: a batch waits
+    for a copy by having it done. guarded: without it no batch waits for anything."""
+    from sim import run_until
+
+    from torch_kvswap.integrations.transformers import cache as transformers_cache
+    from torch_kvswap.integrations.transformers import swap as transformers_swap
+
+    layout = transformers_cache.PagedLayout
+    swap = transformers_swap.Swap
+    driver.set_mode("manual")
+    driver.set_stream(0, 42)
+
+    def finish(self: Any, job: Any) -> None:
+        run_until(driver, job.done)
+
+    with (
+        mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
+        mock.patch.object(transformers_swap, "HostPool", lambda lay, n: pool(driver, lay, n)),
+        mock.patch.object(swap, "_wait_on", finish if guarded else lambda self, job: None),
+        mock.patch.object(swap, "wait", finish),
+        ours(**options) as seen,
+    ):
+        try:
+            yield seen
+        finally:
+            driver.set_mode("immediate")
+
+
+def go_on(steps: Steps, driver: Driver, every: int = 4) -> list[list[int]]:
+    """To the end, with the copies done at each fourth batch."""
+    deadline = time.monotonic() + PATIENCE
+    number = 0
+    while number == 0 or steps.scheduler.has_pending_requests():
+        assert time.monotonic() < deadline, "this does not end"
+        steps.step()
+        if number % every == 0:
+            driver.run()
+        number += 1
+    return steps.results()
+
+
+def alone(kind: str, inputs: list[list[int]]) -> list[list[int]]:
+    return Steps(model(kind), inputs, config(500, gib=0.0)).finish()
+
+
+def parked_of(seen: Seen) -> Any:
+    return seen.managers[0].parked
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+@stubbed
+def test_copies_that_come_late_spoil_no_block(driver, kind):
+    want = alone(kind, prompts())
+    with late(driver, store_bytes=5000) as seen:
+        steps = Steps(model(kind), prompts(), config(small(kind)))
+        assert go_on(steps, driver) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+    assert steps.free_blocks == 1
+
+
+@needs_transformers
+@stubbed
+def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
+    """The control of the test above."""
+    want = alone("full", prompts())
+    with late(driver, guarded=False) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        assert go_on(steps, driver, every=40) != want
+    assert seen.wrong > 0
+
+
+@needs_transformers
+@stubbed
+def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
+    from torch_kvswap.integrations.transformers.swap import Swap
+
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        steps.until(lambda: seen.parked > 0)
+        [parked] = parked_of(seen).requests.values()
+        store = parked.stored.stores[0]
+        # The batch that was scheduled when the request was preempted has its blocks already.
+        assert not store.done()
+        with mock.patch.object(Swap, "_wait_on") as wait_on:
+            seen.swap.guard([])
+        wait_on.assert_not_called()
+        with mock.patch.object(Swap, "_wait_on") as wait_on:
+            seen.swap.guard(None)
+        wait_on.assert_called_once_with(store)
+        driver.set_mode("immediate")
+        driver.run()
+
+
+def waiting_for_its_store(steps: Steps, seen: Seen, driver: Driver) -> str:
+    steps.until(lambda: seen.parked > 0)
+    [(name, parked)] = parked_of(seen).requests.items()
+    assert not parked.stored.stores[0].done()
+    return name
+
+
+def stored(steps: Steps, seen: Seen, driver: Driver) -> str:
+    from sim import run_until
+
+    name = waiting_for_its_store(steps, seen, driver)
+    store = parked_of(seen).requests[name].stored.stores[0]
+    run_until(driver, store.done)
+    assert store.result.ok
+    return name
+
+
+def loading(steps: Steps, seen: Seen, driver: Driver) -> str:
+    def some() -> list[str]:
+        requests = parked_of(seen).requests if seen.managers else {}
+        return [name for name, parked in requests.items() if parked.load is not None]
+
+    steps.until(lambda: bool(some()))
+    [name, *_] = some()
+    assert not parked_of(seen).requests[name].load.done()
+    return name
+
+
+def running(steps: Steps, seen: Seen, driver: Driver) -> str:
+    name = loading(steps, seen, driver)
+    deadline = time.monotonic() + PATIENCE
+    while name in parked_of(seen).requests:
+        assert time.monotonic() < deadline, "it does not come back"
+        driver.run()
+        steps.step()
+    assert name in steps.scheduler.active_requests
+    return name
+
+
+STATES = {state.__name__: state for state in (waiting_for_its_store, stored, loading, running)}
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", STATES)
+@stubbed
+def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
+    want = alone(kind, prompts())
+    with late(driver) as seen:
+        steps = Steps(model(kind), prompts(), config(small(kind)))
+        name = STATES[state](steps, seen, driver)
+        held = seen.swap.pool.num_pages - seen.swap.num_free
+        steps.cancel(name)
+        steps.step()
+        assert name not in parked_of(seen).requests
+        assert steps.state(name) is None
+        assert seen.swap.pool.num_pages - seen.swap.num_free < held or state == "running"
+        got = go_on(steps, driver)
+    del want[steps.names.index(name)]
+    assert got == want
+    assert seen.wrong == 0
+    assert seen.is_empty
+    assert steps.free_blocks == 1
+
+
+@needs_transformers
+@pytest.mark.parametrize("state", STATES)
+@stubbed
+def test_when_all_requests_fail_nothing_is_left(driver, state):
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        STATES[state](steps, seen, driver)
+        steps.processor.fail_all_requests(RuntimeError("the model has failed"))
+        driver.set_mode("immediate")
+        driver.run()
+    assert seen.is_empty
+    assert steps.free_blocks == 1
+    assert not steps.scheduler.has_pending_requests()
+
+
+@needs_transformers
+@pytest.mark.parametrize("direction", ["store", "load"])
+@stubbed
+def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
+    want = alone("full", prompts())
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        if direction == "store":
+            steps.until(lambda: steps.scheduler.starved_requests or seen.parked > 0)
+        else:
+            stored(steps, seen, driver)
+        with failing(driver, direction) as failed:
+            steps.until(lambda: bool(failed) or bool(driver.run() and False))
+            got = go_on(steps, driver)
+    metrics = seen.swap.handler.metrics()
+    assert (metrics.stores if direction == "store" else metrics.loads).failed > 0
+    assert got == want
+    assert seen.back < seen.parked
+    assert seen.is_empty
+    assert steps.free_blocks == 1
+
+
+@contextlib.contextmanager
+def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
+    """The next job of this direction fails in the driver. What it yields has the job then."""
+    from torch_kvswap.handler import OffloadHandler
+
+    submit = getattr(OffloadHandler, direction)
+    failed: list[Any] = []
+
+    def fails_once(self: Any, *args: Any, **named: Any) -> Any:
+        if not failed:
+            for call in ("cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync"):
+                if driver.library.stub_knows(call.encode()):
+                    driver.fail(call, 1)
+        job = submit(self, *args, **named)
+        if not failed:
+            failed.append(job)
+            while self.metrics().stores.queued + self.metrics().loads.queued:
+                time.sleep(1e-3)  # joined with the next it would be tried again, by itself
+        return job
+
+    with mock.patch.object(OffloadHandler, direction, fails_once):
+        yield failed
+
+
+@needs_transformers
+@stubbed
+def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
+    from torch_kvswap.handler import OffloadHandler
+
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        refused = mock.Mock(side_effect=RuntimeError("the device is lost"))
+        with (
+            mock.patch.object(OffloadHandler, "store", refused),
+            pytest.raises(RuntimeError, match="the device is lost"),
+        ):
+            steps.until(lambda: False)
+        assert seen.swap.num_free == seen.swap.pool.num_pages
+        steps.processor.fail_all_requests(RuntimeError("the device is lost"))
+    assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
+def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
+    want = alone("full", prompts())
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        name = loading(steps, seen, driver)
+        manager = seen.managers[0]
+        before = seen.swap.num_free
+        assert manager.offload_requests()
+        assert parked_of(seen).requests[name].load is None
+        assert not any(manager.view.tables(name))
+        assert seen.swap.num_free == before  # what is on the host stays there
+        assert steps.scheduler.block_new_requests
+        assert go_on(steps, driver) == want
+    assert seen.wrong == 0
+    assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
+def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
+    want = alone("full", prompts())
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        del steps.scheduler._get_waiting_candidates
+        driver.set_mode("immediate")
+        assert go_on(steps, driver) == want
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
+def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        name = loading(steps, seen, driver)
+        helper = mock.Mock()
+        parked_of(seen)._helper = helper
+        # Another rank still loads; then its load has failed.
+        for others, is_parked, computed_again in ((1, True, False), (0, False, True)):
+            helper.tp_all_reduce_min = lambda mine, on_cpu, least=others: mine.clamp(max=least)
+            driver.run()
+            state = parked_of(seen).requests[name].state
+            parked_of(seen).ready(steps.scheduler.waiting_requests.values())
+            assert (name in parked_of(seen).requests) == is_parked
+            assert (steps.state(name) is not state) == computed_again
+        steps.processor.fail_all_requests(RuntimeError("enough"))
+        driver.set_mode("immediate")
+        driver.run()
+    assert seen.is_empty
+
+
+@needs_transformers
+@stubbed
+def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        steps.until(lambda: len(parked_of(seen).requests) > 1 if seen.managers else False)
+        parked = parked_of(seen)
+        [first, second] = list(parked.requests.values())[:2]
+        states = [first.state, second.state]
+        assert first.load is second.load is None
+        allocate = parked.view.allocate
+        parked.view.demand = lambda scheduler: 0
+        parked.view.allocate = lambda state, demand: state is second.state
+        with mock.patch.object(parked.swap, "load") as load:
+            load.return_value.done.return_value = False
+            assert parked.ready(states) == []
+        assert first.load is None
+        assert second.load is load.return_value
+        second.load = None
+        del parked.view.demand
+        parked.view.allocate = allocate
+        steps.processor.fail_all_requests(RuntimeError("enough"))
+        driver.set_mode("immediate")
+        driver.run()
+    assert seen.is_empty

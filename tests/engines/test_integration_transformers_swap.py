@@ -1,0 +1,214 @@
+"""Pages for preempted requests: taken for a store, given back, and loaded group by group."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.swap import Options, Swap
+from torch_kvswap.layout import PagedLayout
+
+
+def ids(*numbers: int) -> list[int]:
+    return list(numbers)
+
+
+def make(pages: int = 6, **options: int) -> tuple[torch.Tensor, Swap]:
+    blocks = torch.arange(20 * 64).view(20, 64)
+    return blocks, Swap(PagedLayout([blocks]), pages, None, Options(**options))
+
+
+def test_what_was_stored_comes_back_to_other_blocks():
+    blocks, swap = make()
+    before = blocks.clone()
+    stored = swap.store([ids(3, 1), ids(7)])
+    swap.load(stored, [ids(10, 11), ids(12)])
+    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
+    assert swap.num_free == 3
+    swap.free(stored)
+    assert swap.num_free == 6
+
+
+def test_groups_are_loaded_as_far_as_both_sides_go():
+    blocks, swap = make()
+    before = blocks.clone()
+    stored = swap.store([ids(3, 1, 4), ids(7)])
+    swap.load(stored, [ids(10), ids(12, 13)])
+    assert torch.equal(blocks[[10, 12]], before[[3, 7]])
+    assert torch.equal(blocks[[11, 13]], before[[11, 13]])
+
+
+def test_a_request_that_does_not_fit_takes_no_page():
+    _, swap = make(pages=2)
+    assert swap.store([ids(1, 2, 3)]) is None
+    assert swap.num_free == 2
+    assert swap.store([ids(1, 2)]) is not None
+    assert swap.store([ids(1)]) is None
+
+
+def test_a_request_is_stored_in_parts_each_four_times_as_large_as_the_one_before():
+    blocks, swap = make(pages=10, store_bytes=2 * 512 - 1)
+    stored = swap.store([ids(1, 2, 3), ids(4, 5, 6, 7)])
+    assert [job.nbytes for job in stored.stores] == [512, 4 * 512, 2 * 512]
+    pages = swap.pool.pages.view(-1, 512)[stored.pages[0] + stored.pages[1]]
+    assert torch.equal(pages.view(torch.int64), blocks[1:8])
+    assert len(make(store_bytes=1)[1].store([ids(1)]).stores) == 1
+
+
+def test_a_store_that_is_refused_gives_its_pages_back():
+    _, swap = make(store_bytes=512)
+    submit = OffloadHandler.store
+    calls = []
+
+    def refuse_the_second(self, *args, **named):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the device is lost")
+        return submit(self, *args, **named)
+
+    with (
+        mock.patch.object(OffloadHandler, "store", refuse_the_second),
+        pytest.raises(RuntimeError, match="the device is lost"),
+    ):
+        swap.store([ids(1, 2, 3)])
+    assert swap.num_free == 6
+
+
+def test_pages_that_are_free_again_are_taken_in_the_order_in_which_they_lie():
+    _, swap = make()
+    first = swap.store([ids(1, 2, 3)])
+    swap.free(first)
+    again = swap.store([ids(4, 5, 6)])
+    assert again.pages == first.pages == [[0, 1, 2]]
+
+
+def test_no_page_is_taken_twice():
+    _, swap = make()
+    held = [swap.store([ids(n)]) for n in range(6)]
+    for stored in held[::2]:
+        swap.free(stored)
+    held = held[1::2] + [swap.store([ids(n)]) for n in range(3)]
+    assert sorted(int(stored.pages[0][0]) for stored in held) == list(range(6))
+
+
+class Group:
+    def __init__(self, table: dict[str, list[int]], units: int, window: int | None = None) -> None:
+        self.block_table, self.units = table, units
+        if window:
+            self.sliding_window = window
+
+
+class View(Cache):
+    """Of a cache with blocks of 4 tokens."""
+
+    groups = ()
+
+    def tokens_per_block(self, group):
+        return 4
+
+    def units_per_block(self, group):
+        return group.units
+
+    host_bytes = demand = allocate = mark_restored = None
+
+    def free(self, request_id):
+        for group in self.groups:
+            del group.block_table[request_id]
+
+
+View.__abstractmethods__ = frozenset()
+
+
+def test_a_block_of_several_layers_is_as_many_units():
+    view = View(None)
+    view.groups = [Group({"a": [5, 2]}, 3), Group({"a": [4]}, 1)]
+    assert view.units(view.tables("a")) == [[15, 16, 17, 6, 7, 8], [4]]
+    assert view.tables("b") == [[], []]
+
+
+def test_a_batch_writes_the_blocks_that_grow_and_all_of_a_window():
+    view = View(None)
+    view.groups = [Group({"a": [5, 2, 9]}, 1), Group({"a": [4, 7]}, 2, window=8)]
+    future = mock.Mock(state=mock.Mock(request_id="a", position_offset=8))
+    assert list(view.written([future])) == [9, 8, 9, 14, 15]
+
+
+def test_a_request_that_has_no_blocks_is_not_freed():
+    view = View(None)
+    view.groups = [Group({"a": [1]}, 1)]
+    state = mock.Mock(request_id="b", allocated_blocks=3)
+    view.release(state)
+    assert view.groups[0].block_table == {"a": [1]}
+    assert state.allocated_blocks == 0
+    state.request_id = "a"
+    view.release(state)
+    assert view.groups[0].block_table == {}
+
+
+def test_a_batch_is_looked_at_only_while_something_may_be_copied():
+    _, swap = make()
+
+    def written():
+        raise AssertionError("nobody needs this")
+        yield
+
+    swap.guard(written())
+    swap.store([ids(1, 2)])
+    with pytest.raises(AssertionError, match="nobody needs this"):
+        swap.guard(written())
+    swap.collect()  # on the CPU it has ended
+    swap.guard(written())
+
+
+def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied():
+    _, swap = make()
+    with mock.patch.object(OffloadHandler, "finished", return_value=[]) as finished:
+        swap.store([ids(1, 2)])
+        swap.store([ids(3)])
+        finished.reset_mock()
+        swap.guard(ids(4, 5))
+        finished.assert_not_called()
+        with mock.patch.object(swap, "_wait_on") as wait_on:
+            swap.guard(ids(4, 3))
+            finished.assert_called_once_with()
+            assert [call.args[0].id for call in wait_on.call_args_list] == [1]
+            swap.guard(ids(3))  # the stream waits already
+            assert wait_on.call_count == 1
+            swap.guard(None)
+            assert [call.args[0].id for call in wait_on.call_args_list] == [1, 0]
+
+
+def test_only_what_nobody_wants_any_more_is_cancelled():
+    _, swap = make(store_bytes=512)
+    kept, dropped = swap.store([ids(1)]), swap.store([ids(2, 3)])
+    with mock.patch.object(OffloadHandler, "cancel") as cancel:
+        swap.free(kept)
+        cancel.assert_not_called()
+        swap.discard(dropped)
+    assert [call.args for call in cancel.call_args_list] == [(job,) for job in dropped.stores]
+    assert swap.num_free == 6
+
+
+def test_the_handler_need_not_remember_the_jobs_of_earlier_requests():
+    _, swap = make()
+    for block in range(5):
+        stored = swap.store([ids(block)])
+        job = swap.load(stored, [ids(block)])
+        swap.free(stored)
+    results = swap.handler.finished()
+    assert [result.job_id for result in results] == [stored.stores[0].id, job.id]
+
+
+def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
+    _, swap = make()
+    (job,) = swap.store([ids(3)]).stores
+    with mock.patch.object(swap.handler, "wait") as waited:
+        swap.wait(job)
+    waited.assert_called_once_with(job)
+    with mock.patch.object(swap, "collect"), mock.patch.object(type(job), "wait_on") as waited:
+        swap.guard([3])  # the copy seems to run, since nobody has looked
+    waited.assert_called_once_with(None)

@@ -1,0 +1,211 @@
+"""vLLM's caches and transfers as layouts and lists of ids, and a copy that is done again."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from types import SimpleNamespace as Record
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rigs import NEW, OLD, keep_busy
+
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.retry import Retry
+from torch_kvswap.layout import PagedLayout
+
+
+def caches(rows: list[int], groups: list[list[tuple[int, int]]], blocks: int = 6) -> Any:
+    memory = [torch.randint(-128, 128, (blocks, row), dtype=torch.int8) for row in rows]
+    return Record(
+        tensors=[Record(tensor=tensor, page_size_bytes=tensor.shape[1]) for tensor in memory],
+        group_data_refs=[
+            [Record(tensor_idx=index, page_size_bytes=size) for index, size in group]
+            for group in groups
+        ],
+    )
+
+
+def gpu(blocks: list[int], sizes: list[int], indices: list[int], dtype: Any = np.int32) -> Any:
+    return Record(block_ids=np.array(blocks, dtype), group_sizes=sizes, block_indices=indices)
+
+
+def host(*pages: int) -> Any:
+    return Record(block_ids=np.array(pages, np.int64))
+
+
+def lists(move: Move) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    return (
+        [blocks.tolist() for blocks in move.blocks],
+        [pages.tolist() for pages in move.pages],
+        move.first_blocks,
+    )
+
+
+def test_a_group_has_a_plane_for_each_tensor_with_the_bytes_that_are_used():
+    canonical = caches([64, 96], [[(0, 64), (1, 80)], [(1, 96)]])
+    first, second = group_layouts(canonical)
+    assert first.sizes.tolist() == [64, 80]
+    assert first.strides.tolist() == [64, 96]
+    assert second.sizes.tolist() == [96]
+    assert second.bases[0] == first.bases[1] == canonical.tensors[1].tensor.data_ptr()
+
+
+def test_layers_of_a_group_that_share_a_tensor_are_one_plane_of_the_larger():
+    (layout,) = group_layouts(caches([64], [[(0, 16), (0, 48), (0, 32)]]))
+    assert layout.sizes.tolist() == [48]
+
+
+def test_a_view_into_one_allocation_of_all_layers_keeps_its_place():
+    memory = torch.zeros(6 * 64 * 2, dtype=torch.int8)
+    views = [memory[begin : begin + 6 * 64].view(6, 64) for begin in (0, 6 * 64)]
+    canonical = caches([64, 64], [[(0, 64), (1, 64)]])
+    for of_cache, view in zip(canonical.tensors, views, strict=True):
+        of_cache.tensor = view
+    (layout,) = group_layouts(canonical)
+    assert (layout.bases - memory.data_ptr()).tolist() == [0, 6 * 64]
+
+
+def test_a_transfer_of_whole_chunks_takes_a_page_for_each():
+    move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), 1, 2)
+    assert lists(move) == ([[5, 6, 7, 8]], [[9, 3]], [0])
+    assert move.blocks[0].dtype == np.int64
+
+
+def test_the_first_chunk_can_be_used_from_its_middle_and_the_last_in_part():
+    move = read_move(gpu([5, 6, 7], [3], [7]), host(9, 3), 1, 4)
+    assert lists(move) == ([[5, 6, 7]], [[9, 3]], [3])
+    move = read_move(gpu([5], [1], [6]), host(9), 1, 4)
+    assert lists(move) == ([[5]], [[9]], [2])
+
+
+def test_each_group_has_its_own_first_block_and_may_be_empty():
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), 3, 3)
+    assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
+)
+def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
+    move = gpu(blocks, [3], [0])
+    said = "of which its groups of [3] blocks from [0] on take 3 and 2"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_move(move, host(*pages), 1, 2)
+
+
+def test_a_transfer_of_another_number_of_groups_is_refused():
+    move = gpu([1], [1, 0], [0, 0])
+    with pytest.raises(ValueError, match="a transfer of 2 groups, the cache has 1"):
+        read_move(move, host(1), 1, 1)
+
+
+def moved(layout: PagedLayout, pool: HostPool, direction: Any) -> tuple[Retry, torch.Tensor]:
+    """Blocks 4, 1 and 3 and the slots 1 to 3 of pages 2 and 0."""
+    move = Move([np.array([4, 1, 3])], [np.array([2, 0])], [1])
+    retry = Retry([layout], pool.pages, direction, move)
+    retry.wait()
+    return retry, torch.stack([pool.pages[2, 1], pool.pages[0, 0], pool.pages[0, 1]])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copy_that_is_done_again_moves_the_same_bytes_and_no_others(direction, device):
+    tensors = [torch.randint(-128, 128, (6, row), dtype=torch.int8).to(device) for row in (64, 96)]
+    layout = PagedLayout([tensors[0], tensors[1][:, :80]])
+    pool = HostPool(layout, 3, 2)
+    pool.pages.random_(256)
+    before = torch.cat(tensors, 1).cpu(), pool.pages.clone()
+    retry, slots = moved(layout, pool, direction)
+    assert retry.error is None
+    assert retry.has_ended()
+    assert retry.nbytes == 3 * (64 + 80)
+    assert retry.seconds > 0
+    after, blocks = torch.cat(tensors, 1).cpu(), [4, 1, 3]
+    assert torch.equal(slots, after[blocks][:, :144].view(torch.uint8))
+    if direction == "store":
+        assert torch.equal(after, before[0])
+        assert torch.equal(pool.pages[[2, 1, 1], [0, 0, 1]], before[1][[2, 1, 1], [0, 0, 1]])
+    else:
+        assert torch.equal(pool.pages, before[1])
+        assert torch.equal(after[[0, 2, 5]], before[0][[0, 2, 5]])
+        assert torch.equal(after[:, 144:], before[0][:, 144:])
+
+
+def test_a_copy_that_fails_again_ends_with_the_error():
+    layout = PagedLayout([torch.zeros(2, 64, dtype=torch.int8)])
+    retry, _ = moved(layout, HostPool(layout, 3, 2), "store")
+    assert retry.has_ended()
+    assert "index 4 is out of bounds" in str(retry.error)
+
+
+def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None:
+            log.append("a stream is made")
+
+        def wait_stream(self, other: object) -> None:
+            log.append(f"it waits for the {other}")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            log.append("its end is recorded")
+
+    @contextlib.contextmanager
+    def enter(stream: Stream) -> Any:
+        log.append("it becomes the current one")
+        yield
+        log.append("it is left")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(Retry, "_copy", lambda *_: log.append("blocks are copied"))
+    layout = PagedLayout([torch.zeros(6, 64, dtype=torch.int8)])
+    pool = HostPool(layout, 3, 2)
+    layout.device = torch.device("cuda", 1)
+    move = Move([np.array([4])], [np.array([2])], [1])
+    assert Retry([layout], pool.pages, "store", move).error is None
+    assert log == [
+        "a stream is made",
+        "it waits for the stream of cuda:1",
+        "it becomes the current one",
+        "blocks are copied",
+        "its end is recorded",
+        "it is left",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, waits):
+    """waits: False is the control, a copy behind a stream that has nothing to do: it is too early.
+    A store reads the old bytes, and what a load brings is overwritten."""
+    cache = torch.full((6, 1 << 16), OLD, dtype=torch.uint8, device="cuda")
+    layout = PagedLayout([cache])
+    pool = HostPool(layout, 3, 2)
+    pool.pages.fill_(OLD)
+    move = Move([np.array([4])], [np.array([2])], [1])
+    idle = torch.cuda.Stream()
+    Retry([layout], pool.pages, "load", move).wait()  # the first one takes longer
+    torch.cuda.synchronize()
+    keep_busy()
+    cache.fill_(NEW)
+    with contextlib.nullcontext() if waits else torch.cuda.stream(idle):
+        retry = Retry([layout], pool.pages, direction, move)
+    retry.wait()
+    was_busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert was_busy is not waits, "it waits for the stream, and only the control does not"
+    assert retry.error is None
+    if direction == "store":
+        assert pool.pages[2, 1].unique().tolist() == [NEW if waits else OLD]
+    else:
+        assert cache[4].unique().tolist() == [OLD if waits else NEW]

@@ -1,0 +1,83 @@
+"""What the configuration of vLLM's connector says to our spec."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rigs import run_script
+
+from torch_kvswap.integrations.vllm.options import Options, read_options
+
+
+def test_what_is_not_said_has_a_default():
+    assert read_options({"cpu_bytes_to_use": 10}) == Options(
+        cpu_bytes_to_use=10,
+        eviction_policy="lru",
+        store_threshold=1,
+        manager="torch_kvswap",
+        path=None,
+        staging_bytes=32 << 20,
+    )
+
+
+def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
+    ours = {
+        "cpu_bytes_to_use": 7.0,  # vLLM makes a float of it for --kv-offloading-size
+        "eviction_policy": "arc",
+        "store_threshold": 2,
+        "manager": "vllm",
+        "path": "strided",
+        "staging_bytes": 0,
+    }
+    of_vllm = {
+        "spec_name": "x",
+        "spec_module_path": "y",
+        "blocks_per_chunk": 4,
+        "block_size": 64,
+        "offload_prompt_only": False,
+        "self_describing_kv_events": True,
+        "enable_cross_layers_blocks": "True",
+        "sync_load_budget_bytes": 5,
+        "canonical_layout": False,
+    }
+    read = read_options(ours | of_vllm)
+    assert read == Options(7, "arc", 2, "vllm", "strided", 0)
+    assert type(read.cpu_bytes_to_use) is int
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "needs cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 1, "cpu_bytes": 1, "polic": 2}, "has cpu_bytes, polic, which"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use is 0; it has to be a whole number from 1 on"),
+        ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use is 1.5; it has to be a whole number"),
+        ({"cpu_bytes_to_use": "8GB"}, "cpu_bytes_to_use is '8GB'; it has to be a whole number"),
+        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it has to be a whole number"),
+        ({"cpu_bytes_to_use": 1, "staging_bytes": -1}, "staging_bytes is -1"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": "2"}, "store_threshold is '2'"),
+        ({"cpu_bytes_to_use": 1, "manager": "ours"}, "has to be torch_kvswap or vllm"),
+        ({"cpu_bytes_to_use": 1, "load_after": "nothing"}, "has load_after, which"),
+        ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "canonical_layout is for vLLM's own"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_options(wrong)
+
+
+def test_the_refusal_of_an_unknown_option_names_those_that_there_are():
+    with pytest.raises(ValueError, match=r"eviction_policy.*blocks_per_chunk"):
+        read_options({"cpu_bytes_to_use": 1, "evict": "lru"})
+
+
+def test_without_vllm_it_says_what_to_install():
+    script = """
+    sys.modules["vllm"] = None
+    try:
+        import torch_kvswap.integrations.vllm
+    except ImportError as error:
+        print(error)
+    """
+    assert "needs vLLM 0.26 or later: pip install torch_kvswap[vllm]" in run_script(script)

@@ -1,0 +1,107 @@
+"""vLLM's step and our copies: what waits for what, on the simulated driver. Needs no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sim import CURRENT, run_until
+from simulated_driver import Driver, place, stubbed
+from vllm_contract import KVSwapWorker, base, common, worker_module
+
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.layout import PagedLayout
+
+BLOCK, PAGE = 3, 5
+
+
+@contextlib.contextmanager
+def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
+    """A worker of one group on the GPU of the stub, which does nothing until it is told to, and
+    the cache."""
+    torch.set_num_threads(1)
+    driver.set_mode("manual")
+    driver.set_stream(0, CURRENT)
+    cache = torch.randint(256, (16, 64), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([cache]))
+
+    def pageable(*shape: Any) -> HostPool:
+        made = HostPool(*shape, pinned=False)
+        driver.adopt(made.pages, 1)
+        return made
+
+    with (
+        mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
+        mock.patch.object(worker_module, "HostPool", pageable),
+    ):
+        worker = KVSwapWorker(None, 16, 1, Options(1))
+    worker._pool.pages.random_(256)
+    try:
+        yield worker, cache
+    finally:
+        driver.set_mode("immediate")
+        worker.shutdown()
+
+
+def submit_load(worker: Any, number: int, block: int, page: int, expedited: bool) -> None:
+    gpu = base.GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
+    assert worker.submit_load(number, common.CPULoadStoreSpec([page]), gpu, expedited=expedited)
+
+
+def ended(driver: Driver, worker: Any, number: int) -> None:
+    results: list[Any] = []
+
+    def is_over() -> bool:
+        results.extend(worker.get_finished())
+        return bool(results)
+
+    run_until(driver, is_over)
+    assert [(one.job_id, one.success) for one in results] == [(number, True)]
+
+
+def zero(driver: Driver, cache: torch.Tensor) -> torch.Tensor:
+    """What vLLM launches for new blocks at the beginning of a step."""
+    zeros = driver.memory(64, 2)
+    driver.cuda.copy(cache[BLOCK], zeros, CURRENT)
+    return zeros
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+@stubbed
+def test_a_load_lands_behind_the_zeroing_of_its_own_step(driver: Driver, expedited: bool) -> None:
+    with worker_of(driver) as (worker, cache):
+        expected = worker._pool.pages[PAGE, 0].clone()
+        worker.get_finished()  # the step before ends here
+        hold = driver.hold(CURRENT)
+        kept = zero(driver, cache)
+        submit_load(worker, 1, BLOCK, PAGE, expedited)
+        before = cache[BLOCK].clone()
+        driver.run()
+        assert torch.equal(cache[BLOCK], before), "nothing has been zeroed, so nothing is loaded"
+        driver.release(hold)
+        ended(driver, worker, 1)
+        driver.run()
+        assert torch.equal(cache[BLOCK], expected)
+        del kept
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+@stubbed
+def test_a_load_that_waits_for_nothing_is_zeroed(driver: Driver, expedited: bool) -> None:
+    """The control: what the test above sees when a load does not wait."""
+    with worker_of(driver) as (worker, cache):
+        load = worker._handler.load
+        worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
+        hold = driver.hold(CURRENT)
+        kept = zero(driver, cache)
+        submit_load(worker, 1, BLOCK, PAGE, expedited)
+        ended(driver, worker, 1)
+        driver.release(hold)
+        driver.run()
+        assert not cache[BLOCK].any()
+        del kept

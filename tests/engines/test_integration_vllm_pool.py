@@ -1,0 +1,140 @@
+"""How the workers of an engine come to one host pool. Needs no vLLM."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from patience import PATIENCE
+
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm import pool as vllm_pool
+from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
+from torch_kvswap.layout import PagedLayout
+
+
+@pytest.fixture
+def engine() -> str:
+    return str(uuid.uuid4()) + "x" * 200  # longer than the name of a socket may be
+
+
+def layout(nbytes: int = 64) -> PagedLayout:
+    return PagedLayout([torch.zeros(8, nbytes, dtype=torch.uint8)])
+
+
+def make(rank: int, world: int, engine: str, timeout: float = PATIENCE) -> HostPool:
+    return replicated_pool(layout(), 6, 2, Replicas(rank, world, engine), timeout)
+
+
+def test_all_workers_can_use_all_pages_of_one_memory(engine):
+    with ThreadPoolExecutor(3) as threads:
+        pools = list(threads.map(lambda rank: make(rank, 3, engine), range(3)))
+    for number, pool in enumerate(pools):
+        assert pool.ready_pages == 6
+        pool.pages[number].fill_(number + 1)
+    for pool in pools:
+        assert [int(page[0, 0]) for page in pool.pages[:3]] == [1, 2, 3]
+        assert pool.nbytes == 6 * 2 * 64
+    for pool in pools:
+        pool.close()
+
+
+def test_workers_are_processes_and_come_in_any_order(engine):
+    code = (
+        "import sys, torch\n"
+        "from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool\n"
+        "from torch_kvswap.layout import PagedLayout\n"
+        "layout = PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)])\n"
+        "pool = replicated_pool(layout, 6, 2, Replicas(1, 2, sys.argv[1]))\n"
+        "pool.pages[4].fill_(9)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    other = subprocess.Popen([sys.executable, "-c", code, engine], env=environment)
+    with make(0, 2, engine, timeout=PATIENCE) as pool:
+        assert other.wait(timeout=PATIENCE) == 0
+        assert bool((pool.pages[4] == 9).all())
+        assert not pool.pages[5].any()
+
+
+def test_two_engines_do_not_share(engine):
+    with ThreadPoolExecutor(4) as threads:
+        names = [(rank, 2, engine + name) for name in "ab" for rank in range(2)]
+        pools = list(threads.map(lambda worker: make(*worker), names))
+    pools[0].pages.fill_(1)
+    assert pools[1].pages.all()
+    assert not pools[2].pages.any()
+    for pool in pools:
+        pool.close()
+
+
+def test_a_worker_that_does_not_come_is_missed(engine):
+    with pytest.raises(TimeoutError, match=r"1 of the 2 workers of engine .* have come"):
+        make(0, 2, engine, timeout=0.05)
+    with pytest.raises(TimeoutError, match="worker 1 has found no worker 0 of engine"):
+        make(1, 2, engine, timeout=0.05)
+    with ThreadPoolExecutor(2) as threads:  # and nothing is left of it
+        for pool in threads.map(lambda rank: make(rank, 2, engine), range(2)):
+            pool.close()
+
+
+def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
+    has_come, receive = threading.Event(), vllm_pool.PoolHandle.receive
+
+    def comes(connection: socket.socket) -> object:
+        has_come.set()
+        return receive(connection)
+
+    def fails(*_: object, **__: object) -> None:
+        assert has_come.wait(PATIENCE)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(vllm_pool.PoolHandle, "receive", comes)
+    monkeypatch.setattr(vllm_pool, "HostPool", fails)
+    with ThreadPoolExecutor(2) as threads:
+        others = threads.submit(make, 1, 2, engine)
+        first = threads.submit(make, 0, 2, engine)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.result()
+        with pytest.raises(RuntimeError, match="worker 1 got no host pool: worker 0 of engine"):
+            others.result()
+
+
+def test_two_engines_of_one_name_are_told_apart(engine):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(vllm_pool._address(engine))
+        with pytest.raises(RuntimeError, match="makes its host pool on this machine now"):
+            make(0, 2, engine)
+
+
+def test_a_worker_that_hangs_up_is_not_counted(engine):
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(make, 0, 2, engine)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            vllm_pool._connect(
+                caller,
+                vllm_pool._address(engine),
+                Replicas(1, 2, engine),
+                time.monotonic() + PATIENCE,
+            )
+        make(1, 2, engine).close()
+        first.result().close()
+
+
+def test_another_user_is_given_nothing(engine, monkeypatch):
+    monkeypatch.setattr(vllm_pool, "_user_of", lambda connection: os.getuid() + 1)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(make, 0, 2, engine, 2)
+        with pytest.raises(RuntimeError, match="a process of another user offers the host pool"):
+            make(1, 2, engine)
+        with pytest.raises(TimeoutError):
+            first.result()

@@ -1,0 +1,499 @@
+"""vLLM's contract for a worker: blocks go where the specs say, and every job ends once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE
+from rigs import Hold, keep_busy
+from torch import Tensor
+from vllm_engine import CPULoadStoreSpec, KVSwapWorker, base, caches, config
+
+from torch_kvswap.handler import TransferError
+from torch_kvswap.integrations.vllm.options import Options
+
+PAGES = 16
+GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of each tensor
+    "a tensor for each layer": ([[(0, 512), (1, 512), (2, 512)]], [512, 512, 512]),
+    "one tensor for all layers": ([[(0, 2048)]], [2048]),
+    "padded rows": ([[(0, 500), (1, 320)]], [512, 384]),
+    "groups that share tensors": ([[(0, 64), (1, 64)], [(0, 64), (1, 64)], [(0, 64)]], [64, 64]),
+    "groups of other sizes": ([[(0, 64), (1, 96)], [(2, 32)], [(1, 80), (2, 32)]], [64, 96, 32]),
+    "packed": ([[(0, 640)], [(0, 640)]], [640]),
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[1, 3])
+def chunk(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+class Rig:
+    """A worker, and what its caches and pages should have in them."""
+
+    def __init__(self, layers: Any, device: str, chunk: int = 1, **options: Any) -> None:
+        self.groups, self.rows = layers
+        self.caches = caches(self.groups, self.rows, device)
+        self.chunk = chunk
+        self.worker = KVSwapWorker(self.caches, PAGES, chunk, Options(1, **options))
+        self.worker._pool.pages.random_(256)
+        self.expected = [one.tensor.cpu().clone() for one in self.caches.tensors]
+        self.pages = self.worker._pool.pages.clone()
+        self.number = 0
+
+    def submit(self, direction: str, moves: list[tuple[list[int], list[int], int]]) -> int:
+        """moves: of each group the blocks, the pages, and the first block's place in the request."""
+        self.number += 1
+        gpu = base.GPULoadStoreSpec(
+            [block for blocks, _, _ in moves for block in blocks],
+            group_sizes=[len(blocks) for blocks, _, _ in moves],
+            block_indices=[index for _, _, index in moves],
+        )
+        host = CPULoadStoreSpec([page for _, pages, _ in moves for page in pages])
+        if direction == "store":
+            assert self.worker.submit_store(self.number, gpu, host)
+        else:
+            assert self.worker.submit_load(self.number, host, gpu)
+        for layers, (blocks, pages, index) in zip(self.groups, moves, strict=True):
+            for place, block in enumerate(blocks, index % self.chunk):
+                self._move(direction, layers, block, pages[place // self.chunk], place % self.chunk)
+        return self.number
+
+    def _move(self, direction: str, layers: Any, block: int, page: int, slot: int) -> None:
+        begin = 0
+        for tensor, size in layers:
+            on_gpu = self.expected[tensor][block, :size].view(torch.uint8)
+            on_host = self.pages[page, slot, begin : begin + size]
+            if direction == "store":
+                on_host.copy_(on_gpu)
+            else:
+                on_gpu.copy_(on_host)
+            begin += size
+
+    def nbytes(self, moves: Any) -> int:
+        return sum(
+            len(blocks) * sum(size for _, size in layers)
+            for layers, (blocks, _, _) in zip(self.groups, moves, strict=True)
+        )
+
+    def finished(self, count: int) -> list[Any]:
+        """Polls until so many have ended."""
+        results: list[Any] = []
+        deadline = time.monotonic() + PATIENCE
+        while len(results) < count:
+            assert time.monotonic() < deadline
+            results += self.worker.get_finished()
+        return results
+
+    def is_right(self) -> bool:
+        tensors: list[Tensor] = [one.tensor.cpu() for one in self.caches.tensors]
+        return all(map(torch.equal, tensors, self.expected)) and torch.equal(
+            self.worker._pool.pages, self.pages
+        )
+
+
+@pytest.fixture
+def rig(device: str) -> Iterator[Rig]:
+    rig = Rig(GROUPS["a tensor for each layer"], device)
+    yield rig
+    rig.worker.shutdown()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_blocks_of_random_transfers_and_no_others_are_moved(name, device, chunk):
+    rig, random_ = Rig(GROUPS[name], device, chunk), random.Random(name)
+    for _ in range(12):
+        direction = random_.choice(["store", "load"])
+        blocks = random_.sample(range(1, 24), 23)
+        pages = random_.sample(range(PAGES), PAGES)
+        moves = []
+        for _ in rig.groups:
+            count, index = random_.randint(0, 5), random_.randint(0, 7)
+            taken = -(-(count + index % chunk) // chunk) if count else 0
+            moves.append((blocks[:count], pages[:taken], index))
+            blocks, pages = blocks[count:], pages[taken:]
+        number = rig.submit(direction, moves)
+        (result,) = rig.finished(1)
+        assert (result.job_id, result.success) == (number, True)
+        assert result.transfer_size == rig.nbytes(moves)
+        assert result.transfer_time >= 0
+    assert rig.is_right()
+    rig.worker.shutdown()
+
+
+def test_every_job_ends_once_whatever_waits_for_it(rig):
+    numbers = {rig.submit("store", [([block], [block % PAGES], 0)]) for block in range(1, 20)}
+    rig.worker.wait(set(list(numbers)[:5]))
+    rig.worker.wait({*numbers, 1000, 2000})  # of others it never heard
+    results = rig.finished(len(numbers))
+    assert {result.job_id for result in results} == numbers
+    assert all(result.success for result in results)
+    assert rig.worker.get_finished() == []
+    rig.worker.wait(numbers)
+    assert rig.is_right()
+
+
+def test_after_wait_the_blocks_can_be_overwritten(rig):
+    number = rig.submit("store", [([1, 2, 3], [4, 5, 6], 0)])
+    rig.worker.wait({number})
+    for one, expected in zip(rig.caches.tensors, rig.expected, strict=True):
+        one.tensor.fill_(7)
+        expected.fill_(7)
+    assert rig.is_right()
+
+
+def test_a_transfer_of_nothing_ends_well(rig):
+    store, load = rig.submit("store", [([], [], 0)]), rig.submit("load", [([], [], 3)])
+    rig.worker.wait({store, load})
+    results = rig.finished(2)
+    assert [(one.job_id, one.success, one.transfer_size) for one in results] == [
+        (store, True, 0),
+        (load, True, 0),
+    ]
+
+
+def test_an_expedited_load_is_a_load(rig):
+    gpu = base.GPULoadStoreSpec([5], group_sizes=[1], block_indices=[0])
+    assert rig.worker.submit_load(1, CPULoadStoreSpec([3]), gpu, expedited=True)
+    rig.worker.wait({1})
+    assert rig.finished(1)[0].success
+    rig._move("load", rig.groups[0], 5, 3, 0)
+    assert rig.is_right()
+
+
+def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(rig):
+    gpu = base.GPULoadStoreSpec([24], group_sizes=[1], block_indices=[0])
+    with pytest.raises(IndexError, match="24"):
+        rig.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
+    assert rig.worker.get_finished() == []
+    assert rig.is_right()
+
+
+def test_shutdown_waits_and_can_be_repeated(device):
+    rig = Rig(GROUPS["padded rows"], device)
+    rig.submit("store", [([1, 2], [3, 4], 0)])
+    pages = rig.worker._pool.pages
+    rig.worker.shutdown()
+    rig.worker.shutdown()
+    assert torch.equal(pages, rig.pages)
+
+
+def fail_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's copies leave other bytes and say that they failed."""
+    handler, finished = rig.worker._handler, rig.worker._handler.finished
+
+    def spoiled() -> list[Any]:
+        results = finished()
+        for result in results:
+            if result.direction == "load":
+                for one in rig.caches.tensors:
+                    one.tensor[[3, 9]] = 0
+            else:
+                rig.worker._pool.pages[[2, 5]] = 0
+        error = RuntimeError("error 700")
+        return [dataclasses.replace(one, state="failed", error=error) for one in results]
+
+    monkeypatch.setattr(handler, "finished", spoiled)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_that_failed_is_done_again_and_said_to_be_well(
+    rig, direction, waits, monkeypatch, caplog
+):
+    fail_copies(rig, monkeypatch)
+    number = rig.submit(direction, [([3, 9], [5, 2], 0)])
+    if waits:
+        rig.worker.wait({number})
+        assert rig.is_right()
+    (result,) = rig.finished(1)
+    assert (result.job_id, result.success) == (number, True)
+    assert result.transfer_size == 2 * 3 * 512
+    assert result.transfer_time > 0
+    assert rig.is_right()
+    assert "failed: error 700; it is done once more by plain copies" in caplog.text
+    assert rig.worker.get_finished() == []
+
+
+def test_wait_does_not_raise_for_a_copy_that_failed(rig, monkeypatch):
+    fail_copies(rig, monkeypatch)
+    wait = rig.worker._handler.wait
+
+    def fails(jobs: Any) -> None:
+        wait(jobs)
+        raise TransferError([])
+
+    monkeypatch.setattr(rig.worker._handler, "wait", fails)
+    rig.worker.wait({rig.submit("store", [([3, 9], [5, 2], 0)])})
+    assert rig.finished(1)[0].success
+    assert rig.is_right()
+
+
+def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is done again moves bytes only when somebody waits for it, so that a wait that
+    is left out is seen."""
+    from torch_kvswap.integrations.vllm.retry import Retry
+
+    class Late:
+        def __init__(self, copy: Any) -> None:
+            self.copy = copy
+
+        def query(self) -> bool:
+            return self.copy is None
+
+        def synchronize(self) -> None:
+            self.copy()
+            self.copy = None
+
+    def start_late(retry: Any, *what: Any) -> None:
+        retry._end = Late(lambda: retry._copy(*what))
+
+    monkeypatch.setattr(Retry, "_start", start_late)
+
+
+def test_wait_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+    copy_again_late(monkeypatch)
+    fail_copies(rig, monkeypatch)
+    number = rig.submit("store", [([3, 9], [5, 2], 0)])
+    rig.worker._handler.wait()
+    assert rig.worker.get_finished() == [], "it has not been copied yet"
+    rig.worker.wait({number})
+    assert rig.is_right()
+    assert rig.finished(1)[0].success
+
+
+def test_shutdown_waits_for_a_copy_that_is_done_again(rig, monkeypatch):
+    copy_again_late(monkeypatch)
+    fail_copies(rig, monkeypatch)
+    rig.submit("store", [([3, 9], [5, 2], 0)])
+    rig.worker._handler.wait()
+    assert rig.worker.get_finished() == [], "it has not been copied yet"
+    pages = rig.worker._pool.pages
+    rig.worker.shutdown()
+    assert torch.equal(pages, rig.pages)
+
+
+def fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: object) -> None:
+        raise RuntimeError("error 719")
+
+    monkeypatch.setattr("torch_kvswap.integrations.vllm.retry.Retry._copy", cannot)
+
+
+def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(rig, monkeypatch, caplog):
+    fail_copies(rig, monkeypatch)
+    fail_again(monkeypatch)
+    number = rig.submit("load", [([3], [5], 0)])
+    (result,) = rig.finished(1)
+    assert (result.job_id, result.success) == (number, False)
+    assert "failed: error 700" in caplog.text
+    assert f"plain copies of load {number} failed too: error 719" in caplog.text
+
+
+def test_the_engine_ends_with_the_error_logged_before(rig, monkeypatch, caplog):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+
+    connector: Any = object.__new__(OffloadingConnectorWorker)
+    connector.worker, connector._load_jobs = rig.worker, {}
+    fail_copies(rig, monkeypatch)
+    fail_again(monkeypatch)
+    rig.submit("store", [([3], [5], 0)])
+    rig.worker.wait({rig.number})
+    with caplog.at_level(logging.ERROR), pytest.raises(AssertionError):
+        connector.get_finished(set())
+    assert "vLLM ends the engine" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expedited", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_lands_behind_the_zeroing_of_its_own_step(waits, expedited):
+    """waits: False is the control, a load that waits for nothing: it is zeroed."""
+    rig = Rig(GROUPS["a tensor for each layer"], "cuda")
+    rig.worker.wait({rig.submit("load", [([1], [1], 0)])})  # the first one takes longer
+    for one in rig.caches.tensors:
+        one.tensor[2].zero_()  # loads the kernel
+    for expected in rig.expected:
+        expected[2] = 0
+    torch.cuda.synchronize()
+    rig.worker.get_finished()  # the step before ends here
+    load = rig.worker._handler.load
+    if not waits:
+        rig.worker._handler.load = lambda *ids, **options: load(*ids, **options, after=())
+    hold = Hold()
+    for one in rig.caches.tensors:
+        one.tensor[3].zero_()
+    gpu = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
+    more = {"expedited": True} if expedited else {}
+    assert rig.worker.submit_load(100, CPULoadStoreSpec([5]), gpu, **more)
+    if waits:
+        hold.release()
+    rig.worker.wait({100})  # the control ends while the stream is held
+    hold.release()
+    torch.cuda.synchronize()
+    rig._move("load", rig.groups[0], 3, 5, 0)
+    if not waits:
+        for expected in rig.expected:
+            expected[3] = 0
+    assert rig.is_right()
+    rig.worker.shutdown()
+
+
+@pytest.mark.gpu
+def test_a_store_reads_what_kernels_before_it_write():
+    rig = Rig(GROUPS["a tensor for each layer"], "cuda")
+    keep_busy(50)
+    for one, expected in zip(rig.caches.tensors, rig.expected, strict=True):
+        one.tensor[3] = 77
+        expected[3] = 77
+    rig.worker.wait({rig.submit("store", [([3], [5], 0)])})
+    assert rig.is_right()
+    rig.worker.shutdown()
+
+
+def test_the_spec_makes_a_worker_for_the_chunks_of_the_configuration(device):
+    from vllm_engine import KVSwapOffloadingSpec
+
+    layers = GROUPS["a tensor for each layer"]
+    canonical = caches(*layers, device)
+    settings = config(chunk=2, block_bytes=3 * 512, cpu_bytes_to_use=5 * 2 * 3 * 512)
+    spec = KVSwapOffloadingSpec(settings)
+    worker = spec.get_worker(canonical)
+    assert worker is spec.get_worker(canonical)
+    assert list(worker._pool.pages.shape) == [5, 2, 3 * 512]
+    worker.shutdown()
+
+
+def connector_of(rig: Rig) -> Any:
+    """vLLM's side of the worker, without a model around it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+
+    connector: Any = object.__new__(OffloadingConnectorWorker)
+    connector.worker, connector._load_jobs, connector._unsubmitted_store_jobs = rig.worker, {}, []
+    connector._is_store_writer = True  # of 0.33
+    connector._connector_worker_meta = OffloadingWorkerMetadata()
+    return connector
+
+
+def metadata(
+    stores: dict[int, Any] | None = None,
+    loads: dict[int, Any] | None = None,
+    flush: set[int] | None = None,
+    sync: bool = False,
+) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+
+    def jobs(moves: dict[int, Any] | None, is_store: bool) -> dict[int, Any]:
+        made = {}
+        for number, (blocks, pages) in (moves or {}).items():
+            gpu, host = base.GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(pages)
+            specs = (gpu, host) if is_store else (host, gpu)
+            named = dict(zip(("src_spec", "dst_spec"), specs, strict=True))
+            more = {"sync": True} if sync else {}
+            made[number] = common.TransferJob(req_id=str(number), **named, **more)
+        return made
+
+    return common.OffloadingConnectorMetadata(
+        load_jobs=jobs(loads, False), store_jobs=jobs(stores, True), jobs_to_flush=flush or set()
+    )
+
+
+def steps_until(connector: Any, rig: Rig, numbers: set[int]) -> set[str]:
+    """Empty steps until the jobs are reported: the requests whose loads have ended."""
+    received: set[str] = set()
+    reported: dict[int, int] = {}
+    deadline = time.monotonic() + PATIENCE
+    while set(reported) < numbers:
+        assert time.monotonic() < deadline
+        received |= connector.get_finished(set())[1]
+        meta = connector.build_connector_worker_meta()
+        for number, count in meta.completed_jobs.items() if meta else ():
+            reported[number] = reported.get(number, 0) + count
+    assert reported == dict.fromkeys(numbers, 1)
+    return received
+
+
+def test_a_store_goes_out_one_step_later_and_its_load_brings_it_back(rig):
+    connector = connector_of(rig)
+    first = metadata(stores={1: ([3, 4], [7, 8])})
+    connector.handle_preemptions(first)
+    connector.start_kv_transfers(first)
+    connector.prepare_store_kv(first)
+    assert connector.get_finished(set()) == (set(), set())
+    assert rig.worker._open == {}, "not yet submitted"
+    connector.handle_preemptions(metadata())
+    assert steps_until(connector, rig, {1}) == set()
+    stored = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    second = metadata(loads={2: ([10, 11], [7, 8])})
+    connector.handle_preemptions(second)
+    connector.start_kv_transfers(second)
+    assert steps_until(connector, rig, {2}) == {"2"}
+    assert all(
+        torch.equal(one.tensor[[10, 11]], bytes_)
+        for one, bytes_ in zip(rig.caches.tensors, stored, strict=True)
+    )
+
+
+def test_a_flush_submits_and_waits_for_stores_before_their_blocks_are_overwritten(rig):
+    connector = connector_of(rig)
+    connector.prepare_store_kv(metadata(stores={1: ([3], [7])}))
+    kept = [one.tensor[[3, 4]].clone() for one in rig.caches.tensors]
+    connector.handle_preemptions(metadata(stores={2: ([4], [8])}, flush={1, 2, 99}))
+    for one in rig.caches.tensors:
+        one.tensor[[3, 4]] = 0
+    assert steps_until(connector, rig, {1, 2}) == set()
+    for page, row in ((7, 0), (8, 1)):
+        expected = torch.cat([one[row] for one in kept]).view(torch.uint8).cpu()
+        assert torch.equal(rig.worker._pool.pages[page, 0], expected)
+
+
+@pytest.mark.skipif(not hasattr(base, "Medium"), reason="0.26 has no synchronous loads")
+def test_a_synchronous_load_is_expedited_and_there_when_the_step_begins(rig):
+    connector, loads = connector_of(rig), []
+    load = rig.worker._handler.load
+
+    def noted(*ids: Any, **options: Any) -> Any:
+        loads.append(options["expedited"])
+        return load(*ids, **options)
+
+    rig.worker._handler.load = noted
+    connector.start_kv_transfers(metadata(loads={5: ([3], [7])}, sync=True))
+    rig._move("load", rig.groups[0], 3, 7, 0)
+    assert rig.is_right()
+    assert steps_until(connector, rig, {5}) == set()
+    assert loads == [True]
+
+
+def test_loads_start_behind_the_stream_that_the_model_runs_on(rig, monkeypatch):
+    """No moment before is named, so that what the step has launched by now is waited for."""
+    load, named = rig.worker._handler.load, []
+
+    def noted(*ids: Any, **options: Any) -> Any:
+        named.append(options.get("after"))
+        return load(*ids, **options)
+
+    monkeypatch.setattr(rig.worker._handler, "load", noted)
+    rig.submit("load", [([3], [5], 0)])
+    rig.worker.get_finished()
+    gpu = base.GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    assert rig.worker.submit_load(9, CPULoadStoreSpec([6]), gpu, expedited=True)
+    assert named == [None, None]

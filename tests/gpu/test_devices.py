@@ -1,0 +1,286 @@
+"""Several GPUs in one process, a current device that is not the handler's, and several processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from patience import PATIENCE
+from rigs import NEW, OLD, ROW, Hold, Rig, only, run_script
+
+from torch_kvswap import ops
+from torch_kvswap.gate import Gate
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, here are {torch.cuda.device_count()}")
+
+
+@pytest.fixture
+def rig(two_gpus: None) -> Iterator[Rig]:
+    """On cuda:1, while cuda:0 is current."""
+    torch.cuda.set_device(0)
+    with Rig(device="cuda:1") as rig:
+        yield rig
+    assert torch.cuda.current_device() == 0
+
+
+def hold_and_fill(rig: Rig, value: int) -> Hold:
+    with torch.cuda.device(1):
+        busy = rig.hold()
+        rig.cache.fill_(value)
+    return busy
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("after", ["waits", "control"])
+def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
+    rig: Rig, current: int, after: str
+) -> None:
+    nothing = None if after == "waits" else ()
+    with torch.cuda.device(current):
+        busy = hold_and_fill(rig, OLD + 1)
+        store = rig.handler.store([1], [0], after=nothing)
+        assert not busy.query()
+        if after == "waits":
+            rig.release()
+        rig.handler.wait(store)
+        rig.release()
+        assert rig.page() == (OLD + 1 if after == "waits" else OLD)
+        torch.cuda.synchronize(1)
+        with torch.cuda.device(1):
+            rig.hold()
+            rig.look()
+        load = rig.handler.load([2], [1], after=nothing)
+        if after == "waits":
+            rig.release()
+        else:
+            rig.handler.wait(load)
+            rig.release()
+        load.wait_on()  # the current stream of cuda:1
+        other = torch.cuda.Stream("cuda:0")
+        load.wait_on(other)
+        other.synchronize()
+        assert load.done()
+        torch.cuda.synchronize(1)
+        assert only(rig.seen[1]) == (OLD + 1 if after == "waits" else NEW)
+        assert only(rig.cache[1]) == NEW
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_current_device_stays_so_after_every_call(rig: Rig, current: int) -> None:
+    with torch.cuda.device(current):
+        streams = [torch.cuda.current_stream(device) for device in (0, 1)]
+        busy = rig.slow_on(rig.side, ms=20)
+        assert torch.cuda.current_device() == current
+        for call in (
+            lambda: rig.handler.store([1], [0], after=busy),
+            lambda: rig.handler.load([0], [1], expedited=True).wait_on(),
+            lambda: rig.handler.load([0], [2], layer_groups=1).wait_layer(0),
+            lambda: rig.handler.cancel(rig.handler.store([1], [0])),
+            rig.handler.finished,
+            rig.handler.metrics,
+            rig.handler.drain,
+            lambda: rig.handler.gate().wait(0),
+            lambda: rig.handler.rebind(rig.layout),
+            rig.another_handler().close,
+            rig.handler.close,
+            rig.host.close,
+        ):
+            call()
+            assert torch.cuda.current_device() == current
+            assert [torch.cuda.current_stream(device) for device in (0, 1)] == streams
+
+
+STREAMS: dict[str, Callable[[int], torch.cuda.Stream]] = {  # torch 2.11 takes no handle 1
+    "default": torch.cuda.default_stream,
+    "per-thread": lambda gpu: torch.cuda.ExternalStream(2, torch.device("cuda", gpu)),
+    "side": torch.cuda.Stream,
+}
+
+
+def wait_at_a_gate(rig: Rig, gate: Gate, other: torch.cuda.Stream) -> None:
+    """Behind the closing of the gate, which is on the current stream of cuda:1."""
+    other.wait_event(torch.cuda.current_stream(1).record_event())
+    gate.wait(0, other)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("wait", ["wait_on", "wait_layer", "gate", "control"])
+def test_any_stream_of_another_gpu_waits_for_a_load(rig: Rig, name: str, wait: str) -> None:
+    other = STREAMS[name](0)
+    seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
+
+    def look() -> torch.cuda.Event:
+        # PyTorch orders a copy between GPUs behind the current streams of both: consumer is idle.
+        with torch.cuda.stream(rig.consumer), torch.cuda.stream(other):
+            seen.copy_(rig.cache[1])
+            return other.record_event()
+
+    gate = rig.handler.gate()
+    look().synchronize()  # the first copy between two GPUs makes ready what it needs
+    assert only(seen) == OLD
+    busy = rig.hold_on(rig.side)
+    job = rig.handler.load([0], [1], after=busy, gate=gate)
+    if wait == "wait_on":
+        job.wait_on(other)
+    elif wait == "wait_layer":
+        job.wait_layer(0, other)
+    elif wait == "gate":
+        wait_at_a_gate(rig, gate, other)
+    event = look()
+    assert not busy.query()
+    if wait != "control":
+        rig.release()
+    event.synchronize()
+    rig.release()
+    assert only(seen) == (OLD if wait == "control" else NEW)
+    rig.handler.wait(job)
+
+
+@pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
+@pytest.mark.parametrize("late", ["source", "destination"])
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "control"])
+def test_blocks_swapped_between_gpus_are_ordered_on_any_streams(
+    two_gpus: None, streams: str, late: str, ordered: bool
+) -> None:
+    of = [STREAMS[name](gpu) for gpu, name in enumerate(streams.split(", "))]
+    others = [torch.cuda.Stream(gpu) for gpu in (0, 1)]
+    src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:0")
+    dst = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
+
+    def swap(source: torch.cuda.Stream, destination: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(source), torch.cuda.stream(destination):
+            ops.swap_blocks(src, dst, ROW, torch.arange(4)[:, None].expand(4, 2))
+
+    def fill(stream: torch.cuda.Stream, value: int) -> None:
+        with torch.cuda.stream(stream):
+            src.fill_(value)
+
+    fill(of[0], 0)
+    swap(*others)  # makes ready what the first ones need
+    for gpu in (0, 1):
+        torch.cuda.synchronize(gpu)
+    with torch.cuda.stream(of[("source", "destination").index(late)]):
+        hold = Hold()
+    # In order: the source is written, copied, and written again.
+    fill(of[0], 1)
+    if not ordered and late == "destination":
+        others[0].wait_stream(of[0])  # writes again behind the first write, but not behind the copy
+    swap(*(of if ordered or late == "destination" else others))
+    fill(of[0] if ordered or late == "source" else others[0], 2)
+    if not ordered:
+        others[0].synchronize()  # what is not ordered behind the hold runs now
+        if late == "source":
+            others[1].synchronize()
+    hold.release()
+    for gpu in (0, 1):
+        torch.cuda.synchronize(gpu)
+    assert only(src) == 2
+    assert only(dst) == (1 if ordered else {"source": 0, "destination": 2}[late])
+
+
+def test_a_queue_is_emptied_on_the_caches_device(rig: Rig) -> None:
+    rig.cache.copy_(torch.arange(4, device="cuda:1")[:, None])
+    torch.cuda.synchronize(1)
+    busy = rig.hold_on(rig.side)
+    for j in range(300):
+        last = rig.handler.store([j % 4], [(j + 1) % 4], after=busy)
+    with torch.cuda.device(1):
+        last.wait_on(rig.consumer)
+    assert not busy.query()
+    rig.release()
+    rig.handler.wait(timeout=PATIENCE)
+    assert [rig.page(index) for index in range(4)] == [3, 0, 1, 2]
+
+
+def test_a_gate_is_captured_on_the_caches_device(rig: Rig) -> None:
+    gate = rig.handler.gate()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(1):
+        # Not the stream that torch makes for all captures: it would be of this device ever after.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            gate.wait(0)
+            rig.look()
+        graph.replay()
+        torch.cuda.synchronize()
+    busy = rig.hold_on(rig.side)
+    rig.handler.load([0], [1], after=busy, gate=gate)
+    with torch.cuda.device(1):
+        graph.replay()
+        assert not busy.query()
+        rig.release()
+        torch.cuda.synchronize()
+    assert only(rig.seen[1]) == NEW
+
+
+def round_trips(rig: Rig, seed: int) -> None:
+    """Each job ends and each byte is right, with another pattern in every round."""
+    device = rig.cache.device
+    with torch.cuda.device(device), torch.cuda.stream(rig.side):
+        for turn in range(100):
+            rig.cache[:2].fill_((seed + turn) % 256)
+            rig.handler.store([0, 1], [2, 3])
+            load = rig.handler.load([2, 3], [3, 2])
+            load.wait_on()
+            rig.seen.copy_(rig.cache)
+            rig.side.synchronize()
+            assert only(rig.seen) == (seed + turn) % 256
+        rig.handler.wait()
+        assert [result.state for result in rig.handler.finished()] == ["done"] * 200
+
+
+def test_a_handler_for_each_gpu_works_in_a_thread_for_each_gpu(two_gpus: None) -> None:
+    rigs = [Rig(device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    barrier = threading.Barrier(len(rigs))
+
+    def work(index: int) -> None:
+        barrier.wait(PATIENCE)
+        round_trips(rigs[index], seed=100 * index)
+
+    with ThreadPoolExecutor(len(rigs)) as threads:
+        list(threads.map(work, range(len(rigs))))
+    for rig in rigs:
+        rig.host.close()
+
+
+def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> None:
+    with Rig(device="cuda:0") as zero, Rig(device="cuda:1") as one:
+        for turn in range(20):
+            for rig in (zero, one):
+                with torch.cuda.device(rig.cache.device):
+                    rig.cache[0].fill_(turn)
+                rig.handler.store([0], [0])
+                rig.handler.load([0], [1]).wait_on()
+        for rig in (zero, one):
+            rig.handler.wait()
+            assert only(rig.cache[:2]) == 19
+            assert rig.page() == 19
+
+
+def test_each_rank_has_a_handler_in_a_process_of_its_own() -> None:
+    script = """
+        import torch
+        from rigs import Rig
+        from test_devices import round_trips
+        rank = int(sys.argv[1])
+        rig = Rig(device=f"cuda:{rank % torch.cuda.device_count()}")
+        round_trips(rig, seed=100 * rank)
+        rig.host.close()
+        print(rank)
+    """
+    with ThreadPoolExecutor(2) as threads:
+        printed = list(
+            threads.map(
+                lambda rank: run_script(script, str(rank), folder=Path(__file__).parent), range(2)
+            )
+        )
+    assert printed == ["0\n", "1\n"]

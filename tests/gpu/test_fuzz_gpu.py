@@ -1,0 +1,101 @@
+"""Random caches and random jobs on a GPU; tests/support/fuzz.py says how, and what is compared.
+
+Prints how much was done: pytest -s shows it, or its report of passed tests (-rP).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fuzz import Options, Scenario, fuzz, fuzz_seconds
+from fuzz_cache import MismatchError
+from fuzz_devices import Gpu
+from rigs import watchdog
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 1500
+
+
+@pytest.fixture(autouse=True)
+def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    with watchdog(capfd, 3 * fuzz_seconds() + 180):
+        yield
+
+
+def alone(seed: int, index: int = 0) -> Scenario:
+    return Scenario(Gpu(index), seed, Options(steps=STEPS))
+
+
+def several(seed: int) -> Scenario:
+    rng = random.Random(f"{seed} several")
+    sessions = rng.randint(2, 4)
+    options = Options(steps=STEPS // 2, sessions=sessions, handlers=rng.choice([1, 1, 2]))
+    return Scenario(Gpu(), seed, options)
+
+
+def tell(counts: Counter[str]) -> None:
+    seconds = counts["milliseconds"] / 1000
+    print(
+        f"\nfuzz: {counts['jobs']} jobs ({counts['jobs'] / seconds:.0f}/s, {counts['done']} done, "
+        f"{counts['cancelled']} cancelled, {counts['failed']} failed), "
+        f"{counts['bytes'] / 1e9:.2f} GB, {counts['replays']} replays, {counts['compared']} blocks "
+        f"compared, {counts['scenarios']} scenarios in {seconds:.1f} s from seed {counts['seed']}"
+    )
+
+
+def test_random_jobs_on_a_gpu_leave_the_bytes_of_the_model() -> None:
+    counts = fuzz(alone, 4)
+    tell(counts)
+    assert counts["done"] > 100
+    assert counts["compared"] > 100
+
+
+def test_random_jobs_of_several_threads_on_a_gpu_leave_the_bytes_of_the_model() -> None:
+    counts = fuzz(several, 3)
+    tell(counts)
+    assert counts["done"] > 100
+    assert counts["compared"] > 100
+
+
+def test_random_jobs_on_all_gpus_at_once_leave_the_bytes_of_the_model() -> None:
+    """A thread for each GPU, with a handler; waits go through streams of the others."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, here are {torch.cuda.device_count()}")
+    counts: list[Counter[str]] = []
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            counts.append(fuzz(lambda seed: alone(seed, index), 2))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(index,)) for index in range(torch.cuda.device_count())
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for of_device in counts:
+        tell(of_device)
+        assert of_device["done"] > 100
+
+
+@pytest.mark.parametrize("mistake", ["stores and loads do not wait", "reads do not"])
+def test_as_a_control_what_does_not_wait_on_a_gpu_is_found(mistake: str) -> None:
+    options = Options(
+        steps=STEPS,
+        after_nothing=mistake == "stores and loads do not wait",
+        no_waits=mistake == "reads do not",
+    )
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: Scenario(Gpu(), seed, options), 20)

@@ -1,0 +1,407 @@
+"""One handler for the groups of layers of a hybrid model, each with its own blocks and its own ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from patience import PATIENCE
+from rigs import Hold, only
+from torch import Tensor
+
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Hybrid:
+    """Full attention (K and V split, 2 blocks a page), sliding window (MLA), and Mamba states.
+
+    Random bytes everywhere; `expected` and `pages` follow what a handler is asked for.
+    """
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+        # Block dimension, blocks of a page, pages, and the tensors.
+        groups: list[tuple[int, int, int, list[Tensor]]] = [
+            (1, 2, 5, [noise(2, 9, 16), noise(2, 9, 16)]),
+            (0, 3, 4, [noise(6, 24), noise(6, 10)]),
+            (0, 1, 3, [noise(4, 333)]),  # a state of odd size for each request
+        ]
+        self.block_dims = [dim for dim, _, _, _ in groups]
+        self.expected = [tensors for _, _, _, tensors in groups]
+        self.tensors = [[t.to(device, copy=True) for t in tensors] for tensors in self.expected]
+        self.layouts = [
+            PagedLayout(tensors, dim)
+            for tensors, dim in zip(self.tensors, self.block_dims, strict=True)
+        ]
+        self.hosts = [
+            HostPool(layout, num_pages, per_page)
+            for layout, (_, per_page, num_pages, _) in zip(self.layouts, groups, strict=True)
+        ]
+        for host in self.hosts:
+            host.pages.copy_(noise(*host.pages.shape))
+        self.pages = [host.pages.clone() for host in self.hosts]
+        self.handler = OffloadHandler(self.layouts, self.hosts)
+
+    def store(
+        self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0
+    ) -> None:
+        for slot, block in self._moves(group, blocks, pages, first):
+            slot.copy_(torch.cat([view.flatten() for view in self._planes(group, block)]))
+
+    def load(self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
+        for slot, block in self._moves(group, blocks, pages, first):
+            views = self._planes(group, block)
+            for view, part in zip(views, slot.split([v.numel() for v in views]), strict=True):
+                view.copy_(part.view(view.shape))
+
+    def _moves(
+        self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int
+    ) -> Iterator[tuple[Tensor, int]]:
+        per_page = self.hosts[group].blocks_per_page
+        for j, block in enumerate(blocks):
+            page, slot = divmod(first + j, per_page)
+            yield self.pages[group][pages[page], slot], block
+
+    def _planes(self, group: int, block: int) -> list[Tensor]:
+        if self.block_dims[group] == 0:
+            return [tensor[block] for tensor in self.expected[group]]
+        return [tensor[half, block] for tensor in self.expected[group] for half in (0, 1)]
+
+    def check(self) -> None:
+        self.handler.wait()
+        for host, pages in zip(self.hosts, self.pages, strict=True):
+            assert torch.equal(host.pages, pages)
+        for tensors, expected in zip(self.tensors, self.expected, strict=True):
+            for mine, theirs in zip(tensors, expected, strict=True):
+                assert torch.equal(mine.cpu(), theirs)
+
+    def __enter__(self) -> Hybrid:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handler.close()
+        for host in self.hosts:
+            host.close()
+
+
+@pytest.fixture
+def hybrid(device: str) -> Iterator[Hybrid]:
+    with Hybrid(device) as hybrid:
+        yield hybrid
+
+
+# Bytes
+
+
+def test_each_group_goes_to_its_own_pages_and_comes_back(hybrid: Hybrid) -> None:
+    blocks, pages = [[7, 0, 3], [5, 1, 2, 4], [2]], [[4, 1], [3, 0], [2]]
+    job = hybrid.handler.store(blocks, pages)
+    assert job.nbytes == 3 * 64 + 4 * 34 + 333
+    for group in range(3):
+        hybrid.store(group, blocks[group], pages[group])
+    hybrid.check()
+    targets = [[1, 8, 2], [0, 3, 5, 2], [0]]
+    job = hybrid.handler.load(pages, targets)
+    assert job.nbytes == 3 * 64 + 4 * 34 + 333
+    for group in range(3):
+        hybrid.load(group, targets[group], pages[group])
+    hybrid.check()
+    assert [result.state for result in hybrid.handler.finished()] == ["done", "done"]
+
+
+def test_each_group_has_its_own_first_block(hybrid: Hybrid) -> None:
+    blocks, pages = [[7, 0, 3], [5, 1], [2]], [[4, 1], [3, 0], [2]]
+    hybrid.handler.store(blocks, pages, first_block=[1, 2, 0])
+    for group, first in enumerate([1, 2, 0]):
+        hybrid.store(group, blocks[group], pages[group], first)
+    hybrid.check()
+    targets = [[1, 8, 2], [0, 3], [0]]
+    hybrid.handler.load(pages, targets, first_block=[1, 2, 0])
+    for group, first in enumerate([1, 2, 0]):
+        hybrid.load(group, targets[group], pages[group], first)
+    hybrid.check()
+
+
+def test_one_first_block_is_that_of_all_groups(hybrid: Hybrid) -> None:
+    blocks, pages = [[7, 0, 3], [5, 1], []], [[4, 1], [3], []]
+    hybrid.handler.store(blocks, pages, first_block=1)
+    for group in range(2):
+        hybrid.store(group, blocks[group], pages[group], 1)
+    hybrid.check()
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_groups_without_blocks_move_nothing(hybrid: Hybrid, group: int) -> None:
+    blocks: list[list[int]] = [[], [], []]
+    pages: list[list[int]] = [[], [], []]
+    blocks[group], pages[group] = [3], [2]
+    hybrid.handler.store(blocks, pages)
+    hybrid.store(group, [3], [2])
+    hybrid.check()
+    blocks[group] = [0]
+    hybrid.handler.load(pages, blocks)
+    hybrid.load(group, [0], [2])
+    hybrid.check()
+
+
+def test_a_job_without_any_block_ends_like_all_others(hybrid: Hybrid) -> None:
+    hybrid.handler.store([[], [], []], [[], [], []])
+    hybrid.handler.load([[], [], []], [[], [], []], layer_groups=1)
+    hybrid.check()
+    assert [(r.state, r.nbytes) for r in hybrid.handler.finished()] == [("done", 0)] * 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_jobs_of_all_groups_do_what_plain_indexing_does(device: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with Hybrid(device, seed) as hybrid:
+        for _ in range(15):
+            first, blocks, pages = [], [], []
+            for layout, host in zip(hybrid.layouts, hybrid.hosts, strict=True):
+                first.append(rng.randrange(host.blocks_per_page))
+                most = min(layout.num_blocks, host.num_pages * host.blocks_per_page - first[-1])
+                count = rng.choice([0, rng.randint(0, most)])
+                needed = -(-(first[-1] + count) // host.blocks_per_page) if count else 0
+                blocks.append(rng.sample(range(layout.num_blocks), count))
+                pages.append(rng.sample(range(host.num_pages), needed))
+            if rng.random() < 0.5:
+                job = hybrid.handler.store(blocks, pages, first_block=first)
+                for group in range(3):
+                    hybrid.store(group, blocks[group], pages[group], first[group])
+            else:
+                options = {"layer_groups": 2} if rng.random() < 0.3 else {}
+                options |= {"expedited": True} if rng.random() < 0.3 else {}
+                job = hybrid.handler.load(pages, blocks, first_block=first, **options)
+                for group in range(3):
+                    hybrid.load(group, blocks[group], pages[group], first[group])
+            job.wait_on()
+        hybrid.check()
+
+
+def test_all_layers_of_all_groups_are_there_when_the_last_of_them_is_waited_for(
+    hybrid: Hybrid,
+) -> None:
+    # Layers are counted through the groups: 2 of attention, 2 of the sliding window, 1 state.
+    targets, pages = [[1, 8], [0, 3], [0]], [[4], [3], [2]]
+    job = hybrid.handler.load(pages, targets, layer_groups=5)
+    for layer in range(5):
+        job.wait_layer(layer)
+    for group in range(3):
+        hybrid.load(group, targets[group], pages[group])
+    if hybrid.layouts[0].device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    for tensors, expected in zip(hybrid.tensors, hybrid.expected, strict=True):
+        for mine, theirs in zip(tensors, expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs)
+    hybrid.check()
+
+
+def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> None:
+    rows = torch.arange(32, dtype=torch.uint8, device=device).view(4, 8)
+    layout = PagedLayout([rows])
+    with HostPool(layout, num_pages=2) as host, OffloadHandler([layout], [host]) as handler:
+        handler.wait(handler.store([[3]], [[1]]))
+        assert host.pages[1, 0].tolist() == list(range(24, 32))
+        handler.wait(handler.load([[1]], [torch.tensor([0])]))
+        assert rows[0].tolist() == list(range(24, 32))
+
+
+# Refusals name the group
+
+
+def test_a_wrong_id_is_named_with_its_group(hybrid: Hybrid) -> None:
+    good = [[0], [0], [0]]
+    with pytest.raises(IndexError, match=r"gpu_block_ids\[1\]\[3\] is 6"):
+        hybrid.handler.store([[0], [0, 1, 2, 6], [0]], [[0], [0, 1], [0]])
+    with pytest.raises(IndexError, match=r"page_ids\[2\]\[0\] is 3"):
+        hybrid.handler.load([[0], [0], [3]], good)
+    with pytest.raises(ValueError, match=r"page_ids\[0\]\[0\] and page_ids\[0\]\[1\] are both 4"):
+        hybrid.handler.store([[1, 2, 3], [], []], [[4, 4], [], []])
+    with pytest.raises(ValueError, match=r"page_ids\[1\] has 2"):
+        hybrid.handler.store(good, [[0], [0, 1], [0]])
+    with pytest.raises(ValueError, match=r"first_block\[1\]=3"):
+        hybrid.handler.store(good, good, first_block=[0, 3, 0])
+    with pytest.raises(TypeError, match=r"gpu_block_ids\[2\]"):
+        hybrid.handler.store([[0], [0], [0.5]], good)
+    hybrid.check()
+    assert hybrid.handler.finished() == []
+
+
+def test_every_argument_has_an_entry_for_each_group(hybrid: Hybrid) -> None:
+    good = [[0], [0], [0]]
+    for call in (
+        lambda: hybrid.handler.store(good[:2], good),
+        lambda: hybrid.handler.store(good, good[:2]),
+        lambda: hybrid.handler.store(good, good, first_block=[0, 0]),
+        lambda: hybrid.handler.store([0, 1, 2], good),  # plain ids, not lists of ids
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_block"):
+            call()
+    hybrid.check()
+    assert hybrid.handler.finished() == []
+
+
+def test_a_handler_has_a_pool_for_each_layout(hybrid: Hybrid) -> None:
+    for layouts, hosts in (
+        (hybrid.layouts, hybrid.hosts[:2]),
+        (hybrid.layouts[:1], hybrid.hosts),
+        (hybrid.layouts, hybrid.hosts[0]),
+        ([], []),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"(?i)pool|layout"):
+            OffloadHandler(layouts, hosts)
+    with pytest.raises(ValueError, match=r"\b1\b"):
+        OffloadHandler(hybrid.layouts[:2], [hybrid.hosts[0], hybrid.hosts[2]])
+
+
+# Groups that share memory, as those of vLLM's hybrid models do: block 5 is the same bytes in both
+
+
+class Shared:
+    """Two groups over one tensor, a page of each with bytes of its own."""
+
+    def __init__(self, device: str) -> None:
+        self.rows = torch.full((8, 1 << 16), 17, dtype=torch.uint8, device=device)
+        self.layouts = [PagedLayout([self.rows]), PagedLayout([self.rows.view(8, 256, 256)])]
+        self.hosts = [HostPool(layout, num_pages=8) for layout in self.layouts]
+        for value, host in zip((42, 43), self.hosts, strict=True):
+            host.pages.fill_(value)
+        self.handler = OffloadHandler(self.layouts, self.hosts)
+
+    def another_handler(self) -> OffloadHandler:
+        """Handlers do not know of each other: a control."""
+        return OffloadHandler(self.layouts, self.hosts)
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handler.close()
+        for host in self.hosts:
+            host.close()
+
+
+def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) -> None:
+    with Shared(device) as shared:
+        handler = shared.handler
+        handler.load([[], [1]], [[], [5]])
+        handler.store([[5], []], [[2], []])
+        handler.wait()
+        assert only(shared.hosts[0].pages[2]) == 43
+        assert only(shared.rows[5]) == 43
+        handler.wait(handler.load([[1], [3]], [[5], [4]]))
+        assert only(shared.rows[5]) == 42
+        assert only(shared.rows[4]) == 43
+        assert only(shared.rows[[0, 1, 2, 3, 6, 7]]) == 17
+        assert only(shared.hosts[1].pages) == 43
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["kept", "lost as a control"])
+@pytest.mark.parametrize("first", ["store", "load"])
+def test_a_store_of_one_group_and_a_load_of_another_that_share_a_block_keep_their_order(
+    first: str, order: str
+) -> None:
+    with Shared("cuda:0") as shared:
+        handler = shared.handler
+        second = handler if order == "kept" else shared.another_handler()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), Hold() as hold:
+            if first == "store":
+                handler.store([[5], []], [[0], []], after=side)
+                job = second.load([[], [1]], [[], [5]], after=())
+            else:
+                handler.load([[], [1]], [[], [5]], after=side)
+                job = second.store([[5], []], [[0], []], after=())
+            if order == "kept":
+                hold.release()
+            second.wait(job)
+        handler.wait()
+        second.close()
+        if first == "store":  # the block as it was, or what was loaded into it
+            assert only(shared.hosts[0].pages[0]) == (17 if order == "kept" else 43)
+        else:  # what was loaded, or the block as it was
+            assert only(shared.hosts[0].pages[0]) == (43 if order == "kept" else 17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["kept", "lost as a control"])
+def test_loads_of_two_groups_that_share_a_block_keep_their_order(order: str) -> None:
+    with Shared("cuda:0") as shared:
+        second = shared.handler if order == "kept" else shared.another_handler()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), Hold() as hold:
+            shared.handler.load([[0], []], [[5], []], after=side)
+            job = second.load([[], [1]], [[], [5]], after=(), expedited=True)
+            if order == "kept":
+                hold.release()
+            second.wait(job)
+        shared.handler.wait()
+        assert only(shared.rows[5]) == (43 if order == "kept" else 42)
+
+
+@pytest.mark.gpu
+def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
+    """A hazard table keyed by the number alone would make the second job wait for the first."""
+    with Shared("cuda:0") as shared:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), Hold():
+            shared.handler.store([[5], []], [[0], []], after=side)
+            load = shared.handler.load([[], [0]], [[], [0]], after=())
+            shared.handler.wait(load, timeout=PATIENCE)
+        shared.handler.wait()
+
+
+def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
+    """Block 2 of either goes to page 1 and 3, and comes back as it was; nothing else is written."""
+    tensors = [torch.randint(256, (6, size), dtype=torch.uint8).to(device) for size in (96, 40, 24)]
+    layouts = [PagedLayout(tensors[:1]), PagedLayout(tensors[1:])]
+    pool = HostPool(layouts[0], num_pages=4, blocks_per_page=2)
+    before = pool.pages.random_(256).clone()
+    pools = [pool.seen_by(layout) for layout in layouts]
+    assert [one.nbytes for one in pools] == [4 * 2 * 96] * 2
+    with OffloadHandler(layouts, pools) as handler:
+        handler.wait(handler.store([[2], [2]], [[1], [3]], first_block=[0, 1]))
+        before[1, 0] = tensors[0][2].cpu()
+        before[3, 1, :64] = torch.cat([tensors[1][2], tensors[2][2]]).cpu()
+        assert torch.equal(pool.pages, before)
+        expected = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor[2] = 0
+        handler.wait(handler.load([[1], [3]], [[2], [2]], first_block=[0, 1]))
+    assert all(map(torch.equal, tensors, expected))
+    pool.close()
+
+
+def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_pool():
+    layouts = [PagedLayout([torch.zeros(4, size, dtype=torch.uint8)]) for size in (64, 32)]
+    pool = HostPool(layouts[0], 4)
+    shared = OffloadHandler(layouts, [pool.seen_by(layout) for layout in layouts])
+    apart = OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
+    spaces = [
+        [group.slot_space for group in handler.native.groups.structures]
+        for handler in (shared, apart)
+    ]
+    assert spaces[0][0] == spaces[0][1]
+    assert spaces[1][0] != spaces[1][1]
+
+
+def test_larger_blocks_than_a_page_has_room_for_are_refused():
+    small, large = (PagedLayout([torch.zeros(4, size)]) for size in (8, 16))
+    with pytest.raises(
+        ValueError, match="blocks of 64 bytes do not go into pages for blocks of 32"
+    ):
+        HostPool(small, 4).seen_by(large)

@@ -1,0 +1,97 @@
+"""Kernels copy blocks of any size and place, straight to host pages or packed, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from sim import needs_kernels
+from simulated_driver import Driver, on_device, stubbed
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+SHAPES = [(3, 4096), (7, 48), (2, 18432), (3, 7), (5, 10), (2, 36), (1, 1 << 20), (160, 2048)]
+
+
+def check(layout: PagedLayout, count: int, path: str, staging_bytes: int = 32 << 20) -> None:
+    """Moves blocks out and in again, to other places, and compares all memory."""
+    before = [tensor.cpu().clone() for tensor in layout.tensors]
+    pool = HostPool(layout, num_pages=layout.num_blocks)
+    pool.pages.fill_(0xA5)
+    blocks, pages, targets = (torch.randperm(layout.num_blocks)[:count] for _ in range(3))
+    with OffloadHandler(layout, pool, path=path, staging_bytes=staging_bytes) as handler:
+        jobs = [handler.store(blocks, pages)]
+        handler.wait(jobs)
+        stored = torch.full_like(pool.pages[:, 0], 0xA5)
+        stored[pages] = torch.cat([old[blocks].flatten(1) for old in before], dim=1)
+        assert torch.equal(pool.pages[:, 0], stored)
+        jobs.append(handler.load(pages, targets))
+        handler.wait(jobs)
+        for tensor, old in zip(layout.tensors, before, strict=True):
+            new = old.clone()
+            new[targets] = old[blocks]
+            assert torch.equal(tensor.cpu(), new)
+        assert [job.result.path for job in jobs if job.result] == [path, path]
+
+
+@pytest.mark.parametrize(("layers", "fragment"), SHAPES)
+@needs_kernels
+@stubbed
+def test_a_kernel_moves_every_byte_and_no_other(driver: Driver, layers: int, fragment: int) -> None:
+    whole = torch.randint(256, (layers, 9, fragment), dtype=torch.uint8)
+    check(on_device(driver, whole, list(whole)), 5, "kernel")
+
+
+@pytest.mark.parametrize("path", ["kernel", "staged"])
+@needs_kernels
+@stubbed
+def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, path: str) -> None:
+    whole = torch.randint(256, (2, 1100, 16), dtype=torch.uint8)
+    layout = on_device(driver, whole, list(whole))
+    check(layout, 1000, path)
+    launches = re.findall(r"^(pack|unpack) (\d+) blocks", driver.log(), re.MULTILINE)
+    for direction in ("pack", "unpack"):
+        blocks = [int(count) for kind, count in launches if kind == direction]
+        assert max(blocks) == 496
+        assert 980 < sum(blocks) <= 1000  # some are copied where they lie meanwhile
+
+
+@pytest.mark.parametrize("path", ["kernel", "staged"])
+@needs_kernels
+@stubbed
+def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, path: str) -> None:
+    whole = torch.randint(256, (6, 20, 96), dtype=torch.uint8)
+    tensors = [whole[4][:, :96], whole[0][:, 16:64], whole[2][:, :7], whole[5][::2, :33]]
+    layout = on_device(driver, whole, [tensor[:10] for tensor in tensors])
+    check(layout, 6, path)
+
+
+@pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
+@needs_kernels
+@stubbed
+def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
+    driver: Driver, start: int
+) -> None:
+    # The stub writes down every word that is not aligned.
+    whole = torch.randint(256, (3, 20, 256), dtype=torch.uint8)
+    layout = on_device(driver, whole, [whole[layer][:, start : start + 64] for layer in range(3)])
+    check(layout, 6, "kernel")
+    assert driver.unexpected_violations() == ""
+
+
+@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize(("layers", "fragment"), SHAPES)
+@pytest.mark.gpu
+def test_every_byte_arrives_on_a_gpu(layers: int, fragment: int, path: str) -> None:
+    whole = torch.randint(256, (layers, 40, fragment), dtype=torch.uint8, device="cuda")
+    check(PagedLayout(list(whole)), 23, path)
+
+
+@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
+@pytest.mark.gpu
+def test_addresses_that_are_not_aligned_are_moved_on_a_gpu(start: int, path: str) -> None:
+    whole = torch.randint(256, (3, 1200, 256), dtype=torch.uint8, device="cuda")
+    layout = PagedLayout([whole[layer][:, start : start + 64] for layer in range(3)])
+    check(layout, 1000, path)

@@ -1,0 +1,445 @@
+"""What swap_blocks_batch asks of the driver, with a stub in its place."""
+
+import pytest
+import simulated_driver
+import torch
+from expecttest import assert_expected_inline
+from simulated_driver import DEVICE, HOST, error_of
+
+from torch_kvswap import ops
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
+)
+
+
+def test_one_driver_call_carries_all_fragments_and_neighbours_are_merged():
+    def body(driver):
+        gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
+        host.random_(1, 256)
+        driver.set_stream(0, 70)
+        offsets = torch.tensor([0, 64, 128, 512, 256])
+        sizes = torch.full((5,), 64)
+        ops.swap_blocks_batch(host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes, True)
+        print(driver.log(), end="")
+        moved = torch.zeros(1024, dtype=torch.bool)
+        for offset in offsets.tolist():
+            moved[offset : offset + 64] = True
+        print(torch.equal(gpu[moved], host[moved]), int(gpu[~moved].sum()))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+push context of device 0
+batch of 3 on stream 70, source order 3 from 0
+pop context
+True 0
+""",
+    )
+
+
+def test_any_source_order_is_for_host_sources_only():
+    def body(driver):
+        gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
+        driver.set_stream(0, 70)
+        a, b = gpu.data_ptr(), host.data_ptr()
+        src = torch.tensor([b, b + 100, a, b + 200])
+        dst = torch.tensor([a + 500, a + 600, b + 700, a + 800])
+        sizes = torch.full((4,), 16)
+        for any_order in (True, False):
+            ops.swap_blocks_batch(src, dst, sizes, any_order)
+            print(driver.log(), end="")
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+push context of device 0
+batch of 4 on stream 70, source order 3 from 0 1 from 2 3 from 3
+pop context
+push context of device 0
+batch of 4 on stream 70, source order 1 from 0
+pop context
+""",
+    )
+
+
+def test_more_fragments_than_the_limit_go_in_several_calls():
+    def body(driver):
+        gpu, host = driver.memory(4096, DEVICE), driver.memory(4096, HOST)
+        host.random_(0, 256)
+        driver.set_stream(0, 70)
+        offsets = torch.arange(0, 4000, 16)
+        sizes = torch.full_like(offsets, 8)
+        ops.swap_blocks_batch(host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes)
+        print(driver.log(), end="")
+        print(torch.equal(gpu[:4000].view(-1, 16)[:, :8], host[:4000].view(-1, 16)[:, :8]))
+
+    assert_expected_inline(
+        simulated_driver.run(body, KVSWAP_BATCH_LIMIT="100"),
+        """\
+push context of device 0
+batch of 100 on stream 70, source order 1 from 0
+batch of 100 on stream 70, source order 1 from 0
+batch of 50 on stream 70, source order 1 from 0
+pop context
+True
+""",
+    )
+
+
+def copy_two_fragments(driver):
+    gpu, host = driver.memory(256, DEVICE), driver.memory(256, HOST)
+    gpu.random_(1, 256)
+    driver.set_stream(0, 70)
+    offsets = torch.tensor([0, 128])
+    sizes = torch.tensor([32, 48])
+    ops.swap_blocks_batch(gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes)
+    print(driver.log(), end="")
+    print(torch.equal(gpu[128:176], host[128:176]), int(host[176:].sum()))
+
+
+def test_a_driver_without_the_batch_call_copies_one_by_one():
+    output = simulated_driver.run(copy_two_fragments, STUB_WITHOUT="cuMemcpyBatchAsync")
+    assert_expected_inline(
+        output,
+        """\
+push context of device 0
+copy 32 bytes on stream 70
+copy 48 bytes on stream 70
+pop context
+True 0
+""",
+    )
+
+
+def test_the_batch_call_can_be_switched_off():
+    assert_expected_inline(
+        simulated_driver.run(copy_two_fragments, KVSWAP_BATCH="0"),
+        """\
+push context of device 0
+copy 32 bytes on stream 70
+copy 48 bytes on stream 70
+pop context
+True 0
+""",
+    )
+
+
+def test_the_legacy_default_stream_is_served_beside_it():
+    def body(driver):
+        gpu, host = driver.memory(256, DEVICE, 1), driver.memory(256, HOST)
+        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
+        for stream in (0, 1, 2):  # null, legacy and per-thread
+            driver.set_stream(1, stream)
+            ops.swap_blocks_batch(gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes)
+            print(driver.log())
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+push context of device 1
+create stream 101, of priority -5
+record event 1 on stream 0 of GPU 1
+wait for event 1 on stream 101
+batch of 2 on stream 101, source order 1 from 0
+record event 2 on stream 101
+wait for event 2 on stream 0 of GPU 1
+pop context
+
+push context of device 1
+record event 3 on stream 1 of GPU 1
+wait for event 3 on stream 101
+batch of 2 on stream 101, source order 1 from 0
+record event 4 on stream 101
+wait for event 4 on stream 1 of GPU 1
+pop context
+
+push context of device 1
+batch of 2 on stream 2 of GPU 1, source order 1 from 0
+pop context
+
+""",
+    )
+
+
+def test_pageable_memory_is_waited_for():
+    def body(driver):
+        gpu, host = driver.memory(256, DEVICE), torch.arange(256, dtype=torch.uint8)
+        driver.set_stream(0, 70)
+        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
+        ops.swap_blocks_batch(host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes)
+        print(driver.log(), end="")
+        print(torch.equal(gpu[128:176], host[128:176]))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+push context of device 0
+copy 32 bytes on stream 70
+copy 48 bytes on stream 70
+synchronize stream 70
+pop context
+True
+""",
+    )
+
+
+def test_merging_stops_at_the_end_of_an_allocation():
+    def body(driver):
+        host = driver.memory(512, HOST)
+        gpu = torch.zeros(512, dtype=torch.uint8)
+        driver.adopt(gpu[:256], DEVICE)
+        driver.adopt(gpu[256:], DEVICE)
+        driver.set_stream(0, 70)
+        offsets, sizes = torch.arange(0, 512, 64), torch.full((8,), 64)
+        ops.swap_blocks_batch(host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes)
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+push context of device 0
+batch of 2 on stream 70, source order 1 from 0
+pop context
+""",
+    )
+
+
+def test_capture_records_one_by_one_and_refuses_pageable_memory():
+    def body(driver):
+        gpu, host = driver.memory(256, DEVICE), driver.memory(256, HOST)
+        driver.set_stream(0, 70)
+        driver.set_capturing(True)
+        offsets, sizes = torch.tensor([0, 128]), torch.tensor([32, 48])
+        ops.swap_blocks_batch(gpu.data_ptr() + offsets, host.data_ptr() + offsets, sizes)
+        pageable = torch.zeros(256, dtype=torch.uint8)
+        print(
+            error_of(
+                lambda: ops.swap_blocks_batch(
+                    gpu.data_ptr() + offsets, pageable.data_ptr() + offsets, sizes
+                )
+            )
+        )
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: the current stream is being captured into a CUDA graph, which cannot hold copies of pageable host memory; pin the memory or copy outside the capture
+push context of device 0
+copy 32 bytes on stream 70
+copy 48 bytes on stream 70
+pop context
+push context of device 0
+pop context
+""",
+    )
+
+
+@pytest.mark.parametrize("batch", ["1", "0"])
+def test_a_driver_error_names_the_call_the_index_and_both_sides(batch):
+    def body(driver):
+
+        gpu, host = driver.memory(1024, DEVICE), driver.memory(1024, HOST)
+        driver.set_stream(0, 70)
+        driver.fail_copy(2)
+        # Fragments 0 and 1 are one copy after merging; the third copy is fragment 3.
+        offsets, sizes = torch.tensor([0, 64, 256, 512, 768]), torch.full((5,), 64)
+        print(
+            error_of(
+                lambda: ops.swap_blocks_batch(
+                    host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes
+                )
+            )
+        )
+
+    output = simulated_driver.run(body, KVSWAP_BATCH=batch)
+    call = "cuMemcpyBatchAsync" if batch == "1" else "cuMemcpyAsync"
+    assert output.startswith(f"torch_kvswap::swap_blocks_batch: {call} failed at index 3, from 0x~")
+    assert_expected_inline(
+        output.replace(call, "<call>"),
+        """\
+torch_kvswap::swap_blocks_batch: <call> failed at index 3, from 0x~ (pinned host memory, allocation 0x~ + 1024 bytes) to 0x~ (device 0, allocation 0x~ + 1024 bytes), 64 bytes: CUDA_ERROR_STUB (1): made up by the stub
+""",
+    )
+
+
+def test_an_address_on_a_second_device_is_refused_with_its_index():
+    def body(driver):
+
+        host = driver.memory(256, HOST)
+        first, second = driver.memory(256, DEVICE, 0), driver.memory(256, DEVICE, 1)
+        src = torch.tensor([host.data_ptr(), host.data_ptr() + 64])
+        dst = torch.tensor([first.data_ptr(), second.data_ptr()])
+        print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([64, 64]))))
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: dst_ptrs[1] is 0x~ (device 1, allocation 0x~ + 256 bytes), but the first device address lies on device 0; one call copies for one device
+""",
+    )
+
+
+def test_checked_addresses_may_cross_mappings_but_not_leave_them():
+    def body(driver):
+
+        host = driver.memory(1024, HOST)
+        gpu = torch.zeros(1024, dtype=torch.uint8)
+        driver.adopt(gpu[:256], DEVICE)
+        driver.adopt(gpu[256:512], DEVICE)
+        driver.set_stream(0, 70)
+        src = torch.tensor([host.data_ptr()])
+        for offset, size in ((192, 128), (192, 400), (600, 8)):
+            dst = torch.tensor([gpu.data_ptr() + offset])
+            print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([size]))))  # noqa: B023
+
+    assert_expected_inline(
+        simulated_driver.run(body, KVSWAP_CHECK_ADDRESSES="1"),
+        """\
+no error
+torch_kvswap::swap_blocks_batch: dst_ptrs[0] is 0x~ (device 0, allocation 0x~ + 256 bytes), and of its 400 bytes only the first 320 lie in memory that can be written
+no error
+""",
+    )
+
+
+def test_before_cuda_is_initialised_every_address_is_host_memory():
+    def body(driver):
+        driver.set_initialized(False)
+        src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+        one = torch.tensor([64])
+        ops.swap_blocks_batch(torch.tensor([src.data_ptr()]), torch.tensor([dst.data_ptr()]), one)
+        print(torch.equal(src, dst), repr(driver.log()))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+True ''
+""",
+    )
+
+
+@pytest.mark.parametrize("who", ["the library", "somebody else"])
+def test_a_forked_child_of_a_process_that_used_cuda_is_refused(who):
+    def body(driver):
+        import os
+
+        gpu = driver.memory(64, DEVICE)
+        src, dst, size = (torch.tensor([v]) for v in (gpu.data_ptr(), gpu.data_ptr() + 32, 16))
+        driver.set_stream(0, 70)
+        if os.environ["WHO"] == "the library":
+            ops.swap_blocks_batch(src, dst, size)
+        child = os.fork()
+        if child == 0:
+            driver.set_initialized(False)  # as the driver answers in a forked child
+            print(error_of(lambda: ops.swap_blocks_batch(src, dst, size)), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    assert_expected_inline(
+        simulated_driver.run(body, WHO=who),
+        """\
+torch_kvswap::swap_blocks_batch: process N was forked from process N, which used CUDA, and cannot use CUDA itself; start it with the spawn method
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    "variable", ["KVSWAP_BATCH", "KVSWAP_BATCH_LIMIT", "KVSWAP_CHECK_ADDRESSES"]
+)
+def test_an_environment_variable_that_says_nothing_known_is_refused(variable):
+    def body(driver):
+        gpu = driver.memory(64, DEVICE)
+        driver.set_stream(0, 70)
+        src, dst = torch.tensor([gpu.data_ptr()] * 2), torch.tensor([gpu.data_ptr() + 32] * 2)
+        print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([8, 8]))))
+
+    output = simulated_driver.run(body, **{variable: "off"})
+    assert output.startswith(f"torch_kvswap::swap_blocks_batch: {variable} is 'off'; expected ")
+
+
+def fail_the_second_copy(driver, host):
+    gpu = driver.memory(256, DEVICE)
+    driver.fail_copy(1)
+    src, dst = (tensor.data_ptr() + torch.tensor([0, 128]) for tensor in (gpu, host))
+    error = error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([32, 48])))
+    print(error[: error.index(" at index")])
+    print(driver.log(), end="")
+
+
+def test_after_an_error_the_legacy_stream_still_waits_for_what_was_submitted():
+    def body(driver):
+        from test_batch import fail_the_second_copy
+
+        driver.set_stream(0, 0)
+        fail_the_second_copy(driver, driver.memory(256, HOST))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuMemcpyBatchAsync failed
+push context of device 0
+create stream 101, of priority -5
+record event 1 on stream 0
+wait for event 1 on stream 101
+batch of 2 on stream 101, source order 1 from 0
+record event 2 on stream 101
+wait for event 2 on stream 0
+pop context
+""",
+    )
+
+
+def test_after_an_error_pageable_memory_is_waited_for():
+    def body(driver):
+        from test_batch import fail_the_second_copy
+
+        driver.set_stream(0, 70)
+        fail_the_second_copy(driver, torch.zeros(256, dtype=torch.uint8))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuMemcpyAsync failed
+push context of device 0
+copy 32 bytes on stream 70
+synchronize stream 70
+pop context
+""",
+    )
+
+
+def test_a_wait_for_pageable_memory_that_fails_is_told():
+    def body(driver):
+        gpu, host = driver.memory(64, DEVICE), torch.zeros(64, dtype=torch.uint8)
+        src, dst = torch.tensor([gpu.data_ptr()]), torch.tensor([host.data_ptr()])
+        driver.fail("cuStreamSynchronize")
+        print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([64]))))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+torch_kvswap::swap_blocks_batch: cuStreamSynchronize: CUDA_ERROR_STUB (1): made up by the stub
+""",
+    )
+
+
+def test_a_driver_that_does_not_know_an_address_is_told():
+    def body(driver):
+        gpu, host = driver.memory(64, DEVICE), driver.memory(64, HOST)
+        src, dst = torch.tensor([gpu.data_ptr()]), torch.tensor([host.data_ptr()])
+        for nth in range(2, 6):  # the first asks whether CUDA is in use
+            driver.fail("cuPointerGetAttributes", nth)
+            print(error_of(lambda: ops.swap_blocks_batch(src, dst, torch.tensor([64]))))
+
+    assert_expected_inline(
+        simulated_driver.run(body, KVSWAP_CHECK_ADDRESSES="1"),
+        """\
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+""",
+    )

@@ -1,0 +1,512 @@
+"""What a transfer gives to the driver, in which order, and what it waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from patience import PATIENCE
+from rigs import in_time
+from sim import CHANNELS, CURRENT, SHARE, SIDE, Rig, Stream, run_until, states
+from simulated_driver import DEVICE, Driver, pool, stubbed
+
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.layout import PagedLayout
+
+# Behind what a transfer starts
+
+
+@stubbed
+def test_a_store_starts_behind_what_the_current_stream_has_to_do(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held()
+        rig.store(1, 2, after=None)
+        assert_expected_inline(
+            rig.log(),
+            """\
+record event 1 on current
+wait for event 1 on stores
+record event 2 on stores
+copy 64 bytes on stores
+record event 3 on stores
+""",
+        )
+        before = rig.page(2)
+        driver.run()
+        assert rig.holds(2, before)
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+        assert rig.holds(2, rig.block(1))
+
+
+@stubbed
+def test_a_store_waits_for_no_stream_that_has_nothing_to_do(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        rig.store(1, 2, after=None)
+        rig.store(1, 3, after=Stream(SIDE))
+        assert_expected_inline(
+            rig.log(),
+            """\
+record event 1 on stores
+copy 64 bytes on stores
+record event 2 on stores
+record event 3 on stores
+copy 64 bytes on stores
+record event 4 on stores
+""",
+        )
+        assert states(rig.finish()) == ["done", "done"]
+
+
+@stubbed
+def test_a_transfer_starts_behind_the_stream_that_it_is_given(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold, _ = rig.held(SIDE), rig.held(CURRENT)
+        rig.load(2, 1, after=Stream(SIDE))
+        assert_expected_inline(
+            rig.log(),
+            """\
+record event 1 on side
+wait for event 1 on loads
+record event 2 on loads
+copy 64 bytes on loads
+record event 3 on loads
+""",
+        )
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+
+
+@stubbed
+def test_a_transfer_starts_behind_the_event_that_it_is_given(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held(SIDE)
+        event = rig.event(SIDE)
+        rig.log()
+        rig.load(2, 1, after=event)
+        assert_expected_inline(
+            rig.log(),
+            """\
+wait for event 1 on loads' waiting
+record event 2 on loads' waiting
+wait for event 2 on loads
+record event 3 on loads
+copy 64 bytes on loads
+record event 4 on loads
+""",
+        )
+        driver.run()
+        assert rig.handler.finished() == []
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+
+
+@stubbed
+def test_an_event_that_has_happened_is_not_waited_for(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        event = rig.event(SIDE)
+        driver.run()
+        rig.log()
+        rig.load(2, 1, after=event)
+        assert "wait" not in rig.log()
+
+
+@stubbed
+def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
+    driver: Driver,
+) -> None:
+    with Rig(driver) as rig:
+        rig.held()
+        rig.store(1, 2, after=())
+        assert "wait" not in rig.log()
+        assert states(rig.finish()) == ["done"]
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2], ids=["legacy", "legacy by name", "per thread"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "current"])
+@stubbed
+def test_the_default_streams_are_waited_for_like_others(
+    driver: Driver, handle: int, given: bool
+) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held(handle)
+        driver.set_stream(0, SIDE if given else handle)
+        job = rig.store(1, 2, after=Stream(handle) if given else None)
+        driver.run()
+        assert not job.done()
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"]
+        assert rig.holds(2, rig.block(1))
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
+@pytest.mark.parametrize("change", ["records it again", "destroys it", "frees its stream"])
+@stubbed
+def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
+    driver: Driver, change: str, queued: bool
+) -> None:
+    with Rig(driver) as rig:
+        if queued:
+            rig.fill("store")
+        stream = driver.cuda.create_stream()
+        hold, later = rig.held(stream), rig.held(SIDE)
+        event = rig.event(stream)
+        job = rig.store(1, 2, after=event)
+        assert (rig.metrics("store").queued > 0) == queued
+        if change == "records it again":
+            driver.cuda.record(event.cuda_event, SIDE)
+        elif change == "destroys it":
+            driver.cuda.destroy_event(event.cuda_event)
+        else:
+            driver.cuda.destroy_stream(stream)
+        driver.run()
+        assert not job.done()
+        rig.release(hold)
+        assert states(rig.finish())[-1] == "done"  # although the second recording is held up
+        assert rig.holds(2, rig.block(1))
+        rig.release(later)
+
+
+@stubbed
+def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held(SIDE)
+        job = rig.store(1, 2, after=Stream(SIDE))
+        later = rig.held(SIDE)
+        rig.release(hold)
+        driver.run()
+        assert job.done()
+        rig.release(later)
+
+
+# Transfers of one channel
+
+
+@stubbed
+def test_transfers_of_a_channel_need_no_events_to_run_in_order(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        rig.store(1, 2)
+        rig.log()
+        rig.store(3, 2)
+        assert_expected_inline(
+            rig.log(),
+            """\
+record event 3 on stores
+batch of 2 on stores
+record event 4 on stores
+""",
+        )
+        assert states(rig.finish()) == ["done", "done"]
+        assert rig.holds(2, rig.block(3))
+
+
+@stubbed
+def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
+    driver: Driver,
+) -> None:
+    with Rig(driver, layers=4) as rig:
+        job = rig.load(2, 1, layer_groups=3)
+        assert_expected_inline(
+            rig.log(),
+            """\
+record event 1 on loads
+batch of 2 on loads
+record event 2 on loads
+copy 64 bytes on loads
+record event 3 on loads
+copy 64 bytes on loads
+record event 4 on loads
+""",
+        )
+        for layer in range(4):
+            job.wait_layer(layer, Stream(SIDE))
+        job.wait_on()
+        assert_expected_inline(
+            rig.log(),
+            """\
+wait for event 2 on side
+wait for event 2 on side
+wait for event 3 on side
+wait for event 4 on side
+wait for event 4 on current
+""",
+        )
+        assert states(rig.finish()) == ["done"]
+
+
+@stubbed
+def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
+    with Rig(driver, layers=2) as rig:
+        job = rig.load(2, 1, layer_groups=2)
+        job.wait_layer(0, Stream(SIDE))
+        old = rig.block(1)
+        loads = driver.cuda.create_stream() - 4  # streams are counted
+        while not driver.cuda.is_done(stream=SIDE):
+            assert driver.step(SIDE) or driver.step(loads)
+        assert torch.equal(rig.block(1), torch.cat([rig.page(2)[:64], old[64:]]))
+
+
+@stubbed
+def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        job = rig.store(1, 2)
+        driver.run()
+        again = rig.store(3, 4)  # may use the events of the first
+        rig.log()
+        job.wait_on(Stream(SIDE))
+        job.wait_layer(0)
+        assert rig.log() == ""
+        again.wait_on()
+        assert rig.log().startswith("wait for event")
+
+
+@stubbed
+def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold, job = rig.hold_up("load")
+        job.wait_on()
+        driver.run()
+        assert not driver.cuda.is_done(stream=CURRENT)
+        rig.release(hold)
+        driver.run()
+        assert driver.cuda.is_done(stream=CURRENT)
+
+
+# Transfers of different channels: who waits for whom
+
+
+@stubbed
+def test_a_load_waits_for_the_store_that_fills_its_page(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held()
+        rig.store(1, 2, after=None)
+        rig.store(5, 5)
+        rig.log()
+        rig.load(6, 6)
+        assert "wait" not in rig.log()
+        rig.load(2, 3)
+        assert_expected_inline(
+            rig.log(),
+            """\
+wait for event 3 on loads
+record event 8 on loads
+copy 64 bytes on loads
+record event 9 on loads
+""",
+        )
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"] * 4
+        assert torch.equal(rig.block(3), rig.block(1))
+
+
+@pytest.mark.parametrize("between", [0, 3])
+@pytest.mark.parametrize("pair", SHARE)
+@stubbed
+def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
+    driver: Driver, pair: str, between: int
+) -> None:
+    (first, block, page), (second, other_block, other_page) = SHARE[pair]
+    with Rig(driver) as rig:
+        hold, earlier = rig.hold_up(first, block, page)
+        for i in range(between):
+            rig.submit(second, [8 + i], [8 + i])
+        rig.log()
+        later = rig.submit(second, [other_block], [other_page])
+        assert rig.log().count("wait for") == 1
+        driver.run()
+        assert not later.done()
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"] * (2 + between)
+        assert earlier.done()
+        assert later.done()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(a, b) for a in CHANNELS for b in CHANNELS if a != b],
+)
+@stubbed
+def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
+    with Rig(driver) as rig:
+        hold, _ = rig.hold_up(first, block=1, page=2)
+        rig.log()
+        blocks = [2, 1] if first == second == "store" else [2, 3]
+        job = rig.submit(second, blocks, [1, 3])  # a block and a page of one number are two things
+        assert "wait" not in rig.log()
+        driver.run()
+        assert job.done()
+        rig.release(hold)
+
+
+@pytest.mark.parametrize(("first", "second"), [("load", "expedited"), ("expedited", "load")])
+@stubbed
+def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, second: str) -> None:
+    with Rig(driver) as rig:
+        hold, _ = rig.hold_up(first, block=1, page=2)
+        job = rig.submit(second, [3], [2])
+        driver.run()
+        assert job.done()
+        rig.release(hold)
+
+
+@stubbed
+def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
+    driver: Driver,
+) -> None:
+    with Rig(driver) as rig:
+        hold = rig.held()
+        for kind in ("load", "expedited"):
+            for block in (1, 2):
+                rig.submit(kind, [block + 4 * (kind == "load")], [block], after=None)
+        rig.log()
+        rig.submit("store", [1, 2, 5, 6], [8, 9, 10, 11])
+        assert rig.log().count("wait for") == 2
+        rig.release(hold)
+        assert states(rig.finish()) == ["done"] * 5
+
+
+@stubbed
+def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        rig.store(1, 2)
+        driver.run()
+        driver.fail("cuMemcpyAsync")
+        assert rig.store(3, 4).done()
+        assert rig.handler.finished()
+        rig.log()
+        rig.submit("load", [1, 3], [5, 6])
+        assert "wait" not in rig.log()
+
+
+# What the handler keeps
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
+@stubbed
+def test_ids_may_change_after_the_call(driver: Driver, queued: bool) -> None:
+    with Rig(driver) as rig:
+        if queued:
+            rig.fill("store")
+        hold = rig.held()
+        blocks, pages = torch.tensor([1]), [2]
+        rig.submit("store", blocks, pages, after=None)
+        blocks[0] = pages[0] = 9
+        kept = rig.page(9)
+        rig.release(hold)
+        rig.finish()
+        assert rig.holds(2, rig.block(1))
+        assert rig.holds(9, kept)
+
+
+@stubbed
+def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        event = rig.event(SIDE)
+
+        def work(jobs: int) -> tuple[int, int]:
+            for i in range(jobs // 10):
+                hold = rig.held(SIDE)
+                driver.cuda.record(event.cuda_event, SIDE)
+                for j in range(10):
+                    kind = CHANNELS[(i + j) % 3]
+                    rig.submit(kind, [j], [j], after=event if j % 2 else Stream(SIDE))
+                rig.release(hold)
+                assert states(rig.finish()) == ["done"] * 10
+            return driver.live("streams"), driver.live("events")
+
+        few = work(100)
+        assert work(1000) == few
+
+
+@stubbed
+def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
+    before = driver.live("streams"), driver.live("events")
+    with Rig(driver) as rig:
+        hold = rig.held()
+        for kind in CHANNELS:
+            rig.submit(kind, [1], [1], after=None)
+        rig.fill("load", block=5, page=5)
+        driver.fail("cuMemcpyAsync", nth=3)
+        rig.store(3, 3)
+        assert driver.live("streams") > before[0]
+        assert driver.live("events") > before[1]
+        rig.release(hold)
+    assert (driver.live("streams"), driver.live("events")) == before
+
+
+@stubbed
+def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
+    driver: Driver,
+) -> None:
+    with Rig(driver) as rig:
+        hold, other = rig.held(SIDE), rig.held(CURRENT)
+        rig.start_log()
+        rig.store(1, 1, after=Stream(SIDE))
+        used = events_recorded(rig, "stores")
+        driver.fail_copy(0)  # so that the thread waits in the driver, behind both
+        loading = threading.Thread(
+            target=lambda: rig.submit("load", [2], [1], after=Stream(CURRENT))
+        )
+        synchronized = driver.calls("cuStreamSynchronize")
+        loading.start()
+        assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+        rig.release(hold)
+        assert run_until(driver, lambda: len(rig.handler.finished()) == 1)
+        rig.log()
+        rig.store(3, 3)
+        assert not used & events_recorded(rig, "stores")
+        run_until(driver, lambda: len(rig.handler.finished()) == 1)
+        rig.release(other)
+        driver.run()
+        loading.join(PATIENCE)
+        rig.store(4, 4)
+        run_until(driver, lambda: len(rig.handler.finished()) == 2)  # with the load, which failed
+        rig.log()
+        rig.store(5, 5)
+        rig.store(6, 6)
+        rig.store(7, 7)
+        assert used & events_recorded(rig, "stores")  # nobody is about to wait any more
+
+
+def events_recorded(rig: Rig, stream: str) -> set[str]:
+    records = [line for line in rig.log().splitlines() if line.startswith("record event")]
+    return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}
+
+
+@stubbed
+def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        store, load = rig.store(1, 2), rig.load(2, 3)
+        driver.run()
+        driver.fail("cuEventQuery", code=600)  # the store's end, which comes in between the two
+        assert rig.handler.finished() == []
+        driver.fail("cuEventElapsedTime")
+        results = rig.handler.finished()
+        assert [(result.job_id, result.state) for result in results] == [
+            (store.id, "failed"),
+            (load.id, "failed"),
+        ]
+
+
+@pytest.mark.parametrize("allocations", [1, 2])
+@stubbed
+def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
+    driver: Driver, allocations: int
+) -> None:
+    raw = torch.randint(256, (128,), dtype=torch.uint8)
+    for part in raw.chunk(allocations):
+        driver.adopt(part, DEVICE)
+    layout = PagedLayout([raw[:64].view(1, 64), raw[64:].view(1, 64)])
+    layout.device = torch.device("cuda", 0)
+    host = pool(driver, layout, 1)
+    with OffloadHandler(layout, host, path="batch") as handler:
+        driver.log()
+        handler.wait(handler.store([0], [0], after=()))
+        log = driver.log()
+        assert ("copy 128 bytes" in log, "batch of 2" in log) == (
+            allocations == 1,
+            allocations == 2,
+        )
+        assert torch.equal(host.pages[0, 0], raw)

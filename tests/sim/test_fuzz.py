@@ -1,0 +1,97 @@
+"""Random caches and random jobs, on the CPU and on the simulated driver; tests/support/fuzz.py says how."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from fuzz import Options, Scenario, fuzz
+from fuzz_cache import MismatchError
+from fuzz_devices import Device, Simulated
+from simulated_driver import Driver, stubbed
+from spoiling import Spoiling
+
+
+def several(seed: int) -> Options:
+    rng = random.Random(f"{seed} several")
+    sessions = rng.randint(2, 3)
+    return Options(sessions=sessions, handlers=rng.randint(1, sessions))
+
+
+def test_random_jobs_on_the_cpu_leave_the_bytes_of_the_model() -> None:
+    counts = fuzz(lambda seed: Scenario(Device(), seed), 12)
+    assert counts["done"] > 0
+    assert counts["compared"] > 0
+
+
+def test_random_jobs_of_several_threads_on_the_cpu_leave_the_bytes_of_the_model() -> None:
+    counts = fuzz(lambda seed: Scenario(Device(), seed, several(seed)), 4)
+    assert counts["done"] > 0
+    assert counts["compared"] > 0
+
+
+@pytest.mark.parametrize("mode", ["immediate", "manual", "threaded"])
+@stubbed
+def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
+    driver: Driver, mode: str
+) -> None:
+    counts = fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed), 8)
+    assert counts["done"] > 0
+    assert counts["compared"] > 0
+    assert counts["replays"] > 0
+
+
+@stubbed
+def test_random_jobs_of_several_threads_on_the_simulated_driver_leave_the_bytes_of_the_model(
+    driver: Driver,
+) -> None:
+    def make(seed: int) -> Scenario:
+        return Scenario(Simulated(driver, "threaded", seed, alone=False), seed, several(seed))
+
+    counts = fuzz(make, 4)
+    assert counts["done"] > 0
+    assert counts["compared"] > 0
+
+
+# Controls: what is wrong has to be found.
+
+
+class SwapsSometimes:
+    """Swaps the first two ids of every tenth job that has two."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+
+    def __call__(self, first: Any, second: Any) -> tuple[Any, Any]:
+        groups = [first] if self._is_flat(first) else first
+        of_group = next((ids for ids in groups if len(ids) > 1), None)
+        self.jobs += of_group is not None
+        if of_group is not None and self.jobs % 10 == 3:
+            of_group[0], of_group[1] = int(of_group[1]), int(of_group[0])
+        return first, second
+
+    def _is_flat(self, ids: Any) -> bool:
+        return not isinstance(ids, list) or not ids or isinstance(ids[0], int)
+
+
+MISTAKES = {
+    "swapped ids": Options(wrap=lambda handler: Spoiling(handler, SwapsSometimes())),
+    "stores and loads do not wait": Options(after_nothing=True),
+    "reads do not wait": Options(no_waits=True),
+}
+
+
+def test_as_a_control_swapped_ids_are_found() -> None:
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: Scenario(Device(), seed, MISTAKES["swapped ids"]), 5)
+
+
+@pytest.mark.parametrize("mode", ["manual", "threaded"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@stubbed
+def test_as_a_control_mistakes_are_found_on_the_simulated_driver(
+    driver: Driver, mode: str, mistake: str
+) -> None:
+    with pytest.raises(MismatchError, match=r"KVSWAP_FUZZ_SEED=\d"):
+        fuzz(lambda seed: Scenario(Simulated(driver, mode, seed), seed, MISTAKES[mistake]), 20)

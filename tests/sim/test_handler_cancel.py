@@ -1,0 +1,44 @@
+"""A job that is cancelled in the queue takes nothing of the order with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim import let_threads_look
+from simulated_driver import cache, stubbed
+from simulated_driver.handles import Stream
+
+IN_FLIGHT = 64
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+@stubbed
+def test_a_store_behind_a_cancelled_one_still_waits_for_the_load_into_its_block(driver, cancels):
+    from torch_kvswap.handler import OffloadHandler
+
+    driver.set_mode("manual")
+    driver.set_stream(0, 42)
+    layout, host = cache(driver)
+    host.pages[9] = 77
+    handler = OffloadHandler(layout, host)
+    of_stores, of_loads = driver.hold(42), driver.hold(43)
+    for _ in range(IN_FLIGHT):
+        handler.store([0], [0])
+        handler.load([1], [1], after=Stream(43))
+    # In the queues, since no more may be in flight.
+    cancelled = handler.store([2], [2], after=())
+    handler.load([9], [9], after=())
+    store = handler.store([9], [8], after=())
+    if cancels:
+        assert handler.cancel(cancelled)
+    driver.release(of_stores)
+    for _ in range(3):  # in which the worker thread may enqueue the store
+        driver.run()
+        handler.finished()
+        let_threads_look(driver)
+    early = store.done()
+    driver.release(of_loads)
+    driver.set_mode("immediate")
+    handler.close()
+    assert not early
+    assert torch.equal(host.pages[8], host.pages[9])

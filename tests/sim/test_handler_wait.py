@@ -1,0 +1,364 @@
+"""How a thread waits on the host: nobody else is held up, and the thread stays as it was."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+from refusal import refusal
+from rigs import in_time
+from sim import CHANNELS, SIDE, Rig, Stream, let_threads_look, rest, run_until, states, threads
+from simulated_driver import Driver, stubbed
+
+from torch_kvswap._native import abi
+from torch_kvswap.handler import Job
+
+PR_GET_TIMERSLACK = 30
+OTHER = 44  # a stream
+LARGE, TOO_LARGE = (
+    1024,
+    20000,
+)  # blocks that one call does not enqueue; nor the driver's queue holds
+COPY = "cuMemcpyBatchAsync"
+
+
+@stubbed
+def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
+    prctl = ctypes.CDLL(None).prctl
+    with Rig(driver) as rig:
+        before = prctl(PR_GET_TIMERSLACK)
+        _, job = rig.hold_up("store")
+        # It sleeps from the first millisecond on.
+        assert "TimeoutError" in refusal(rig.handler.wait, job, timeout=0.02)
+        assert prctl(PR_GET_TIMERSLACK) == before
+
+
+@stubbed
+def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
+    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
+        hold, held = rig.hold_up("store", 1, 1)
+        waiting = pool.submit(rig.handler.wait, held)
+        for _ in range(50):
+            assert not waiting.done()
+            load = rig.load(2, 2)
+            assert run_until(driver, load.done)
+        rig.release(hold)
+        assert run_until(driver, waiting.done)
+        assert waiting.result() is None
+        assert len(rig.handler.finished()) == 51
+
+
+@pytest.mark.parametrize("waits_for", ["the job", "all jobs"])
+@stubbed
+def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> None:
+    with Rig(driver) as rig, ThreadPoolExecutor(3) as pool:
+        hold, job = rig.hold_up("store", 1, 1)
+        waiting = [
+            pool.submit(rig.handler.wait, job if waits_for == "the job" else None) for _ in range(2)
+        ]
+        closing = pool.submit(rig.handler.close)
+        let_threads_look(driver)
+        assert not any(call.done() for call in [*waiting, closing])
+        rig.release(hold)
+        assert run_until(driver, lambda: all(call.done() for call in [*waiting, closing]))
+        assert [call.result() for call in [*waiting, closing]] == [None] * 3
+        assert states(rig.handler.finished()) == ["done"]
+    assert driver.live("events") == driver.live("streams") == 0
+
+
+@stubbed
+def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
+    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
+        _, job = rig.hold_up("store", 1, 1)
+        waiting = pool.submit(refusal, rig.handler.wait, job)
+        let_threads_look(driver)
+        driver.lose()
+        assert "the device is lost" in waiting.result(timeout=PATIENCE)
+
+
+@stubbed
+def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
+    with Rig(driver) as rig, ThreadPoolExecutor(1) as pool:
+        queued = rig.fill("store", 1, 1)[-1]
+        waiting = pool.submit(rig.handler.wait, queued)
+        let_threads_look(driver)
+        assert not waiting.done()
+        assert run_until(driver, waiting.done)
+        assert waiting.result() is None
+        assert queued.result is not None
+        assert queued.result.ok
+
+
+# Threads that wait for each other: nothing below is on the device, whose worker stands still
+
+
+class Call(threading.Thread):
+    """A call that waits for another thread."""
+
+    def __init__(self, body: Callable[..., object], *arguments: object) -> None:
+        super().__init__(daemon=True)
+        self._call = body, arguments
+        self.answer: object = None
+        self.start()
+
+    def run(self) -> None:
+        body, arguments = self._call
+        try:
+            self.answer = body(*arguments)
+        except Exception as error:
+            self.answer = error
+
+    def waits(self) -> bool:
+        """Whether it comes to stand still."""
+        assert self.native_id is not None
+        return in_time(lambda: is_asleep(self.native_id))
+
+    def ends(self) -> object:
+        """What it returned or raised."""
+        self.join(20)
+        assert not self.is_alive(), "this hangs"
+        return self.answer
+
+
+def is_asleep(thread: int | str | None) -> bool:
+    """Whether it sleeps for some time: not only until it gets the GIL."""
+
+    def sleeps() -> bool:
+        time.sleep(0.0002)
+        return (
+            Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        )
+
+    return all(sleeps() for _ in range(20))
+
+
+@contextmanager
+def stopped_worker(rig: Rig, kind: str) -> Iterator[None]:
+    """The worker of a channel of a threaded handler, to which all jobs are left."""
+    before = set(os.listdir("/proc/self/task"))
+    job = rig.submit(kind, [0], [0])
+    run_until(rig.driver, job.done)
+    (worker,) = set(os.listdir("/proc/self/task")) - before
+    assert in_time(lambda: is_asleep(worker))
+    with rig.driver.stopped(int(worker)):
+        yield
+
+
+@stubbed
+def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig, stopped_worker(rig, "store"):
+        job = rig.store(1, 1)
+        waiting = Call(job.wait_on, Stream(SIDE))
+        assert waiting.waits()
+        assert rig.handler.cancel(job)
+        assert "was cancelled" in str(waiting.ends())
+
+
+def run_a_job(rig: Rig) -> None:
+    """By its end finished() finds the device lost."""
+    _, job = rig.hold_up("expedited", 9, 9)
+    job.wait_on(Stream(OTHER))
+
+
+@stubbed
+def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        run_a_job(rig)
+        with stopped_worker(rig, "store"):
+            job = rig.store(1, 1)
+            waiting = Call(job.wait_on, Stream(OTHER))
+            assert waiting.waits()
+            driver.lose()
+            rig.handler.finished()
+            assert "the device is lost" in str(waiting.ends())
+
+
+@stubbed
+def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        run_a_job(rig)
+        gate = rig.handler.gate()
+        with stopped_worker(rig, "load"):
+            loads = []
+            for page in (1, 2):  # the first has closed the gate, the second waits for it to open
+                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                assert loads[-1].waits()
+            driver.lose()
+            rig.handler.finished()
+            job = loads[0].ends()
+            assert isinstance(job, Job)
+            assert job.result is not None
+            assert "the device is lost" in str(job.result.error)
+            assert "the device is lost" in str(loads[1].ends())
+
+
+@stubbed
+def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        gate = rig.handler.gate()
+        with stopped_worker(rig, "load"):
+            loads = []
+            for page in (1, 2):
+                loads.append(Call(lambda page=page: rig.load(page, page, gate=gate)))
+                assert loads[-1].waits()
+            closing = Call(rig.handler.close)
+            assert "the handler is closed" in str(loads[1].ends())
+            assert closing.is_alive()
+        driver.set_mode("immediate")
+        assert isinstance(loads[0].ends(), Job)
+        assert closing.ends() is None
+
+
+@stubbed
+def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
+    with Rig(driver, threaded=True) as rig:
+        with stopped_worker(rig, "store"):  # for whose end the first waits
+            close = "kvswap_handler_close", rig.handler.native.pointer, 600.0
+            closing = [Call(abi.call, *close) for _ in range(2)]
+            assert all(call.waits() for call in closing)
+        assert [call.ends() for call in closing] == [True, True]
+
+
+# What was begun: the worker's part of a job that is too large for the call that submits it
+
+
+@contextmanager
+def late_worker(rig: Rig, kind: str) -> Iterator[None]:
+    """The worker of the channel sleeps on while there is something for it."""
+    before = threads()
+    begin(rig, kind)
+    rig.finish()
+    (worker,) = threads() - before
+    assert in_time(lambda: rest({worker}))
+    with rig.driver.stopped(worker):
+        yield
+    rig.finish()
+
+
+def begin(rig: Rig, kind: str) -> tuple[Job, Callable[[], int]]:
+    """A large job, of all blocks but the last, and how many of its copies this thread has enqueued
+    since."""
+    count = len(rig.tensors[0]) - 1
+    job = rig.submit(kind, range(count), range(count)[::-1])
+    before = rig.driver.calls_here(COPY)
+    return job, lambda: rig.driver.calls_here(COPY) - before
+
+
+@contextmanager
+def device_that_runs_what_is_complete(rig: Rig, job: Job) -> Iterator[None]:
+    """A thread of the test runs the device as soon as all copies of the job have been enqueued."""
+    copies = rig.driver.calls(COPY)
+
+    def run() -> None:
+        assert in_time(lambda: rig.driver.calls(COPY) > copies)
+        run_until(rig.driver, job.done)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize("how", ["host", "stream", "host, for another job"])
+@pytest.mark.parametrize("kind", CHANNELS)
+@stubbed
+def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
+    driver: Driver, kind: str, how: str
+) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
+        pages = rig.host.pages
+        other = rig.submit("store" if kind == "load" else "load", [1], [1])
+        job, enqueued = begin(rig, kind)
+        if how == "stream":
+            job.wait_on(Stream(SIDE))
+        else:
+            with device_that_runs_what_is_complete(rig, job):
+                rig.handler.wait(job if how == "host" else other, timeout=PATIENCE)
+        assert enqueued() == 1
+    assert rig.is_right(pages=pages)
+
+
+@stubbed
+def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driver) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
+        job, enqueued = begin(rig, "store")
+        for _ in range(20):  # some end before it has looked, on a busy machine
+            with pytest.raises(TimeoutError):
+                rig.handler.wait(job, timeout=0.0005)
+        assert enqueued() == 0
+
+
+@pytest.mark.parametrize("how", ["host", "stream"])
+@stubbed
+def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
+    driver: Driver, how: str
+) -> None:
+    with Rig(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as rig, late_worker(rig, "store"):
+        _, enqueued = begin(rig, "store")
+        if how == "stream":
+            rig.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait_on(Stream(SIDE))
+        else:
+            with pytest.raises(TimeoutError):
+                rig.handler.wait(timeout=0.09)  # four times what it would take
+        assert enqueued() == 0
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+@stubbed
+def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
+    driver: Driver, kind: str
+) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, kind):
+        job, enqueued = begin(rig, kind)
+        driver.lose()
+        assert "TransferError" in refusal(rig.handler.wait, job)
+        assert enqueued() == 0
+        assert job.result is not None
+        assert "the device is lost" in str(job.result.error)
+
+
+@stubbed
+def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
+    with Rig(driver, blocks=LARGE, pages=LARGE) as rig, late_worker(rig, "store"):
+        job, enqueued = begin(rig, "store")
+        driver.set_global_capture(True)
+        with device_that_runs_what_is_complete(rig, job):
+            rig.handler.wait(job, timeout=PATIENCE)
+        driver.set_global_capture(False)
+        assert enqueued() == 1
+        assert driver.capture_spoilt == 0
+
+
+@stubbed
+def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Rig(driver) as rig:
+        hold, held = rig.hold_up("store", 1, 1)
+
+        def interrupt() -> None:
+            while "is closed" not in refusal(rig.handler.store, [1], [99]):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            rig.handler.close()
+        interrupting.join()
+        assert not held.done()
+        assert "is closed" in refusal(rig.handler.store, [1], [1])
+        rig.release(hold)
+        driver.set_mode("immediate")
+        rig.handler.close()
+        assert states(rig.handler.finished()) == ["done"]
+        assert (driver.live("streams"), driver.live("events")) == (0, 0)
+    signal.signal(signal.SIGINT, before)

@@ -1,0 +1,343 @@
+"""What a job needs lives as long as the job, nothing else lives for ever, and nothing is freed twice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE
+from refusal import refusal
+from rigs import Hold, Steps, in_time
+from simulated_driver import Driver, place, stubbed
+
+from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
+from torch_kvswap.gate import Gate
+from torch_kvswap.host_pool import system
+
+MIB = 1 << 20
+
+
+def make_layout(tensors: int = 1, row_bytes: int = 64) -> PagedLayout:
+    return PagedLayout([torch.zeros(8, row_bytes, dtype=torch.uint8) for _ in range(tensors)])
+
+
+def pin_in_background(
+    driver: Driver, on_progress: Callable[..., object], num_pages: int = 64
+) -> HostPool:
+    """Pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
+    layout = place(driver, make_layout(row_bytes=MIB))
+    options = {"chunk_bytes": 32 * MIB, "background": True}
+    return HostPool(layout, num_pages, on_progress=on_progress, **options)  # type: ignore[arg-type]
+
+
+def join(pool: HostPool) -> None:
+    """Waits for the thread that pins."""
+    thread = pool._memory.pinning._thread  # type: ignore[union-attr]
+    assert thread is not None
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# A pool and its views
+
+
+@stubbed
+@pytest.mark.parametrize("kept", ["the view", "the pool"])
+def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) -> None:
+    driver.set_mode("manual")
+    layout = place(driver, make_layout())
+
+    def make() -> OffloadHandler:
+        pool = HostPool(layout, 8)
+        return OffloadHandler(layout, pool.seen_by(layout) if kept == "the view" else pool)
+
+    handler = make()
+    job = handler.store([0], [0], after=())
+    gc.collect()
+    assert not job.done()
+    assert driver.calls("cuMemHostUnregister") == 0
+    driver.run()
+    assert job.done()
+    del handler, job
+    gc.collect()
+    assert driver.calls("cuMemHostUnregister") == 1
+
+
+@pytest.mark.gpu
+def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
+    """Pages that are unpinned under a copy are an illegal access, which the device does not survive."""
+    rows = torch.arange(4, dtype=torch.uint8, device="cuda:0").repeat_interleave(MIB).view(4, MIB)
+    layout = PagedLayout([rows])
+
+    def make() -> OffloadHandler:
+        pool = HostPool(layout, 4)
+        return OffloadHandler(layout, pool.seen_by(layout))
+
+    with make() as handler:
+        gc.collect()
+        handler.wait(handler.store([0], [0]))
+        with Hold():
+            jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
+            assert not jobs[0].done()
+        handler.wait(jobs, timeout=60)
+        assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
+
+
+@pytest.mark.parametrize("first", ["the view", "the pool"])
+def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
+    layout = make_layout()
+    pool = HostPool(layout, 8)
+    view = pool.seen_by(layout)
+    handler = OffloadHandler(layout, view)
+    for one in (view, pool) if first == "the view" else (pool, view):
+        one.close()
+        for closed in (view, pool):
+            assert "the host pool is closed" in refusal(lambda closed=closed: closed.pages)
+    assert refusal(handler.store, [0], [0]) == "RuntimeError: the handler is closed; make a new one"
+
+
+@stubbed
+@pytest.mark.parametrize("which", ["pool", "view", "view that is closed"])
+def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which: str) -> None:
+    layout = place(driver, make_layout())
+    pool = HostPool(layout, 8)
+    view = pool.seen_by(layout)
+    (view if which == "view that is closed" else pool).close()
+    streams = driver.live("streams")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_kvswap.handler.NativeHandler", lambda *_: pytest.fail("it was taken"))
+        said = refusal(OffloadHandler, layout, pool if which == "pool" else view)
+    assert said == "RuntimeError: the host pool is closed; make a new one"
+    assert driver.live("streams") == streams
+
+
+def test_a_cache_that_moved_is_refused_before_anything_is_taken() -> None:
+    layout = make_layout()
+    layout.tensors[0].set_(torch.ones(8, 64, dtype=torch.uint8))
+    assert "tensors[0] has moved" in refusal(OffloadHandler, layout, HostPool(layout, 8))
+
+
+# Copies
+
+
+OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
+    "job": lambda handler: handler.store([0], [0]),
+    "handler": lambda handler: handler,
+    "native handler": lambda handler: handler.native,
+    "pool": lambda handler: handler.pools[0],
+    "view": lambda handler: handler.pools[0].seen_by(handler.layouts[0]),
+    "handle": lambda handler: handler.pools[0].share(),
+    "gate": lambda handler: Gate.__new__(Gate),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_owns_native_memory_is_not_copied(
+    owner: str, duplicate: Callable[[Any], object]
+) -> None:
+    layout = make_layout()
+    handler = OffloadHandler(layout, HostPool(layout, 8, world=2))
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(OWNERS[owner](handler))
+    handler.wait()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_job_that_was_not_made_to_the_end_is_dropped_quietly() -> None:
+    Job.__new__(Job)
+    gc.collect()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], Any]) -> None:
+    layout = PagedLayout([torch.zeros(2, 8, 16)], block_dim=1)
+    other = duplicate(layout)
+    assert other.tensors[0].data_ptr() != layout.tensors[0].data_ptr()
+    assert other.bases[0] == other.tensors[0].data_ptr()
+    assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
+
+
+# Warnings that are errors
+
+
+@stubbed
+def test_a_handler_whose_warning_is_an_error_is_gone(driver: Driver) -> None:
+    from torch_kvswap._native import handler as native_handler
+
+    layout = place(driver, make_layout())
+    with HostPool(layout, 8) as pool:
+        streams, destroyed = driver.live("streams"), []
+        destroy = native_handler._native.kvswap_handler_destroy
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(
+                native_handler._native, "kvswap_handler_path_problem", lambda _: b"no kernels"
+            )
+            patch.setattr(
+                native_handler._native,
+                "kvswap_handler_destroy",
+                lambda pointer: (destroyed.append(pointer), destroy(pointer)),
+            )
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="no kernels") as raised:
+                OffloadHandler(layout, pool)
+            # At once, although the traceback refers to the handler.
+            assert len(destroyed) == 1
+            assert driver.live("streams") == streams
+            del raised
+
+
+@stubbed
+def test_every_piece_is_unpinned_when_the_warning_about_one_is_an_error(driver: Driver) -> None:
+    layout = place(driver, make_layout(row_bytes=4096))
+    pool = HostPool(layout, 8, chunk_bytes=2 * 4096)
+    driver.fail("cuMemHostUnregister", code=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="did not unpin 8192 bytes"):
+            pool.close()
+    assert driver.calls("cuMemHostUnregister") == 4
+
+
+# Callbacks
+
+
+class Server:
+    """Refers to its pool, and is what the pool tells about its progress."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.steps = Steps()
+        self.pool = pin_in_background(driver, self.progress)
+
+    def progress(self, ready: int, count: int) -> None:
+        self.steps(ready, count)
+
+
+@stubbed
+def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> None:
+    server = Server(driver)
+    server.steps.go_on()
+    assert server.pool.wait_ready(PATIENCE)
+    join(server.pool)
+    gone = weakref.ref(server)
+    del server
+    gc.collect()
+    assert gone() is None
+    assert driver.calls("cuMemHostUnregister") == 2
+
+
+class FailingServer(Server):
+    def progress(self, ready: int, count: int) -> None:
+        if ready == count:
+            raise ValueError("from the callback")
+
+
+@stubbed
+def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) -> None:
+    with pytest.warns(RuntimeWarning, match="from the callback"):  # noqa: PT031
+        server = FailingServer(driver)
+        join(server.pool)
+    gone = weakref.ref(server)
+    del server
+    gc.collect()
+    assert gone() is None
+
+
+@stubbed
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_whatever_a_callback_raises_reaches_whoever_waits(
+    driver: Driver, error: type[BaseException]
+) -> None:
+    turn = threading.Semaphore(0)
+
+    def progress(ready: int, count: int) -> None:
+        if ready == 64:
+            assert turn.acquire(timeout=PATIENCE)
+            raise error("from the callback")
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
+        patch.setattr(system, "memlock_limit", lambda: None)
+        pool = pin_in_background(driver, progress, 128)
+        waiter = threading.Thread(
+            target=lambda: said.append(refusal(pool.wait_ready, PATIENCE)), daemon=True
+        )
+        waiter.start()
+        turn.release()
+        waiter.join(PATIENCE)
+        assert in_time(lambda: len(warned) == 1)
+    why = f"{error.__name__}('from the callback')"
+    assert " ".join(said[0].split()) == (
+        f"RuntimeError: 64 of 128 host pages are pinned, and no more will be: {why}"
+    )
+    assert str(warned[0].message) == (
+        f"64 of 128 host pages are pinned, and the others cannot be used: {why}; ask for fewer "
+        "pages"
+    )
+    pool.close()
+
+
+@stubbed
+def test_a_callback_may_close_its_pool(driver: Driver) -> None:
+    pools: list[HostPool] = []
+    turn = threading.Semaphore(0)
+
+    def progress(ready: int, count: int) -> None:
+        if ready == 64:
+            assert turn.acquire(timeout=PATIENCE)
+            pools[0].close()
+
+    pools.append(pin_in_background(driver, progress, 128))
+    turn.release()
+    assert " ".join(refusal(pools[0].wait_ready, PATIENCE).split()) == (
+        "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
+    )
+    join(pools[0])
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
+
+
+# Signals
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@stubbed
+@pytest.mark.parametrize("what", ["handler", "pool"])
+def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
+        if what == "handler":
+            handler.wait(job, timeout=PATIENCE)
+        else:
+            pool.wait_ready(PATIENCE)
+
+    driver.set_mode("manual")
+    layout = place(driver, make_layout())
+    steps = Steps()
+    pool = pin_in_background(driver, steps, 128)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:
+        job = handler.store([0], [0], after=())
+        try:
+            with pytest.raises(Interrupted):
+                wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        driver.run()
+    steps.go_on(3)
+    pool.close()

@@ -1,0 +1,399 @@
+"""Each allocation of the native library fails once: every job ends, the handler works on, and a block
+manager is as it was.
+
+The interposer that lets them fail, tests/support/simulated_driver/liballocations, counts what the library itself
+allocates, through the C++ library too, in all threads."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rigs import in_time
+from sim import CURRENT, SIDE, Rig, Stream
+from simulated_driver import DEVICE, Driver, build, run, without_cuda
+
+from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.prefix.manager import BlockManager
+
+# What a call may raise because of that, and whom a test may make fail besides.
+TOLD = ("out of host memory", "failed: ", "made up by the stub", "was cancelled")
+
+
+def allocations() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build() / "liballocations.so"))
+    library.allocations_fail.restype = ctypes.c_bool
+    library.allocations_stop.restype = ctypes.c_bool
+    return library
+
+
+class Attempt:
+    """A scenario with a handler of its own, of which one allocation fails."""
+
+    def __init__(self, driver: Driver, nth: int, **options: Any) -> None:
+        driver.reset()
+        self.driver = driver
+        self.rig = Rig(driver, blocks=600, pages=600, **options)
+        self.jobs: list[tuple[Job, int, int]] = []
+        self.gates = 0
+        self.reported: list[int] = []
+        self._library = allocations()
+        # What fails in the middle of a copy waits for what the driver has of it.
+        self._synchronized = driver.calls("cuStreamSynchronize")
+        self._ends = threading.Event()
+        self._releasing = threading.Thread(target=self._release_for_who_waits)
+        self._releasing.start()
+        self._nth = nth
+
+    def begin(self) -> None:
+        """From here on the allocations are counted."""
+        assert self._library.allocations_fail(b"_C.abi3.so", ctypes.c_long(self._nth))
+
+    def _release_for_who_waits(self) -> None:
+        while not self._ends.wait(0.001):
+            if self.driver.calls("cuStreamSynchronize") > self._synchronized:
+                self.release()
+
+    def release(self) -> None:
+        for hold in list(self.rig._holds):
+            self.rig.release(hold)
+
+    def stop(self) -> bool:
+        """Whether an allocation has failed."""
+        self._ends.set()
+        self._releasing.join()
+        return bool(self._library.allocations_stop())
+
+    def call(self, body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What it returns; None when it raised what the test provokes."""
+        try:
+            return body(*args, **options)
+        except (MemoryError, TimeoutError):
+            return None
+        except TransferError as error:
+            if any(
+                result.state != "cancelled" and not told(result.error) for result in error.results
+            ):
+                raise
+        except RuntimeError as error:
+            if not told(error):
+                raise
+        return None
+
+    def submit(
+        self, kind: str, block: int, page: int, count: int = 1, **options: Any
+    ) -> Job | None:
+        """Blocks from `block` on and pages from `page` on, which no other job writes."""
+        blocks, pages = range(block, block + count), range(page, page + count)
+        job = self.call(self.rig.submit, kind, list(blocks), list(pages), **options)
+        if job is not None:
+            self.jobs += [(job, *ids) for ids in zip(blocks, pages, strict=True)]
+        return job
+
+    def gate(self) -> Any:
+        gate = self.call(self.rig.handler.gate)
+        self.gates += gate is not None
+        return gate
+
+    def poll(self) -> None:
+        results = self.call(self.rig.handler.finished) or []
+        self.reported += [result.job_id for result in results]
+
+    def run(self) -> None:
+        self.driver.run()
+
+    def run_until_ended(self, job: Job) -> None:
+        """Also where a worker thread has yet to give it to the device."""
+        assert in_time(lambda: self.driver.run() >= 0 and job.done(), 20), "a job does not end"
+        self.call(self.rig.handler.wait, job, 20)
+
+    def check(self) -> None:
+        """All is as it should be, whatever has failed."""
+        rig = self.rig
+        self.release()
+        self.driver.set_mode("immediate")
+        jobs = {job.id: job for job, _, _ in self.jobs}
+        assert in_time(lambda: all(job.done() for job in jobs.values()), 20), "a job does not end"
+        self.reported += [result.job_id for result in rig.handler.finished()]
+        assert sorted(self.reported) == sorted(jobs), (self.reported, jobs)
+        for job, block, page in self.jobs:
+            assert job.result is not None
+            assert job.result.error is None or told(job.result.error), job.result
+            if job.result.ok:
+                assert torch.equal(rig.block(block), rig.page(page)), job.result
+        rig.host.pages[599].fill_(7)
+        rig.handler.wait(rig.handler.load([599], [599]), 20)
+        rig.handler.wait(rig.handler.store([599], [598]), 20)
+        assert rig.page(598).unique().tolist() == [7]
+        rig.handler.close()
+        left = {what: self.driver.live(what) for what in ("events", "streams", "allocations")}
+        assert left == {
+            "events": 2 * self.gates,
+            "streams": self.gates,
+            "allocations": self.gates,
+        }
+
+
+def told(error: BaseException | None) -> bool:
+    return "device is lost" not in str(error) and any(text in str(error) for text in TOLD)
+
+
+# Blocks and pages below 100 are for the first jobs, the others for those that follow.
+
+
+def submit_some(attempt: Attempt) -> None:
+    attempt.begin()
+    attempt.submit("store", 1, 1)
+    attempt.submit("load", 101, 1)
+    attempt.submit("expedited", 102, 1)
+    attempt.submit("store", 3, 3, count=5, after=None)
+    attempt.run()
+    attempt.poll()
+
+
+def wait_behind_streams(attempt: Attempt) -> None:
+    attempt.begin()
+    attempt.rig.held(CURRENT)
+    attempt.rig.held(SIDE)
+    for i in range(3):
+        attempt.submit("store", 10 + i, 10 + i, after=None)
+        attempt.submit("load", 110 + i, 30 + i, after=Stream(SIDE))
+    attempt.release()
+    attempt.run()
+    attempt.poll()
+
+
+def fill_the_queue(attempt: Attempt) -> None:
+    hold = attempt.rig.held(SIDE)
+    for i in range(70):  # more than are given to the device at once
+        if i == 63:
+            attempt.begin()
+        attempt.submit("store", i, i, after=Stream(SIDE))
+    attempt.submit("load", 200, 69)  # behind a store that is queued
+    job = attempt.submit("load", 201, 301)
+    attempt.rig.release(hold)
+    attempt.run()
+    if job is not None:
+        attempt.call(job.wait_on)
+    attempt.run()
+    attempt.poll()
+
+
+def divide_a_job(attempt: Attempt) -> None:
+    attempt.begin()
+    attempt.submit("store", 0, 0, count=300)
+    attempt.run()
+    attempt.submit("load", 300, 300, count=200, layer_groups=2)
+    attempt.run()
+
+
+def wait_and_cancel(attempt: Attempt) -> None:
+    attempt.begin()
+    handler = attempt.rig.handler
+    attempt.rig.held(SIDE)
+    jobs = [attempt.submit("store", i, i, after=Stream(SIDE)) for i in range(3)]
+    attempt.call(handler.wait, [job for job in jobs if job], 0.001)
+    for job in jobs[1:]:
+        if job is not None:
+            attempt.call(handler.cancel, job)
+    attempt.submit("load", 102, 2)  # of a page that is invalid
+    for job in jobs:
+        if job is not None:
+            attempt.call(job.wait_on, Stream(CURRENT))
+    attempt.call(handler.metrics)
+    attempt.release()
+    for job in jobs:
+        if job is not None:
+            attempt.run_until_ended(job)
+    attempt.call(handler.wait, [job for job in jobs if job], 20)
+    for job, _, _ in attempt.jobs:
+        attempt.run_until_ended(job)
+    attempt.call(handler.wait, None, 20)
+
+
+def use_gates(attempt: Attempt) -> None:
+    attempt.begin()
+    gate = attempt.gate()
+    if gate is None:
+        return
+    for i in range(3):
+        attempt.submit("load", 100 + i, i, gate=gate)
+        attempt.call(gate.wait)
+    attempt.run()
+    assert attempt.driver.cuda.is_done(stream=CURRENT) or attempt.call(gate.wait) is None
+    attempt.poll()
+    attempt.run()
+    assert attempt.driver.cuda.is_done(stream=CURRENT)
+
+
+def fail_copies(attempt: Attempt) -> None:
+    attempt.begin()
+    gate = attempt.gate()
+    for i in range(4):
+        attempt.driver.fail_copy(0)
+        options = {"gate": gate} if gate is not None and i % 2 else {}
+        attempt.submit("load", 100 + i, i, **options)
+    attempt.driver.fail_copy(-1)
+    hold = attempt.rig.held(SIDE)
+    store = attempt.submit("store", 20, 20, after=Stream(SIDE))
+    load = attempt.submit("load", 120, 20)
+    attempt.rig.release(hold)
+    attempt.driver.fail("cuEventElapsedTime")
+    attempt.run()
+    for job in (store, load):
+        if job is not None:
+            attempt.run_until_ended(job)
+    # A fault that nothing has met is not for what follows: with both the device would be lost.
+    cuda = attempt.driver.cuda
+    cuda.call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), 0, 0)
+    attempt.driver.fail("cuStreamQuery")
+    attempt.submit("store", 30, 30, after=None)
+    attempt.run()
+    attempt.poll()
+    cuda.call("cuStreamQuery", CURRENT)
+
+
+def move_the_cache(attempt: Attempt) -> None:
+    attempt.begin()
+    rig = attempt.rig
+    attempt.submit("store", 1, 1)
+    attempt.run()
+    attempt.poll()
+    attempt.jobs.clear()  # of the cache as it was
+    attempt.reported.clear()
+    rig.handler.drain()
+    attempt.reported += [result.job_id for result in rig.handler.finished()]
+    attempt.reported.clear()
+    new = [tensor.clone() for tensor in rig.tensors]
+    moved = PagedLayout(new)
+    for tensor in new:
+        attempt.driver.adopt(tensor, DEVICE)
+    moved.device = torch.device("cuda", 0)
+
+    def rebind() -> bool:
+        rig.handler.rebind(moved)
+        return True
+
+    if attempt.call(rebind):
+        rig.tensors = new
+    attempt.submit("store", 2, 2)
+    attempt.submit("load", 103, 2)
+    attempt.run()
+    attempt.poll()
+
+
+def close_it(attempt: Attempt) -> None:
+    """Another handler of the same cache."""
+    attempt.begin()
+    other = attempt.call(OffloadHandler, attempt.rig.layout, attempt.rig.host)
+    if other is None:
+        return
+    attempt.call(other.store, [1], [1], after=())
+    attempt.run()
+    while attempt.call(lambda: other.close() is None) is None:
+        pass
+
+
+SCENARIOS: dict[str, tuple[Callable[[Attempt], None], dict[str, Any]]] = {
+    "submit some": (submit_some, {}),
+    "submit some, several layers": (submit_some, {"layers": 3}),
+    "wait behind streams": (wait_behind_streams, {}),
+    "fill the queue": (fill_the_queue, {}),
+    "divide a job": (divide_a_job, {"layers": 2}),
+    "wait and cancel": (wait_and_cancel, {}),
+    "wait and cancel, threaded": (wait_and_cancel, {"threaded": True}),
+    "use gates": (use_gates, {}),
+    "use gates, threaded": (use_gates, {"threaded": True}),
+    "fail copies": (fail_copies, {}),
+    "fail copies, threaded": (fail_copies, {"threaded": True}),
+    "move the cache": (move_the_cache, {}),
+    "close it": (close_it, {}),
+}
+
+
+def sweep(driver: Driver, name: str) -> None:
+    """The scenario with its first allocation failing, with its second, until none fails."""
+    scenario, options = SCENARIOS[name]
+    for nth in itertools.count(1):
+        faulthandler.dump_traceback_later(60, exit=True)
+        attempt = Attempt(driver, nth, **options)
+        try:
+            scenario(attempt)
+            failed = attempt.stop()
+            attempt.check()
+        except BaseException:
+            print(f"allocation {nth} of '{name}'")
+            raise
+        faulthandler.cancel_dump_traceback_later()
+        if not failed:
+            print(nth - 1)
+            return
+
+
+def program(driver: Driver) -> None:
+    import os
+
+    from test_out_of_memory import sweep
+
+    sweep(driver, os.environ["SCENARIO"])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@without_cuda
+def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name: str) -> None:
+    preload = str(build() / "liballocations.so")
+    allocations = int(run(program, SCENARIO=name, LD_PRELOAD=preload))
+    assert allocations > 10
+
+
+CALLS: dict[str, Callable[[BlockManager], Any]] = {
+    "prepare_load": lambda manager: manager.prepare_load(["a", "b"]),
+    "prepare_store": lambda manager: manager.prepare_store(["a", "c", "d"]),
+    "preempt": lambda manager: manager.preempt(["a", "c", "d"]),
+    "lease": lambda manager: manager.lease(["a", "b"], 60),
+}
+
+
+def sweep_calls(name: str) -> None:
+    """The call of a block manager with its first allocation failing, with its second, until none
+    fails. After each failure it is made again."""
+    library = allocations()
+    for nth in itertools.count(1):
+        manager = BlockManager(3, events=True)
+        manager.complete(manager.prepare_store(["a", "b"]))
+        before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
+        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        try:
+            CALLS[name](manager)
+        except MemoryError:
+            assert library.allocations_stop()
+            assert manager.stats() == before[0]
+            assert manager.events() == []
+            assert manager.lookup(["a", "b"], again=True) == before[2]
+            assert CALLS[name](manager) is not None
+        else:
+            assert not library.allocations_stop()
+            print(nth - 1)
+            return
+
+
+def program_of_calls(driver: Driver) -> None:
+    import os
+
+    from test_out_of_memory import sweep_calls
+
+    sweep_calls(os.environ["CALL"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+@without_cuda
+def test_a_block_manager_is_as_it_was_whichever_allocation_fails(name: str) -> None:
+    preload = str(build() / "liballocations.so")
+    assert int(run(program_of_calls, CALL=name, LD_PRELOAD=preload)) > 0

@@ -1,0 +1,372 @@
+"""Which way a transfer takes: what is asked for, and what the figures say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from rigs import in_time
+from sim import needs_kernels, rest, threads
+from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cuda
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap._native import loader
+from torch_kvswap.copy_method import CHOICES, path_options
+from torch_kvswap.handler import Result
+from torch_kvswap.metrics import PATHS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSWAP_PATH", raising=False)
+    assert path_options(None, 7, GPU).path == -1
+    assert path_options("auto", 7, GPU).staging_bytes == 7
+
+
+def test_a_path_is_forced_by_its_name_or_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for path in CHOICES[1:]:
+        assert path_options(path, 0, GPU).path == PATHS.index(path)
+    monkeypatch.setenv("KVSWAP_PATH", "strided")
+    assert path_options(None, 0, GPU).path == PATHS.index("strided")
+    assert path_options("auto", 0, GPU).path == -1
+
+
+def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_expected_inline(
+        refusal(path_options, "fast", 0, CPU),
+        """ValueError: path='fast'; expected one of auto, batch, strided, staged, kernel""",
+    )
+    assert_expected_inline(
+        refusal(path_options, "auto", -1, CPU),
+        """ValueError: staging_bytes is -1; it must be 0 to 9223372036854775807""",
+    )
+    monkeypatch.setenv("KVSWAP_PATH", "host")
+    assert_expected_inline(
+        refusal(path_options, None, 0, CPU),
+        """ValueError: KVSWAP_PATH='host'; expected one of auto, batch, strided, staged, kernel""",
+    )
+
+
+def test_a_path_without_figures_is_unknown_to_the_native_side() -> None:
+    options = path_options("auto", 0, GPU)
+    for of_direction in options.costs:
+        assert of_direction[PATHS.index("strided")].start_seconds > 0
+        assert of_direction[PATHS.index("host")].start_seconds < 0
+
+
+def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
+    assert path_options("auto", 0, CPU).costs[0][0].start_seconds < 0
+    layout = PagedLayout([torch.zeros(4, 8)])
+    with OffloadHandler(layout, HostPool(layout, 2), path="staged") as handler:
+        job = handler.store([1], [1], background=True)
+        assert job.result is not None
+        assert job.result.path == "host"
+
+
+# The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
+# On the stub's clock each call that copies takes one.
+
+
+@contextmanager
+def figures(folder: Path, **of_paths: tuple[float, float, float]) -> Iterator[None]:
+    costs = {
+        path: {
+            "start_us": 1000 * start,
+            "block_us": 1000 * block,
+            "fragment_us": {"512": 1000 * fragment},
+        }
+        for path, (start, block, fragment) in of_paths.items()
+    }
+    file = folder / "costs.json"
+    file.write_text(json.dumps({"store": costs, "load": costs}))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_PATH_COSTS", str(file))
+        yield
+
+
+def paths_taken(
+    driver: Driver, layers: int, fragment: int = 512, counts: tuple[int, ...] = (1, 4, 16)
+) -> str:
+    """Of stores, loads, expedited loads and loads in the background, by blocks."""
+    whole = torch.zeros(layers, 20, fragment, dtype=torch.uint8)
+    layout = on_device(driver, whole)
+    lines = []
+    with OffloadHandler(layout, HostPool(layout, 20)) as handler:
+        for count in counts:
+            ids = list(range(count))
+            jobs = [
+                handler.store(ids, ids),
+                handler.load(ids, ids),
+                handler.load(ids, ids, expedited=True),
+                handler.load(ids, ids, background=True),
+            ]
+            handler.wait(jobs)
+            lines.append(f"{count}: " + " ".join(job.result.path for job in jobs if job.result))
+    return "\n".join(lines)
+
+
+@stubbed
+def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
+        assert_expected_inline(
+            paths_taken(driver, layers=4),
+            """\
+1: strided strided strided strided
+4: strided strided strided strided
+16: batch batch batch batch""",
+        )
+
+
+@stubbed
+def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """Pinned memory is the control."""
+    layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
+    taken = []
+    with figures(tmp_path, strided=(1, 0, 0), batch=(10, 0, 0)):
+        for pinned in (True, False):
+            for path in ("auto", "strided"):
+                pool = HostPool(layout, 4, pinned=pinned)
+                with OffloadHandler(layout, pool, path=path) as handler:
+                    job = handler.store([1], [1])
+                    handler.wait(job)
+                    assert job.result is not None
+                    taken.append(job.result.path)
+    assert taken == ["strided", "strided", "batch", "batch"]
+
+
+@stubbed
+def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_path: Path) -> None:
+    whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
+    driver.adopt(whole.view(-1), DEVICE)
+    taken = []
+    with figures(tmp_path, strided=(0, 1, 0), batch=(2.5, 0, 0)):
+        for layers in ([0, 1, 2, 3], [0, 1, 3, 6, 10]):  # one distance; three pairs
+            layout = PagedLayout([whole[layer] for layer in layers])
+            layout.device = GPU
+            with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+                job = handler.store([1], [1])
+                handler.wait(job)
+                assert job.result is not None
+                taken.append(job.result.path)
+    assert taken == ["strided", "batch"]
+
+
+@needs_kernels
+@stubbed
+def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path) -> None:
+    fast = {"kernel": (1.0, 0.0, 2.0), "staged": (12.0, 0.0, 0.1)}
+    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), **fast):
+        assert_expected_inline(
+            paths_taken(driver, layers=4),
+            """\
+1: kernel kernel kernel strided
+4: staged staged kernel strided
+16: staged staged kernel strided""",
+        )
+
+
+@needs_kernels
+@stubbed
+def test_a_large_load_is_not_left_to_a_kernel(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
+        taken = paths_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
+    assert_expected_inline(
+        taken,
+        """\
+16: kernel kernel kernel strided
+17: strided strided strided strided""",
+    )
+
+
+@needs_kernels
+@stubbed
+def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5)):
+        paths_taken(driver, layers=4)
+    assert driver.calls("cuMemAlloc") == 0
+    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
+        paths_taken(driver, layers=4)
+    assert driver.calls("cuMemAlloc") == 2  # the table of planes and the buffer
+
+
+def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float = 200) -> Result:
+    """Of one whose copies on `stream` start so late."""
+    driver.set_mode("manual")
+    job = handler.store([1], [1], after=())
+    assert driver.step(stream)  # its start is recorded
+    driver.advance_clock(ms)
+    driver.set_mode("immediate")
+    handler.wait(job)
+    assert job.result is not None
+    assert job.result.copy_seconds > ms / 1000
+    return job.result
+
+
+@pytest.mark.parametrize("ms", [5, pytest.param(200, marks=pytest.mark.slow)])
+@needs_kernels
+@stubbed
+def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
+    driver: Driver, tmp_path: Path, ms: float
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4)) as handler,
+    ):
+        is_soon = False
+        while not is_soon:  # a busy machine may stop this thread for as long as that
+            began = time.monotonic()
+            first, second = (slow_store(driver, handler, copies, ms) for _ in range(2))
+            took = time.monotonic() - began
+            # A hundred times as long as the copy took, two seconds at most, from its end on.
+            avoided = [min(100 * copy.copy_seconds, 2) for copy in (first, second)]
+            time.sleep(max(avoided))
+            assert first.path == "staged"
+            is_soon = took < avoided[0]
+        assert second.path == "strided"
+        assert slow_store(driver, handler, copies, ms).path == "staged"
+
+
+@needs_kernels
+@stubbed
+def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4), path="staged") as handler,
+    ):
+        taken = [slow_store(driver, handler, copies).path for _ in range(2)]
+    assert taken == ["staged"] * 2
+
+
+@needs_kernels
+@stubbed
+def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1
+    with (
+        figures(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4)) as handler,
+    ):
+        taken = [slow_store(driver, handler, copies).path for _ in range(2)]
+    assert taken == ["staged", "staged"]
+
+
+@needs_kernels
+@stubbed
+def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_kernels(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 400, 512, dtype=torch.uint8))
+    ids = list(range(400))
+    before = threads()
+    with (
+        figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 400)) as handler,
+    ):
+        handler.wait(handler.store(ids, ids, after=()))
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
+            job = handler.store(ids, ids, after=())
+            driver.advance_clock(200)
+            time.sleep(0.25)  # as late as the device, or later
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.copy_seconds > 0.2
+        handler.wait(job := handler.store([1], [1], after=()))
+        assert job.result is not None
+        assert job.result.path == "staged"
+
+
+@stubbed
+def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_it(
+    driver: Driver, tmp_path: Path
+) -> None:
+    driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of planes
+    with (
+        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        pytest.warns(RuntimeWarning, match="kernels would make some") as warned,
+    ):
+        taken = paths_taken(driver, layers=4, counts=(1,))
+    assert taken == "1: strided strided strided strided"
+    (warning,) = warned
+    if loader.library().kvswap_kernel_version():
+        assert_expected_inline(
+            str(warning.message),
+            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/paths.md)""",
+        )
+    else:
+        assert "built without nvcc" in str(warning.message)
+
+
+def make_what_kernels_need(driver: Driver) -> None:
+    """Nothing of it has been made in this process. Each call that it takes fails once."""
+    from simulated_driver import cache
+
+    from torch_kvswap import OffloadHandler
+
+    gpu, host = cache(driver)
+    compute_capability_major = 75
+    driver.set_attribute(compute_capability_major, 9)
+    for name, nth in (
+        ("cuDeviceGetAttribute", 1),
+        ("cuModuleLoadData", 1),
+        ("cuModuleGetFunction", 1),
+        ("cuFuncSetAttribute", 1),
+        ("cuLaunchKernel", 1),
+        ("cuStreamSynchronize", 1),
+        ("cuMemcpyAsync", 1),
+        ("cuStreamSynchronize", 1),
+    ):
+        driver.fail(name, nth, 2)
+        try:
+            OffloadHandler(gpu, host, path="staged")
+        except ValueError as error:
+            print(f"{name}: {error}")
+        assert driver.live("allocations") == 0
+    OffloadHandler(gpu, host, path="staged").close()
+
+
+@needs_kernels
+@without_cuda
+def test_what_fails_where_kernels_are_loaded_is_told() -> None:
+    assert_expected_inline(
+        run(make_what_kernels_need),
+        """\
+cuDeviceGetAttribute: path='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleLoadData: path='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleGetFunction: path='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_STUB (2): made up by the stub
+cuFuncSetAttribute: path='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuLaunchKernel: path='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: path='staged' cannot be had: loading the kernels: CUDA_ERROR_STUB (2): made up by the stub
+cuMemcpyAsync: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
+""",
+    )
+
+
+@stubbed
+def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) -> None:
+    with figures(tmp_path):
+        taken = paths_taken(driver, layers=4, counts=(1,))
+    assert_expected_inline(taken, """1: strided strided strided strided""")

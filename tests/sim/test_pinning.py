@@ -1,0 +1,363 @@
+"""Pages are pinned in chunks, no copy runs from one chunk into the next, and refusals are borne."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from patience import PATIENCE
+from refusal import refusal
+from rigs import Steps, in_time
+from simulated_driver import DEVICE, Driver, place, stubbed
+from simulated_driver.cuda import CudaError
+
+from torch_kvswap._native import loader
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.ops import swap_blocks, swap_blocks_batch
+
+needs_kernels = pytest.mark.skipif(
+    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
+)
+MIB = 1 << 20
+BLOCK = 4096
+
+
+def gpu_cache(driver: Driver, blocks: int = 16, layers: int = 2) -> PagedLayout:
+    """Blocks of BLOCK bytes together, with random bytes."""
+    rows = [torch.randint(256, (blocks, BLOCK // layers), dtype=torch.uint8) for _ in range(layers)]
+    return place(driver, PagedLayout(rows))
+
+
+def registered(driver: Driver) -> list[int]:
+    """The bytes of each registration since the log was read last."""
+    lines = driver.log().splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("register ")]
+
+
+@stubbed
+def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
+    progress: list[tuple[int, int]] = []
+    pool = HostPool(
+        gpu_cache(driver),
+        11,
+        chunk_bytes=5 * BLOCK,  # 4 pages: a power of two
+        on_progress=lambda *pages: progress.append(pages),
+    )
+    assert registered(driver) == [4 * BLOCK, 4 * BLOCK, 3 * BLOCK]
+    assert progress == [(4, 11), (8, 11), (11, 11)]
+    assert pool.is_pinned
+    pool.close()
+    assert driver.calls("cuMemHostUnregister") == 3
+    assert not pool.is_pinned
+
+
+@stubbed
+def test_the_stub_refuses_a_copy_across_two_registrations(driver: Driver) -> None:
+    memory = torch.zeros(2 * BLOCK, dtype=torch.uint8)
+    other = driver.memory(2 * BLOCK, kind=2)
+    for half in (0, BLOCK):
+        driver.cuda.check("cuMemHostRegister", memory.data_ptr() + half, BLOCK, 1)
+    stream = driver.cuda.create_stream()
+    with pytest.raises(CudaError):
+        driver.cuda.copy(other, memory, stream)
+    with pytest.raises(CudaError):
+        driver.cuda.copy_batch([(memory, other)], stream)
+    driver.cuda.copy(other[:BLOCK], memory[BLOCK:], stream)
+    driver.cuda.destroy_stream(stream)
+
+
+@stubbed
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("auto", "batch", "strided"),
+        pytest.param("staged", marks=needs_kernels),
+        pytest.param("kernel", marks=needs_kernels),
+    ],
+)
+def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, path: str) -> None:
+    layout = gpu_cache(driver, layers=1)  # neighbours on both sides
+    with HostPool(layout, 8, blocks_per_page=2, chunk_bytes=4 * BLOCK) as pool:
+        assert registered(driver) == [4 * BLOCK] * 4
+        handler = OffloadHandler(layout, pool, path=path)
+        kept = [tensor.clone() for tensor in layout.tensors]
+        handler.wait(handler.store(list(range(16)), list(range(8))))
+        for tensor in layout.tensors:
+            tensor.zero_()
+        handler.wait(handler.load(list(range(8)), list(range(16))))
+        assert all(map(torch.equal, layout.tensors, kept))
+
+
+@stubbed
+def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
+    layout = gpu_cache(driver, layers=1)
+    with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
+        handler = OffloadHandler(layout, pool, path="batch")
+        driver.log()
+        handler.wait(handler.store(list(range(16)), list(range(16))))
+        assert "batch of 4 on stream" in driver.log()
+        handler.wait(handler.store([0, 1, 2, 3], [2, 3, 4, 5]))
+        assert "batch of 2 on stream" in driver.log()
+
+
+@stubbed
+def test_an_op_on_pages_keeps_to_the_chunks_too(driver: Driver) -> None:
+    layout = gpu_cache(driver, layers=1)
+    with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
+        pages, cache = pool.pages.view(16, BLOCK), driver.memory(16 * BLOCK, DEVICE)
+        sources = torch.tensor([pages[page].data_ptr() for page in range(16)])
+        sizes = torch.full((16,), BLOCK)
+        pages.random_()
+        swap_blocks_batch(sources, cache.data_ptr() + torch.arange(16) * BLOCK, sizes)
+        assert torch.equal(cache.view(16, BLOCK), pages)
+
+
+# What the driver refuses
+
+
+def megabytes(driver: Driver, num_pages: int = 64, **options: Any) -> HostPool:
+    """Pages of 1 MiB, in chunks of 32 MiB."""
+    rows = torch.zeros(2, MIB, dtype=torch.uint8)
+    return HostPool(place(driver, PagedLayout([rows])), num_pages, chunk_bytes=32 * MIB, **options)
+
+
+@stubbed
+def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> None:
+    driver.limit_registration(in_one=16 * MIB)
+    pool = megabytes(driver, pinned=True)
+    assert registered(driver) == [16 * MIB] * 4
+    assert pool.usable.chunk_blocks == 16
+    assert pool.is_pinned
+    pool.close()
+
+
+@stubbed
+def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> None:
+    driver.limit_registration(in_all=40 * MIB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "memlock_limit", lambda: None)
+        text = refusal(megabytes, driver, pinned=True)
+    assert_expected_inline(
+        text,
+        """\
+RuntimeError: the driver did not pin 67108864 bytes of host memory for cuda:0:
+cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or
+pass pinned=False for pageable memory""",
+    )
+    gc.collect()
+    assert driver.calls("cuMemHostUnregister") == 1
+    with pytest.warns(RuntimeWarning, match="The pages are pageable now") as warned:
+        pool = megabytes(driver)
+    assert len(warned) == 1
+    assert driver.calls("cuMemHostUnregister") == 2
+    assert not pool.is_pinned
+    assert pool.ready_pages == 64
+
+
+@stubbed
+def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
+    def fail(*pages: int) -> None:
+        raise ValueError("from the callback")
+
+    with pytest.raises(ValueError, match="from the callback"):
+        megabytes(driver, on_progress=fail)
+    assert driver.calls("cuMemHostUnregister") == 1
+
+
+@stubbed
+def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
+    layout = gpu_cache(driver)
+    assert_expected_inline(
+        refusal(HostPool, layout, 1, chunk_bytes=(64 << 30) + 1),
+        """ValueError: chunk_bytes is 68719476737; it must be 1 to 68719476736""",
+    )
+
+
+# In the background
+
+
+@stubbed
+def test_pages_are_ready_from_the_front(driver: Driver) -> None:
+    steps = Steps()
+    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    assert steps.seen[0] == (32, 128)
+    assert pool.wait_ready(PATIENCE, pages=64)
+    assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
+    assert not pool.wait_ready(timeout=0.01)
+    assert not pool.wait_ready(timeout=0.01, pages=65)
+    steps.go_on(3)
+    assert pool.wait_ready()
+    assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (128, True, True)
+    assert steps.seen == [(32, 128), (64, 128), (96, 128), (128, 128)]
+    pool.close()
+    assert driver.calls("cuMemHostUnregister") == 4
+
+
+@stubbed
+def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
+    steps = Steps()
+    rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
+    layout = place(driver, PagedLayout([rows]))
+    pool = HostPool(layout, 96, chunk_bytes=32 * MIB, background=True, on_progress=steps)
+    assert pool.wait_ready(PATIENCE, pages=64)
+    with OffloadHandler(layout, pool) as handler:
+        handler.wait(handler.store([0, 1], [31, 32]))  # on both sides of a seam
+        assert_expected_inline(
+            refusal(handler.store, [0, 1], [5, 64]),
+            """\
+IndexError: page_ids[1] is 64; of the 96 host pages those from 0 to 63 can be used: the
+others are not pinned yet, or another rank has them""",
+        )
+        assert_expected_inline(
+            refusal(handler.load, [95], [0]),
+            """\
+IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be used: the
+others are not pinned yet, or another rank has them""",
+        )
+        steps.go_on(2)
+        assert pool.wait_ready(PATIENCE)
+        handler.wait(handler.store([1], [95]))
+        assert [int(pool.pages[page].unique()) for page in (31, 32, 95)] == [0, 1, 1]
+    pool.close()
+
+
+@stubbed
+def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
+    steps = Steps()
+    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    assert pool.wait_ready(PATIENCE, pages=64)
+    said: list[str] = []
+    waiter = threading.Thread(target=lambda: said.append(refusal(pool.wait_ready)))
+    waiter.start()
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    steps.go_on(3)
+    for thread in (waiter, closer):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert_expected_inline(
+        said[0],
+        """RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed""",
+    )
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 2
+
+
+@stubbed
+def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
+    pool = megabytes(driver, 128, background=True)
+    del pool
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("torch_kvswap")]
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@stubbed
+def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
+    steps = Steps()
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
+        patch.setattr(system, "memlock_limit", lambda: None)
+        pool = megabytes(driver, 128, background=True, on_progress=steps)
+        assert pool.wait_ready(PATIENCE, pages=64)
+        driver.limit_registration(in_all=64 * MIB)
+        steps.go_on(3)
+        text = refusal(pool.wait_ready, PATIENCE)
+        assert in_time(lambda: len(warned) == 1)
+    assert_expected_inline(
+        text,
+        """\
+RuntimeError: 64 of 128 host pages are pinned, and no more will be: cuMemHostRegister:
+CUDA_ERROR_STUB (2): made up by the stub""",
+    )
+    assert_expected_inline(
+        str(warned[0].message),
+        """64 of 128 host pages are pinned, and the others cannot be used: cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages""",
+    )
+    assert pool.ready_pages == 64
+    assert pool.wait_ready(0, pages=64)
+    pool.close()
+    assert driver.calls("cuMemHostUnregister") == 2
+
+
+@stubbed
+def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
+    driver.limit_registration(in_all=0)
+    with pytest.warns(RuntimeWarning, match="The pages are pageable now"):
+        pool = megabytes(driver, background=True)
+    assert pool.is_ready
+    with pytest.raises(RuntimeError, match="did not pin"):
+        megabytes(driver, background=True, pinned=True)
+
+
+@stubbed
+def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> None:
+    steps = Steps()
+    rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([rows]))
+    pool = HostPool(layout, 64, chunk_bytes=32 * MIB, background=True, on_progress=steps)
+    handler = OffloadHandler(layout, pool, path="batch")
+    driver.limit_registration(in_one=16 * MIB)
+    steps.go_on(3)
+    assert pool.wait_ready(PATIENCE)
+    ids = list(range(64))
+    handler.wait(handler.store(ids, ids))
+    assert torch.equal(pool.pages[:, 0], rows)
+    pool.close()
+
+
+@stubbed
+def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
+    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, background=True)
+    assert (pool.ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
+
+
+@stubbed
+def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
+    steps = Steps()
+    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    child = os.fork()
+    if child == 0:
+        said = refusal(pool.wait_ready)
+        del pool
+        gc.collect()
+        os._exit(driver.calls("cuMemHostUnregister") or "cannot be used" not in said)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps.go_on(3)
+    assert pool.wait_ready(PATIENCE)
+    assert pool.is_pinned
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_copies_across_seams_are_right_on_a_gpu() -> None:
+    rows = [torch.randint(256, (64, MIB // 2), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    layout = PagedLayout(rows)
+    kept = [tensor.clone() for tensor in rows]
+    ids = list(range(64))
+    for path in ("batch", "strided", "auto"):
+        pool = HostPool(layout, 64, chunk_bytes=4 * MIB, background=True)
+        assert pool.wait_ready(60)
+        assert pool.is_pinned
+        with pool, OffloadHandler(layout, pool, path=path) as handler:
+            handler.wait(handler.store(ids, ids))
+            for tensor in rows:
+                tensor.zero_()
+            handler.wait(handler.load(ids, ids))
+            assert all(map(torch.equal, rows, kept))
+
+
+@pytest.mark.gpu
+def test_swap_blocks_on_pages_keeps_to_the_chunks_on_a_gpu() -> None:
+    cache = torch.zeros(64, MIB, dtype=torch.uint8, device="cuda")
+    with HostPool(PagedLayout([cache]), 64, chunk_bytes=4 * MIB) as pool:
+        pages = pool.pages.view(64, MIB).random_()
+        swap_blocks(pages, cache, MIB, torch.arange(64).repeat(2, 1).T.contiguous())
+        assert torch.equal(cache.cpu(), pages)

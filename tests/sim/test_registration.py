@@ -1,0 +1,60 @@
+"""Registered pieces of a memory: the driver is asked, a fork has none."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from simulated_driver import HOST, Driver, stubbed
+
+from torch_kvswap.host_pool.registration import Registration, is_pinned
+
+GPU = torch.device("cuda", 0)
+
+
+@stubbed
+def test_each_piece_is_registered_by_itself_and_the_driver_is_asked(driver: Driver) -> None:
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    registration = Registration(memory, GPU)
+    assert not registration.is_known()  # nothing is
+    assert registration.add(0, 4096) is None
+    assert is_pinned(memory.data_ptr())
+    assert not is_pinned(memory.data_ptr() + 4096)
+    assert registration.add(4096, 8192) is None
+    assert registration.is_known()
+    driver.cuda.check("cuMemHostUnregister", memory.data_ptr())  # behind its back
+    assert not registration.is_known()
+    driver.cuda.check("cuMemHostRegister", memory.data_ptr(), 4096, 1)
+    registration.remove()
+    assert not is_pinned(memory.data_ptr())
+    assert driver.calls("cuMemHostUnregister") == 3
+
+
+@stubbed
+def test_a_refusal_is_a_text_and_no_piece(driver: Driver) -> None:
+    registration = Registration(torch.zeros(4096, dtype=torch.uint8), GPU)
+    driver.fail("cuMemHostRegister", code=2)
+    assert "cuMemHostRegister: " in (registration.add(0, 4096) or "")
+    registration.remove()
+    assert driver.calls("cuMemHostUnregister") == 0
+
+
+@stubbed
+def test_a_fork_unregisters_nothing(driver: Driver) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    registration = Registration(memory, GPU)
+    assert registration.add(0, 4096) is None
+    child = os.fork()
+    if child == 0:
+        registration.remove()
+        os._exit(driver.calls("cuMemHostUnregister"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert driver.cuda.memory_type(memory) == HOST
+    registration.remove()
+
+
+@stubbed
+def test_while_cuda_is_not_in_use_nothing_is_pinned(driver: Driver) -> None:
+    memory = driver.memory(4096, HOST)
+    driver.set_initialized(False)
+    assert not is_pinned(memory.data_ptr())

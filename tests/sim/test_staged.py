@@ -1,0 +1,457 @@
+"""Staged copies: packed by a kernel, moved as whole pages, piece after piece round a buffer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from sim import CURRENT, needs_kernels, run_until
+from simulated_driver import Driver, on_device, stubbed
+from torch import Tensor
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError
+
+MIB = 1 << 20
+
+
+def steps(driver: Driver) -> str:
+    """What was submitted, with names for the streams."""
+    log = re.sub(r"(push|pop) context.*\n", "", driver.log())
+    log = re.sub(r"stream 10[13]", "copies", log)
+    return re.sub(r"stream \d+", "kernels", log)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8)
+
+
+def expect(
+    handler: OffloadHandler, before: list[Tensor], blocks: list[int], pages: list[int]
+) -> None:
+    """Stores blocks, loads them into those that follow, and compares all memory."""
+    layout, pool = handler.layouts[0], handler.pools[0]
+    count, per_page = layout.num_blocks, pool.blocks_per_page
+    pool.pages.fill_(0xA5)
+    handler.wait(handler.store(blocks, pages))
+    slots = pool.pages.view(-1, layout.block_bytes)
+    wanted = torch.full_like(slots, 0xA5)
+    numbers_of_slots = [page * per_page + i for page in pages for i in range(per_page)]
+    for block, slot in zip(blocks, numbers_of_slots, strict=True):
+        wanted[slot] = torch.cat([tensor[block].flatten() for tensor in before])
+    assert torch.equal(slots, wanted)
+    targets = [(block + 1) % count for block in blocks]
+    handler.wait(handler.load(pages, targets))
+    for tensor, old in zip(layout.tensors, before, strict=True):
+        new = old.clone()
+        new[targets] = old[blocks]
+        assert torch.equal(tensor, new)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fragment"),
+    [(3, 4096), (7, 48), (5, 18432), (3, 7), (3, 10), (2, 36), (1, 3 * MIB), (2, 700 * 1024 + 8)],
+)
+@pytest.mark.parametrize("staging", [MIB, 2 * MIB + 77, 32 * MIB])
+@needs_kernels
+@stubbed
+def test_every_byte_arrives_and_no_other_changes(
+    driver: Driver, layers: int, fragment: int, staging: int
+) -> None:
+    whole = numbers(layers, 12, fragment)
+    before = list(whole.clone())
+    layout = on_device(driver, whole)
+    with OffloadHandler(
+        layout, HostPool(layout, num_pages=9), path="staged", staging_bytes=staging
+    ) as handler:
+        expect(handler, before, [3, 11, 0, 7, 8], [4, 0, 8, 2, 3])
+        assert handler.metrics().stores.path_jobs["staged"] == 1
+        assert handler.metrics().loads.path_jobs["staged"] == 1
+
+
+@needs_kernels
+@stubbed
+def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> None:
+    whole = numbers(40, 12, 4096)
+    tensors = [whole[0], whole[3][:, :512], whole[7].view(12, 2, 2048)[:, 0], whole[4], whole[39]]
+    before = [tensor.clone() for tensor in tensors]
+    layout = on_device(driver, whole, tensors)
+    pool = HostPool(layout, num_pages=4, blocks_per_page=2)
+    with OffloadHandler(layout, pool, path="staged") as handler:
+        expect(handler, before, [3, 11, 0, 7], [3, 1])
+
+
+@pytest.mark.parametrize("mode", ["manual", "threaded"])
+@needs_kernels
+@stubbed
+def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode: str) -> None:
+    whole = numbers(4, 16, 32768)
+    before = whole.clone()
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=16)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=MIB) as handler:
+        driver.set_mode(mode)
+        expected = [before[:, block].flatten() for block in range(16)]
+        for turn in range(30):
+            blocks = [(turn + 5 * i) % 16 for i in range(7)]
+            handler.store(blocks, blocks, after=())
+            handler.load(blocks, blocks, after=())
+        if mode == "manual":
+            run_until(driver, lambda: handler.metrics().loads.done == 30)
+        handler.drain()
+        assert torch.equal(whole, before)
+        assert torch.equal(pool.pages[:, 0], torch.stack(expected))
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(driver: Driver) -> None:
+    whole = numbers(2, 12, MIB // 4)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+        driver.log()
+        handler.wait(handler.store([7, 2, 5, 11, 0], [0, 4, 5, 6, 9], after=()))
+        assert_expected_inline(
+            steps(driver),
+            """\
+record event 1 on copies
+strided copy of 2 x 262144 bytes on copies
+wait for event 1 on kernels
+pack 2 blocks on kernels
+record event 3 on kernels
+wait for event 3 on copies
+copy 1048576 bytes on copies
+record event 4 on copies
+pack 2 blocks on kernels
+record event 5 on kernels
+wait for event 5 on copies
+batch of 2 on copies, source order 1 from 0
+record event 6 on copies
+record event 2 on copies
+""",
+        )
+        handler.wait(handler.load([0, 4, 5, 6, 9], [7, 2, 5, 11, 0], after=()))
+        assert_expected_inline(
+            steps(driver),
+            """\
+record event 7 on copies
+batch of 2 on copies, source order 1 from 0
+record event 9 on copies
+wait for event 9 on kernels
+unpack 2 blocks on kernels
+record event 10 on kernels
+copy 1048576 bytes on copies
+record event 11 on copies
+wait for event 11 on kernels
+unpack 2 blocks on kernels
+record event 12 on kernels
+strided copy of 2 x 262144 bytes on copies
+wait for event 12 on copies
+record event 8 on copies
+""",
+        )
+
+
+@needs_kernels
+@stubbed
+def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None:
+    whole = numbers(4, 16, 1024)
+    layout = on_device(driver, whole)
+    driver.set_stream(0, CURRENT)
+    with OffloadHandler(layout, HostPool(layout, num_pages=16), path="staged") as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(CURRENT)
+        for block in range(200):
+            handler.store([block % 16], [block % 16])
+        driver.release(hold)
+        run_until(driver, lambda: handler.metrics().stores.done == 200)
+        assert handler.metrics().stores.transfers < 100
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
+    whole = numbers(8, 6, 4096)
+    before = whole.clone()
+    layout = on_device(driver, whole)
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+        handler.wait(handler.store([1, 2], [1, 2]))
+        driver.set_mode("manual")
+        handler.load([1], [5], after=())
+        last = handler.load([2], [5], after=(), background=True)
+        run_until(driver, last.done)
+        assert last.result is not None
+        assert last.result.path == "strided"
+        assert torch.equal(whole[:, 5], before[:, 2])
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None:
+    whole = numbers(6, 6, 2048)
+    before = whole.clone()
+    layout = on_device(driver, whole)
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+        handler.wait(handler.store([1, 2], [4, 3]))
+        whole.zero_()
+        job = handler.load([4, 3], [0, 5], layer_groups=3)
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.path == "staged"
+        assert torch.equal(whole[:, 0], before[:, 1])
+        assert torch.equal(whole[:, 5], before[:, 2])
+        assert not whole[:, 1:5].any()
+
+
+@needs_kernels
+@stubbed
+def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
+    driver: Driver,
+) -> None:
+    whole = [numbers(4, 6, 2048), numbers(4, 6, 2048)]
+    before = whole[0].clone()
+    layouts = [on_device(driver, of_group) for of_group in whole]
+    pools = [HostPool(layout, num_pages=6) for layout in layouts]
+    copies = driver.cuda.create_stream() + 3  # of loads: each channel makes two
+    with OffloadHandler(layouts, pools, path="staged") as handler:
+        handler.wait(handler.store([[1], []], [[1], []]))
+        driver.set_mode("manual")
+        job = handler.load([[1], []], [[5], []], layer_groups=2, after=())
+        while driver.step(copies):  # without the kernels
+            pass
+        assert not job.done()
+        run_until(driver, job.done)
+        assert torch.equal(whole[0][:, 5], before[:, 1])
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
+    whole = numbers(8, 6, 2048)
+    layout = on_device(driver, whole)
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+        jobs = [
+            handler.store([1], [1]),
+            handler.store([2], [2], background=True),
+            handler.load([1], [3]),
+            handler.load([1], [4], background=True),
+            handler.load([1], [5], expedited=True),
+        ]
+        handler.wait(jobs)
+        paths = [job.result.path for job in jobs if job.result]
+        assert paths == ["staged", "strided", "staged", "strided", "strided"]
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize(
+    "call", ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"]
+)
+@pytest.mark.parametrize("nth", [1, 2, 3, 5, 8])
+@needs_kernels
+@stubbed
+def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
+    driver: Driver, kind: str, call: str, nth: int
+) -> None:
+    whole = numbers(2, 12, MIB // 4)
+    before = list(whole.clone())
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+        ids = [7, 2, 5, 11, 0]
+        events = driver.live("events")
+        calls = driver.calls(call)
+        driver.fail(call, nth)
+        job = handler.store(ids, ids) if kind == "store" else handler.load(ids, ids)
+        while not job.done():
+            pass
+        failed = job.result is not None and not job.result.ok
+        assert failed == (driver.calls(call) - calls >= nth)
+        while driver.calls(call) - calls < nth:  # the fault is still to come
+            handler.drain()
+            handler.store([0], [0])
+        handler.drain()
+        handler.finished()
+        whole.copy_(torch.stack(before))
+        expect(handler, before, ids, [0, 1, 2, 3, 4])
+        assert driver.live("events") <= events + 80
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@stubbed
+def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind: str) -> None:
+    whole = numbers(2, 12, MIB // 4)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+        driver.set_mode("manual")
+        driver.fail("cuLaunchKernel", 3)
+        ids = [7, 2, 5, 11, 0, 1, 3]
+        job = handler.store(ids, ids) if kind == "store" else handler.load(ids, ids)
+        assert job.done()
+        assert job.result is not None
+        assert not job.result.ok
+        assert driver.pending() == ""
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
+    whole = numbers(2, 24, MIB // 4)
+    layout = on_device(driver, whole)
+    ids = list(range(24))
+    pool = HostPool(layout, num_pages=24)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=8 * MIB) as handler:
+        sizes = {}
+        for kind in ("store", "load"):
+            driver.log()
+            handler.wait(handler.store(ids, ids) if kind == "store" else handler.load(ids, ids))
+            sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
+    # One more is copied where it lies, at the end on which the link would have nothing to do.
+    assert sizes == {"store": [3, 4, 4, 4, 4, 4], "load": [4, 4, 4, 4, 4, 3]}
+
+
+@needs_kernels
+@stubbed
+def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
+    driver: Driver,
+) -> None:
+    block = 32 << 10
+    tensors = 5
+    whole = numbers(13, 64, block // 4 // tensors * 4)
+    size = whole.shape[2] * tensors
+    # No edge is copied where the blocks lie in so many runs.
+    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
+    pool = HostPool(layout, num_pages=64)
+    pool.pages.random_(256)
+    # A buffer of 20 blocks and some bytes for loads.
+    staging = 2 * (20 * size + size // 2)
+    with OffloadHandler(layout, pool, path="staged", staging_bytes=staging) as handler:
+        driver.set_mode("manual")
+        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
+        driver.log()
+        # In the buffer: 0 to 8, 8 to 16, 16 to 20, 0 to 8, 8 to 14, and 0 to 7 again, while the
+        # oldest that is not known to be over is that from 16 to 20.
+        first = 0
+        for count in (8, 8, 4, 8, 6, 7):
+            ids = list(range(first, first + count))
+            handler.load(ids, ids, after=())
+            first += count
+        assert steps(driver).count("unpack") == 6  # each is one piece
+        while driver.run(base + 103):  # the copies are as early as they may be
+            pass
+        driver.run()
+        handler.drain()
+        slots = pool.pages[:, 0].view(64, tensors, -1)
+        for number, tensor in enumerate(layout.tensors):
+            assert torch.equal(tensor[:first], slots[:first, number])
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
+    whole = numbers(8, 16, 1024)
+    layout = on_device(driver, whole)
+    driver.set_stream(0, CURRENT)
+    with OffloadHandler(layout, HostPool(layout, num_pages=16), path="staged") as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(CURRENT)
+        jobs = [handler.store([i % 16], [i % 16], background=i % 100 >= 50) for i in range(200)]
+        driver.release(hold)
+        run_until(driver, lambda: handler.metrics().stores.done == 200)
+        paths = [job.result.path for job in jobs if job.result]
+        assert paths == (["staged"] * 50 + ["strided"] * 50) * 2
+        assert handler.metrics().stores.transfers < 150
+        driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
+    layout = on_device(driver, numbers(2, 6, 4096))
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged")
+    handler.wait(handler.store([1], [1]))
+    streams = driver.live("streams")
+    driver.log()
+    handler.close()
+    log = driver.log()
+    assert f"free {32 * MIB} bytes" in log
+    assert "free 64 bytes" in log  # the table of planes
+    assert (driver.live("streams"), driver.live("events")) == (streams - 8, 0)
+
+
+@needs_kernels
+@stubbed
+def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
+    layout = on_device(driver, numbers(2, 6, 4096))
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+        driver.set_mode("manual")
+        job = handler.load([1], [1])
+        driver.fail("cuEventQuery", code=700)
+        with pytest.raises(TransferError, match="the device is lost"):
+            handler.wait(job)
+        driver.log()
+    assert "free" not in driver.log()
+    driver.set_mode("immediate")
+
+
+@needs_kernels
+@stubbed
+def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> None:
+    layout = on_device(driver, numbers(8, 6, 4096))
+    driver.fail("cuMemAlloc", 1, 2)
+    with pytest.raises(ValueError, match="CUDA_ERROR_STUB") as refusal:
+        OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged")
+    assert_expected_inline(
+        str(refusal.value),
+        """path='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
+    )
+    with OffloadHandler(layout, HostPool(layout, num_pages=6)) as handler:
+        job = handler.store([1], [1])
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.path == "strided"
+
+
+@needs_kernels
+@stubbed
+def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
+    layout = on_device(driver, numbers(8, 6, 4096))
+    with pytest.raises(ValueError, match="path='staged'") as refusal:
+        OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), path="staged")
+    assert_expected_inline(
+        str(refusal.value), """path='staged' cannot be had: the host pages are not pinned"""
+    )
+    with pytest.raises(ValueError, match="path='staged'") as refusal:
+        OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged", staging_bytes=100)
+    assert_expected_inline(
+        str(refusal.value),
+        """path='staged' cannot be had: staging_bytes=100 is too little; give it 1048576 or more""",
+    )
+
+
+@pytest.mark.parametrize("staging", [MIB, 32 * MIB])
+@pytest.mark.parametrize("fragment", [7, 48, 656, 8192, 18432, 3 * MIB])
+@pytest.mark.gpu
+def test_every_byte_arrives_on_a_gpu(fragment: int, staging: int) -> None:
+    layers = 5 if fragment > MIB else 61
+    whole = torch.randint(256, (layers, 12, fragment), dtype=torch.uint8, device="cuda")
+    before = list(whole.cpu())
+    layout = PagedLayout(list(whole))
+    with OffloadHandler(
+        layout, HostPool(layout, num_pages=9), path="staged", staging_bytes=staging
+    ) as handler:
+        handler.wait(handler.store([3, 11, 0, 7, 8], [4, 0, 8, 2, 3]))
+        handler.wait(handler.load([4, 0, 8, 2, 3], [4, 0, 1, 8, 9]))
+        for tensor, old in zip(whole.cpu(), before, strict=True):
+            new = old.clone()
+            new[[4, 0, 1, 8, 9]] = old[[3, 11, 0, 7, 8]]
+            assert torch.equal(tensor, new)

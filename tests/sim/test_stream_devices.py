@@ -1,0 +1,242 @@
+"""A stream is a handle and a device: handles 0, 1 and 2 mean another stream on every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from sim import CURRENT, Rig, Stream
+from simulated_driver import DEVICE, Driver, run, stubbed, without_cuda
+
+from torch_kvswap.handler import Job
+
+DEFAULT = {"null": 0, "legacy": 1, "per-thread": 2}
+STREAMS = pytest.mark.parametrize("name", [*DEFAULT, "created"])
+
+
+def stream_of(driver: Driver, gpu: int, name: str) -> Stream:
+    with driver.on(gpu):
+        return Stream(driver.cuda.create_stream() if name == "created" else DEFAULT[name], gpu)
+
+
+def is_idle(driver: Driver, stream: Stream) -> bool:
+    with driver.on(stream.device.index):
+        return driver.cuda.is_done(stream=stream.cuda_stream)
+
+
+def read_block(rig: Rig, stream: Stream, block: int) -> torch.Tensor:
+    """What a kernel on the stream finds in the block, once it has run."""
+    gpu = stream.device.index
+    found = rig.driver.memory(64, DEVICE, gpu)
+    with rig.driver.on(gpu):
+        rig.driver.cuda.copy(found, rig.tensors[0][block], stream.cuda_stream)
+    return found
+
+
+WAITS: dict[str, Callable[[Job, Stream], None]] = {
+    "wait_on": lambda job, stream: job.wait_on(stream),
+    "wait_layer": lambda job, stream: job.wait_layer(0, stream),
+    "control": lambda job, stream: None,
+}
+
+
+@STREAMS
+@pytest.mark.parametrize("wait", WAITS)
+@stubbed
+def test_a_stream_of_another_gpu_waits_for_a_load(driver: Driver, name: str, wait: str) -> None:
+    with Rig(driver) as rig:
+        stream = stream_of(driver, 1, name)
+        before = rig.block(1)
+        hold, job = rig.hold_up("load", block=1, page=2)
+        WAITS[wait](job, stream)
+        found = read_block(rig, stream, block=1)
+        driver.run()
+        assert is_idle(driver, stream) == (wait == "control")
+        # The stream of that handle on the handler's GPU goes on.
+        assert name == "created" or is_idle(driver, stream_of(driver, 0, name))
+        rig.release(hold)
+        rig.finish()
+        assert torch.equal(found, before if wait == "control" else rig.page(2))
+
+
+@STREAMS
+@pytest.mark.parametrize("wait", ["waits", "control"])
+@stubbed
+def test_a_stream_of_another_gpu_waits_at_a_gate(driver: Driver, name: str, wait: str) -> None:
+    with Rig(driver) as rig:
+        stream = stream_of(driver, 1, name)
+        gate = rig.handler.gate()
+        before = rig.block(1)
+        hold, _ = rig.hold_up("load", block=0, page=0)
+        rig.load(2, 1, gate=gate)
+        driver.run()  # the gate is closed
+        if wait == "waits":
+            gate.wait(0, stream)
+        found = read_block(rig, stream, block=1)
+        driver.run()
+        assert is_idle(driver, stream) == (wait == "control")
+        assert name == "created" or is_idle(driver, stream_of(driver, 0, name))
+        rig.release(hold)
+        rig.finish()
+        assert torch.equal(found, before if wait == "control" else rig.page(2))
+
+
+@stubbed
+def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver) -> None:
+    with Rig(driver) as rig:
+        job = rig.load(1, 2)
+        for stream in (None, Stream(0), Stream(CURRENT)):
+            before = driver.calls("cuCtxPushCurrent")
+            job.wait_on(stream)
+            assert driver.calls("cuCtxPushCurrent") == before + 1
+
+
+# Captures
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+@stubbed
+def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
+    driver: Driver, name: str
+) -> None:
+    with Rig(driver) as rig:
+        hold, job = rig.hold_up("load")
+        other = stream_of(driver, 1, name)
+        with driver.on(1):
+            driver.set_capturing(True, other.cuda_stream)
+        job.wait_on(stream_of(driver, 0, name))  # that is another stream
+        assert "capturing a CUDA graph" in refusal(lambda: job.wait_on(other))
+        with driver.on(1):
+            driver.set_capturing(False, other.cuda_stream)
+        driver.set_capturing(True, DEFAULT[name])
+        job.wait_on(other)
+        driver.set_capturing(False, DEFAULT[name])
+        rig.release(hold)
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "ended", "ended and reported"])
+@pytest.mark.parametrize("gpu", [0, 1])
+@stubbed
+def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
+    driver: Driver, state: str, gpu: int
+) -> None:
+    with Rig(driver) as rig:
+        stream = stream_of(driver, gpu, "created")
+        hold = rig.held()
+        if state == "queued":
+            rig.fill("load")
+        job = rig.load(1, 2, after=Stream(CURRENT))
+        if "ended" in state:
+            rig.release(hold)
+            rig.finish() if "reported" in state else driver.run()
+        with driver.on(gpu):
+            driver.set_capturing(True, stream.cuda_stream)
+        for wait in (Job.wait_on, lambda job, stream: job.wait_layer(0, stream)):
+            assert "captur" in refusal(wait, job, stream)
+        with driver.on(gpu):
+            driver.set_capturing(False, stream.cuda_stream)
+        job.wait_on(stream)
+        rig.release(hold)
+        rig.finish()
+
+
+# The ops
+
+
+class TwoGpus:
+    """A block on GPU 0, one on GPU 1, and a stream of each that swap_blocks runs on."""
+
+    def __init__(self, driver: Driver, names: tuple[str, str]) -> None:
+        from simulated_driver.tensors import on_gpu
+
+        driver.set_mode("manual")
+        self.driver = driver
+        self.memory = [driver.memory(64, DEVICE, gpu) for gpu in (0, 1)]
+        self.blocks = [on_gpu(self.memory[gpu].view(1, 64), gpu) for gpu in (0, 1)]
+        self.streams = [stream_of(driver, gpu, name).cuda_stream for gpu, name in enumerate(names)]
+        for gpu, stream in enumerate(self.streams):
+            driver.set_stream(gpu, stream)
+
+    def fill(self, gpu: int, value: int) -> None:
+        """A kernel on the GPU's stream writes its block."""
+        with self.driver.on(gpu):
+            values = self.driver.memory(64, DEVICE, gpu).fill_(value)
+            self.driver.cuda.copy(self.memory[gpu], values, self.streams[gpu])
+
+    def swap(self) -> None:
+        from torch_kvswap import ops
+
+        ops.swap_blocks(self.blocks[0], self.blocks[1], 64, torch.tensor([[0, 0]]))
+
+    def copy_unordered(self) -> None:
+        with self.driver.on(1):
+            self.driver.cuda.copy(self.memory[1], self.memory[0], self.streams[1])
+
+    def bytes_after(self, copy: Callable[[], None], busy: int) -> tuple[int, int]:
+        """In the source and in the destination: both were written before the copy, the source again
+        behind it, and the stream of the `busy` GPU was late. In order that gives 3 and 1."""
+        with self.driver.on(busy):
+            hold = self.driver.hold(self.streams[busy])
+        self.fill(0, 1)
+        self.fill(1, 2)
+        copy()
+        self.fill(0, 3)
+        self.driver.run()
+        with self.driver.on(busy):
+            self.driver.release(hold)
+        self.driver.run()
+        return int(self.memory[0][0]), int(self.memory[1][0])
+
+
+def swap_between_gpus(driver: Driver) -> None:
+    from itertools import product
+
+    from test_stream_devices import DEFAULT, TwoGpus
+
+    names = [*DEFAULT, "created"]
+    for source, destination, busy in product(names, names, (0, 1)):
+        gpus = TwoGpus(driver, (source, destination))
+        print(gpus.bytes_after(gpus.swap, busy))
+        assert not driver.violations()
+        driver.reset()
+    for busy in (0, 1):
+        gpus = TwoGpus(driver, ("created", "created"))
+        print("control", gpus.bytes_after(gpus.copy_unordered, busy))
+        driver.reset()
+
+
+@without_cuda
+def test_blocks_swapped_between_gpus_are_ordered_on_every_pair_of_streams() -> None:
+    lines = run(swap_between_gpus).splitlines()
+    assert lines == ["(3, 1)"] * 32 + ["control (3, 0)", "control (3, 3)"]
+
+
+def swap_layers_on_two_gpus(driver: Driver) -> None:
+    from simulated_driver import error_of
+    from simulated_driver.tensors import on_gpu
+
+    from torch_kvswap.ops import swap_kv_blocks
+
+    def layers(*gpus: int) -> list[torch.Tensor]:
+        return [on_gpu(driver.memory(64, DEVICE, gpu).view(1, 64), gpu) for gpu in gpus]
+
+    def swap(src: list[torch.Tensor], dst: list[torch.Tensor]) -> None:
+        swap_kv_blocks(src, dst, torch.tensor([0]), torch.tensor([0]))
+
+    print(error_of(lambda: swap(layers(0, 1), layers(0, 0))))
+    print(error_of(lambda: swap(layers(1, 1), layers(1, 0))))
+    print(driver.log(), end="")
+
+
+@without_cuda
+def test_layers_on_two_gpus_are_refused_by_name() -> None:
+    assert_expected_inline(
+        run(swap_layers_on_two_gpus),
+        """\
+torch_kvswap::swap_kv_blocks: src[1] is on cuda:1, but src[0] is on cuda:0; expected all on one device
+torch_kvswap::swap_kv_blocks: dst[1] is on cuda:0, but dst[0] is on cuda:1; expected all on one device
+""",
+    )

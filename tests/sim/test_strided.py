@@ -1,0 +1,195 @@
+"""A block of many layers at one distance is one copy of the driver, and arrives like any other."""
+
+from __future__ import annotations
+
+import mmap
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from simulated_driver import DEVICE, Driver, on_device, stubbed
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+BLOCKS = 7
+
+
+def moved(driver: Driver, layout: PagedLayout, path: str = "auto") -> str:
+    """Stores two blocks and loads them elsewhere, compares all bytes; what the driver copied."""
+    host = HostPool(layout, num_pages=3)
+    expected = [tensor.clone() for tensor in layout.tensors]
+    with OffloadHandler(layout, host, path=path) as handler:
+        driver.log()
+        handler.wait(handler.store([1, 4], [2, 0]))
+        for tensor in expected:
+            tensor[6] = tensor[1]
+            tensor[0] = tensor[4]
+        handler.wait(handler.load([2, 0], [6, 0]))
+        for tensor, wanted in zip(layout.tensors, expected, strict=True):
+            assert torch.equal(tensor, wanted)
+        return "\n".join(re.findall(r"(?:strided|batch|copy) .*", driver.log()))
+
+
+@stubbed
+def test_a_block_of_all_layers_is_one_copy(driver: Driver) -> None:
+    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
+    assert_expected_inline(
+        moved(driver, on_device(driver, whole, list(whole))),
+        """\
+strided copy of 8 x 48 bytes on stream 101
+strided copy of 8 x 48 bytes on stream 101
+strided copy of 8 x 48 bytes on stream 103
+strided copy of 8 x 48 bytes on stream 103""",
+    )
+
+
+@stubbed
+def test_layers_at_two_distances_are_two_copies(driver: Driver) -> None:
+    whole = torch.randint(256, (15, BLOCKS, 48), dtype=torch.uint8)
+    layers = [0, 1, 2, 3, 4, 6, 8, 10, 12, 14]
+    assert_expected_inline(
+        moved(driver, on_device(driver, whole, [whole[layer] for layer in layers])),
+        """\
+strided copy of 5 x 48 bytes on stream 101
+strided copy of 5 x 48 bytes on stream 101
+strided copy of 5 x 48 bytes on stream 101
+strided copy of 5 x 48 bytes on stream 101
+strided copy of 5 x 48 bytes on stream 103
+strided copy of 5 x 48 bytes on stream 103
+strided copy of 5 x 48 bytes on stream 103
+strided copy of 5 x 48 bytes on stream 103""",
+    )
+
+
+@pytest.mark.parametrize("path", ["auto", "strided"])
+@pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
+@stubbed
+def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
+    driver: Driver, kind: str, path: str
+) -> None:
+    whole = torch.randint(256, (16, BLOCKS, 48), dtype=torch.uint8)
+    tensors = {
+        "no two distances are equal": [whole[layer] for layer in (0, 1, 3, 6, 10)],
+        "backwards": [whole[layer] for layer in (9, 7, 5, 3, 1)],
+        "of two sizes": [whole[layer][:, : 16 + 8 * (layer % 2)] for layer in range(6)],
+    }[kind]
+    log = moved(driver, on_device(driver, whole, tensors), path)
+    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (path == "auto")
+
+
+@stubbed
+def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
+    distance = (5 << 30) + (1 << 20)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: only what is touched
+    memory = mmap.mmap(-1, 4 * distance, flags=flags)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    layers = [whole[i * distance :][: BLOCKS * 48].view(BLOCKS, 48) for i in range(4)]
+    for layer in layers:
+        layer.random_(256)
+    log = moved(driver, on_device(driver, whole, layers), "strided")
+    assert log.count("strided copy of 4 x 48 bytes") == 4
+    driver.reset()
+
+
+@pytest.mark.parametrize("storages", [1, 2])
+@stubbed
+def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
+    """The driver knows all expandable segments of a stream as one reservation. What lies between
+    two tensors may be unmapped at any time, and a copy across it is refused then."""
+    raw = torch.randint(256, (3, BLOCKS, 48), dtype=torch.uint8)
+    whole = raw.view(-1)
+    driver.adopt(whole, DEVICE)
+    layers = [raw[0], raw[2]]
+    if storages == 2:
+        # Tensors on the same bytes, which know only their own.
+        layers = [torch.from_numpy(layer.numpy()) for layer in layers]
+        driver.unmap(raw[1])
+    layout = PagedLayout(layers)
+    layout.device = torch.device("cuda", 0)
+    rows = {1: "strided copy of 2 x 48 bytes", 2: "strided copy of 1 x 48 bytes"}
+    assert rows[storages] in moved(driver, layout, "strided")
+
+
+@stubbed
+def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
+    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
+    layout = on_device(driver, whole, list(whole))
+    with OffloadHandler(layout, HostPool(layout, num_pages=3, pinned=False)) as handler:
+        job = handler.store([1], [2])
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.path == "batch"
+        assert torch.equal(handler.pools[0].pages[2, 0], whole[:, 1].flatten())
+
+
+@stubbed
+def test_a_copy_that_fails_says_which(driver: Driver) -> None:
+    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
+    layout = on_device(driver, whole, list(whole))
+    with OffloadHandler(layout, HostPool(layout, num_pages=3)) as handler:
+        driver.fail_copy(1)
+        job = handler.store([1, 4], [2, 0])
+        assert job.done()
+        assert job.result is not None
+        assert_expected_inline(
+            re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
+            """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 planes of 48 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
+        )
+
+
+@stubbed
+def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
+    whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
+    layout = on_device(driver, whole, list(whole))
+    with OffloadHandler(layout, HostPool(layout, num_pages=3)) as handler:
+        handler.wait(handler.store([1], [0]))
+        driver.log()
+        handler.wait(handler.load([0], [5], layer_groups=2))
+        assert driver.log().count("strided copy of 4 x 48 bytes") == 2
+        assert torch.equal(whole[:, 5], whole[:, 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["strided", "staged", "batch", "kernel"])
+def test_memory_that_goes_between_two_layers_does_not_matter(path: str) -> None:
+    """Matters with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; goes well without, too."""
+    mib = 1 << 20
+    torch.cuda.empty_cache()
+    first, between, last = (
+        torch.randint(256, (blocks, mib), dtype=torch.uint8, device="cuda") for blocks in (8, 96, 8)
+    )
+    layout = PagedLayout([first, last])
+    host = HostPool(layout, num_pages=3)
+    expected = [tensor.clone() for tensor in (first, last)]
+    with OffloadHandler(layout, host, path=path) as handler:
+        handler.wait(handler.store([1, 4], [2, 0]))
+        del between
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        handler.wait(handler.store([1, 4], [2, 0]))
+        handler.wait(handler.load([2, 0], [6, 0]))
+    for tensor, wanted in zip((first, last), expected, strict=True):
+        wanted[[6, 0]] = wanted[[1, 4]]
+        assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fragment", [48, 656, 8192, 18432])
+def test_every_byte_arrives_on_a_gpu(fragment: int) -> None:
+    whole = torch.randint(256, (61, BLOCKS, fragment), dtype=torch.uint8, device="cuda")
+    before = whole.clone()
+    layout = PagedLayout(list(whole))
+    with OffloadHandler(layout, HostPool(layout, num_pages=4), path="strided") as handler:
+        job = handler.store([6, 0, 3], [1, 3, 0])
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.path == "strided"
+        for block, page in ((6, 1), (0, 3), (3, 0)):
+            assert torch.equal(handler.pools[0].pages[page, 0], before[:, block].flatten().cpu())
+        handler.wait(handler.load([1, 3], [2, 6]))
+        assert torch.equal(whole[:, 2], before[:, 6])
+        assert torch.equal(whole[:, 6], before[:, 0])
+        rest = [0, 1, 3, 4, 5]
+        assert torch.equal(whole[:, rest], before[:, rest])
+    handler.pools[0].close()

@@ -1,0 +1,726 @@
+"""The simulated driver: it does what CUDA does, and stubbed tests fail when their bodies do."""
+
+import ctypes
+import os
+import threading
+import time
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patience import PATIENCE
+from rigs import in_time
+from simulated_driver import DEVICE, HOST, Driver, stubbed, without_cuda
+from simulated_driver.cuda import CudaError
+from simulated_driver.stubbed import Worker
+
+
+def sides(driver: Driver, num_bytes: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """A source of ones on the host and a destination of zeros on the device."""
+    return driver.memory(num_bytes, HOST).fill_(1), driver.memory(num_bytes, DEVICE)
+
+
+def word(driver: Driver) -> torch.Tensor:
+    return driver.memory(8, HOST).view(torch.int64)
+
+
+def code_of(call, *arguments, **named) -> int:
+    with pytest.raises(CudaError) as caught:
+        call(*arguments, **named)
+    return caught.value.code
+
+
+@stubbed
+def test_in_immediate_mode_work_is_done_when_the_call_returns(driver):
+    src, dst = sides(driver)
+    driver.cuda.copy(dst, src, 42)
+    assert torch.equal(dst, src)
+    assert driver.cuda.is_done(stream=42)
+
+
+@stubbed
+def test_in_immediate_mode_what_was_held_runs_when_it_is_released(driver):
+    src, dst = sides(driver)
+    hold = driver.hold(42)
+    driver.cuda.copy(dst, src, 42)
+    assert not dst.any()
+    driver.release(hold)
+    assert torch.equal(dst, src)
+
+
+@stubbed
+def test_a_stream_works_in_the_order_of_submission(driver):
+    driver.set_mode("manual")
+    first, second = driver.memory(16, HOST).fill_(1), driver.memory(16, HOST).fill_(2)
+    dst = driver.memory(16, DEVICE)
+    driver.cuda.copy(dst, first, 42)
+    driver.cuda.copy(dst, second, 42)
+    assert not dst.any()
+    assert driver.step(42)
+    assert torch.equal(dst, first)
+    assert not driver.cuda.is_done(stream=42)
+    assert driver.step(42)
+    assert torch.equal(dst, second)
+    assert driver.cuda.is_done(stream=42)
+    assert not driver.step(42)
+
+
+@stubbed
+def test_a_copy_reads_its_source_when_it_runs_unless_any_order_is_allowed(driver):
+    driver.set_mode("manual")
+    src, in_order = sides(driver)
+    early = driver.memory(16, DEVICE)
+    driver.cuda.copy_batch([(in_order, src)], 42, order=1)
+    driver.cuda.copy_batch([(early, src)], 42, order=3)
+    src.fill_(9)
+    driver.run()
+    assert in_order.tolist() == [9] * 16
+    assert early.tolist() == [1] * 16
+
+
+@stubbed
+def test_a_stream_that_waits_for_an_event_stands_still_and_the_others_do_not(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    hold = driver.hold(42)
+    event = driver.cuda.create_event()
+    driver.cuda.record(event, 42)
+    driver.cuda.wait(43, event)
+    driver.cuda.copy(dst[:8], src[:8], 43)
+    driver.cuda.copy(dst[8:], src[8:], 44)
+    assert driver.run() == 1
+    assert dst.tolist() == [0] * 8 + [1] * 8
+    assert driver.pending().splitlines() == [
+        "stream 42: hold",
+        "stream 42: record event 1",
+        "stream 43: wait for event 1",
+        "stream 43: copy 8 bytes",
+    ]
+    driver.release(hold)
+    assert not driver.cuda.is_done(event=event)
+    assert driver.run(42) == 2
+    assert driver.cuda.is_done(event=event)
+    assert driver.run() == 2
+    assert torch.equal(dst, src)
+
+
+@stubbed
+def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(driver):
+    driver.set_mode("manual")
+    event = driver.cuda.create_event()
+    driver.cuda.record(event, 42)
+    driver.cuda.wait(43, event)
+    driver.hold(44)
+    driver.cuda.record(event, 44)
+    driver.run()
+    assert driver.cuda.is_done(stream=43)
+    assert not driver.cuda.is_done(event=event)
+
+
+@stubbed
+def test_a_second_record_that_happens_first_does_not_fulfil_an_earlier_wait(driver):
+    driver.set_mode("manual")
+    event = driver.cuda.create_event()
+    driver.hold(42)
+    driver.cuda.record(event, 42)
+    driver.cuda.wait(43, event)
+    driver.cuda.record(event, 44)
+    driver.run()
+    assert driver.cuda.is_done(event=event)
+    assert not driver.cuda.is_done(stream=43)
+
+
+@stubbed
+def test_waiting_for_an_event_that_was_never_recorded_succeeds_and_is_told(driver):
+    event = driver.cuda.create_event()
+    driver.cuda.wait(42, event)
+    assert driver.cuda.is_done(event=event)
+    driver.cuda.synchronize(event=event)
+    assert driver.violations() == 3
+    assert_expected_inline(
+        driver.log(),
+        """\
+VIOLATION: wait for event 1, which was never recorded
+VIOLATION: query of event 1, which was never recorded
+VIOLATION: synchronize with event 1, which was never recorded
+""",
+    )
+
+
+@stubbed
+def test_using_what_was_destroyed_fails_and_is_told(driver):
+    event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
+    driver.cuda.destroy_event(event)
+    driver.cuda.destroy_stream(stream)
+    assert code_of(driver.cuda.record, event, 42) == 400
+    assert code_of(driver.cuda.destroy_event, event) == 400
+    assert code_of(driver.cuda.is_done, stream=stream) == 400
+    assert driver.violations() == 3
+    assert_expected_inline(
+        driver.log(),
+        """\
+create stream 101
+destroy stream 101
+VIOLATION: use of event 1, which does not exist
+VIOLATION: use of event 1, which does not exist
+VIOLATION: use of stream 101, which was destroyed
+""",
+    )
+
+
+@stubbed
+def test_destroying_what_has_pending_work_lets_the_work_go_on(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
+    assert (driver.live("events"), driver.live("streams")) == (1, 1)
+    driver.cuda.record(event, stream)
+    driver.cuda.wait(43, event)
+    driver.cuda.copy(dst, src, 43)
+    driver.cuda.destroy_event(event)
+    driver.cuda.destroy_stream(stream)
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
+    driver.run()
+    assert torch.equal(dst, src)
+
+
+@stubbed
+def test_both_handles_of_the_legacy_stream_are_one_stream(driver):
+    driver.set_mode("manual")
+    driver.hold(0)
+    assert not driver.cuda.is_done(stream=1)
+    assert driver.cuda.is_done(stream=2)
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+@stubbed
+def test_a_default_stream_is_that_of_the_current_context(driver, handle):
+    driver.set_mode("manual")
+    driver.hold(handle)
+    with driver.on(1):
+        assert driver.cuda.is_done(stream=handle)
+        driver.hold(handle)
+    with driver.on(2):
+        assert driver.cuda.is_done(stream=handle)
+    assert driver.pending().splitlines() == [
+        f"stream {handle & 2}: hold",
+        f"stream {handle & 2} of GPU 1: hold",
+    ]
+    with driver.on(1):
+        assert not driver.cuda.is_done(stream=handle)
+
+
+@stubbed
+def test_each_thread_has_a_default_stream_of_its_own(driver):
+    driver.set_mode("manual")
+    driver.hold(2)
+    other = []
+    thread = threading.Thread(target=lambda: other.append(driver.cuda.is_done(stream=2)))
+    thread.start()
+    thread.join()
+    assert other == [True]
+    assert not driver.cuda.is_done(stream=2)
+
+
+@stubbed
+def test_a_default_stream_needs_a_context(driver):
+    # The library makes calls like these only under a guard; the test's own have GPU 0's context.
+    before = driver.library.stub_set_context(-1)
+    assert code_of(driver.cuda.is_done, stream=0) == 201
+    assert code_of(driver.cuda.create_event) == 201
+    assert code_of(driver.cuda.create_stream) == 201
+    driver.library.stub_set_context(before)
+    assert driver.cuda.is_done(stream=0)
+
+
+@stubbed
+def test_an_event_is_recorded_in_streams_of_its_own_gpu_only_and_waited_for_anywhere(driver):
+    driver.set_mode("manual")
+    event, hold = driver.cuda.create_event(), driver.hold(0)
+    driver.cuda.record(event, 0)
+    with driver.on(1):
+        assert code_of(driver.cuda.record, event, 0) == 400
+        driver.cuda.wait(0, event)
+        assert not driver.cuda.is_done(event=event)
+        driver.run()
+        assert not driver.cuda.is_done(stream=0)
+    driver.release(hold)
+    driver.run()
+    with driver.on(1):
+        assert driver.cuda.is_done(stream=0)
+    assert driver.violations() == 1
+    assert "VIOLATION: record of event 1 of GPU 0 in a stream of GPU 1" in driver.log()
+
+
+@stubbed
+def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    with driver.on(1):
+        stream = driver.cuda.create_stream()
+    driver.cuda.copy(dst, src, stream)
+    assert driver.violations() == 1
+    assert driver.log().splitlines() == [
+        "create stream 101",
+        "VIOLATION: stream 101 of GPU 1 is used in the context of GPU 0",
+        "copy 16 bytes on stream 101",
+    ]
+    driver.run()
+    assert torch.equal(dst, src)
+    with driver.on(1):
+        driver.cuda.is_done(stream=stream)
+    assert driver.violations() == 1
+
+
+@pytest.mark.parametrize("by", ["host", "stream"])
+@stubbed
+def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
+    driver.set_mode("manual")
+    value = word(driver)
+    driver.cuda.wait_value(42, value, 5)
+    for number, done in ((4, False), (7, True)):
+        if by == "host":
+            value.fill_(number)
+        else:
+            driver.cuda.write_value(43, value, number)
+        driver.run()
+        assert int(value) == number
+        assert driver.cuda.is_done(stream=42) == done
+
+
+@stubbed
+def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
+    assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
+    found = ctypes.c_int()
+    driver.cuda.check("cuDeviceGetAttribute", ctypes.byref(found), 122, 0)
+    assert found.value == 1
+    driver.set_attribute(122, 0)
+    driver.cuda.check("cuDeviceGetAttribute", ctypes.byref(found), 122, 0)
+    assert found.value == 0
+    assert code_of(driver.cuda.wait_value, 42, word(driver), 1) == 801
+
+
+@stubbed
+def test_synchronizing_runs_what_is_needed_and_no_more(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    first, second = driver.cuda.create_event(), driver.cuda.create_event()
+    driver.cuda.copy(dst[:4], src[:4], 42)
+    driver.cuda.record(first, 42)
+    driver.cuda.copy(dst[4:8], src[4:8], 42)
+    driver.cuda.wait(43, first)
+    driver.cuda.copy(dst[8:12], src[8:12], 43)
+    driver.cuda.record(second, 43)
+    driver.cuda.copy(dst[12:], src[12:], 43)
+    driver.cuda.synchronize(event=second)
+    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4
+    driver.cuda.synchronize(stream=43)
+    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
+
+
+@stubbed
+def test_synchronizing_finds_the_write_that_a_wait_is_for_on_another_stream(driver):
+    driver.set_mode("manual")
+    value = word(driver)
+    driver.cuda.wait_value(42, value, 1)
+    driver.cuda.write_value(42, value, 0)
+    driver.cuda.write_value(43, value, 1)
+    driver.cuda.synchronize(stream=42)
+    assert int(value) == 0
+
+
+@stubbed
+def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
+    driver.set_mode("manual")
+    hold = driver.hold(42)
+    thread = threading.Thread(target=driver.cuda.synchronize, kwargs={"stream": 42})
+    thread.start()
+    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
+    assert thread.is_alive()
+    driver.release(hold)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@stubbed
+def test_time_passes_by_a_millisecond_a_copy(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    start, end = driver.cuda.create_event(), driver.cuda.create_event()
+    driver.cuda.record(start, 42)
+    driver.cuda.copy(dst, src, 42)
+    driver.cuda.copy(dst, src, 42)
+    driver.cuda.record(end, 42)
+    assert code_of(driver.cuda.elapsed, start, end) == 600
+    driver.step(42)
+    driver.advance_clock(10)
+    driver.run()
+    assert driver.cuda.elapsed(start, end) == 12.0
+    untimed = driver.cuda.create_event(timed=False)
+    driver.cuda.record(untimed, 42)
+    driver.run()
+    assert code_of(driver.cuda.elapsed, start, untimed) == 400
+
+
+@stubbed
+def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    assert driver.cuda.memory_type(tensor) == 0
+    driver.cuda.check("cuMemHostRegister", tensor.data_ptr(), 64, 0)
+    assert driver.cuda.memory_type(tensor[63:]) == 1
+    assert driver.cuda.call("cuMemHostRegister", tensor.data_ptr() + 32, 64, 0) == 712
+    driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
+    assert driver.cuda.memory_type(tensor) == 0
+    assert driver.cuda.call("cuMemHostUnregister", tensor.data_ptr()) == 713
+    address = ctypes.c_void_p()
+    driver.cuda.check("cuMemHostAlloc", ctypes.byref(address), 64, 0)
+    assert (ctypes.c_ubyte * 64).from_address(address.value)[:] == [0xCD] * 64
+    driver.cuda.check("cuMemFreeHost", address)
+    assert driver.cuda.call("cuMemFreeHost", address) == 1
+
+
+@stubbed
+def test_letting_memory_go_that_pending_work_uses_is_told(driver):
+    driver.set_mode("manual")
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    driver.cuda.check("cuMemHostRegister", tensor.data_ptr(), 64, 0)
+    driver.cuda.copy(driver.memory(64, DEVICE), tensor, 42)
+    driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
+    assert driver.violations() == 1
+
+
+@stubbed
+def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
+    src, dst = sides(driver)
+    driver.fail("cuMemcpyAsync", nth=2, code=999)
+    driver.cuda.copy(dst[:4], src[:4], 42)
+    assert code_of(driver.cuda.copy, dst[4:8], src[4:8], 42) == 999
+    driver.cuda.copy(dst[8:], src[8:], 42)
+    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
+    assert driver.calls("cuMemcpyAsync") == 3
+    with pytest.raises(AssertionError, match="the stub has no cuMemcpyAsink"):
+        driver.fail("cuMemcpyAsink")
+
+
+@stubbed
+def test_the_calls_of_a_thread_are_counted_by_themselves(driver):
+    before = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
+    other = threading.Thread(target=driver.cuda.is_done, kwargs={"stream": 42})
+    other.start()
+    other.join()
+    driver.cuda.is_done(stream=42)
+    after = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
+    assert after == (before[0] + 1, before[1] + 2)
+
+
+@stubbed
+def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
+    driver.hold(stream)
+    driver.cuda.copy(dst, src, stream)
+    driver.cuda.record(event, stream)
+    waiting = []
+    thread = threading.Thread(
+        target=lambda: waiting.append(driver.cuda.call("cuStreamSynchronize", stream))
+    )
+    thread.start()
+    assert in_time(lambda: driver.calls("cuStreamSynchronize") == 1)
+    driver.lose(719)
+    thread.join(PATIENCE)
+    assert waiting == [719]
+    assert driver.run() == 0
+    assert not dst.any()
+    assert code_of(driver.cuda.is_done, event=event) == 719
+    assert code_of(driver.cuda.copy, dst, src, stream) == 719
+    assert code_of(driver.cuda.create_event) == 719
+    driver.cuda.destroy_event(event)
+    driver.cuda.destroy_stream(stream)
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
+
+
+@stubbed
+def test_a_capture_in_global_mode_is_spoilt_by_a_thread_that_is_not_relaxed(driver):
+    event = driver.cuda.create_event()
+    driver.cuda.record(event, 42)
+    driver.set_global_capture(True)
+    assert code_of(driver.cuda.is_done, event=event) == 900
+    assert driver.capture_spoilt == 1
+    assert driver.cuda.exchange_capture_mode(2) == 0
+    assert driver.cuda.is_done(event=event)
+    other = []
+    thread = threading.Thread(target=lambda: other.append(driver.cuda.call("cuStreamQuery", 42)))
+    thread.start()
+    thread.join()
+    assert other == [900]
+    assert driver.cuda.exchange_capture_mode(0) == 2
+    assert driver.capture_spoilt == 2
+
+
+@stubbed
+def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
+    src, dst = sides(driver)
+    outside = driver.cuda.create_event()
+    driver.cuda.record(outside, 43)
+    driver.set_capturing(True, stream=42)
+    driver.cuda.copy(dst, src, 42)
+    assert code_of(driver.cuda.wait, 42, outside) == 905
+    assert driver.capture_spoilt == 0
+    assert code_of(driver.cuda.is_done, stream=42) == 900
+    assert driver.capture_spoilt == 1
+    driver.set_capturing(False, stream=42)
+    assert driver.cuda.is_done(stream=42)
+    assert not dst.any()
+    for _ in range(2):
+        driver.replay(42, 43)
+        assert torch.equal(dst, src)
+        dst.zero_()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@stubbed
+def test_in_threaded_mode_all_runs_and_in_the_order_of_events(driver, seed):
+    driver.set_mode("threaded", seed)
+    src = driver.memory(400, HOST).random_(1, 256)
+    middle, dst = driver.memory(400, DEVICE), driver.memory(400, HOST)
+    value = word(driver)
+    for i in range(100):
+        part = slice(4 * i, 4 * i + 4)
+        event = driver.cuda.create_event()
+        pairs = [(middle[at : at + 1], src[at : at + 1]) for at in range(part.start, part.stop)]
+        driver.cuda.copy_batch(pairs, 42)
+        driver.cuda.record(event, 42)
+        driver.cuda.wait(43 + i % 2, event)
+        driver.cuda.copy(dst[part], middle[part], 43 + i % 2)
+        driver.cuda.destroy_event(event)
+    driver.cuda.wait_value(44, value, 1)
+    driver.cuda.synchronize(stream=43)
+    assert not driver.join(0.05)
+    value.fill_(1)
+    assert driver.join()
+    assert driver.pending() == ""
+    assert torch.equal(dst, src)
+
+
+@stubbed
+def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_for(driver):
+    overtaken = set()
+    for seed in range(40):
+        driver.set_mode("threaded", seed)
+        src, middle = sides(driver)
+        dst = driver.memory(16, HOST)
+        event, hold = driver.cuda.create_event(), driver.hold(44)
+        driver.cuda.record(event, 44)
+        driver.cuda.wait(42, event)
+        driver.cuda.copy(middle, src, 42)
+        driver.cuda.wait(43, event)
+        driver.cuda.copy(dst, middle, 43)
+        driver.release(hold)
+        assert driver.join()
+        overtaken.add(not torch.equal(dst, src))
+        driver.reset()
+    assert overtaken == {False, True}
+
+
+@stubbed
+def test_the_log_has_a_line_for_each_call_that_does_something(driver):
+    src, dst = sides(driver)
+    stream, event = driver.cuda.create_stream(), driver.cuda.create_event()
+    value = word(driver)
+    driver.cuda.copy(dst, src, stream)
+    driver.cuda.copy_batch([(dst, src)], stream)
+    driver.cuda.record(event, stream)
+    driver.cuda.wait(42, event)
+    driver.cuda.write_value(42, value, 3)
+    driver.cuda.wait_value(42, value, 2)
+    driver.cuda.is_done(event=event)
+    driver.cuda.synchronize(stream=stream)
+    driver.cuda.synchronize(event=event)
+    driver.cuda.destroy_event(event)
+    driver.cuda.destroy_stream(stream)
+    assert_expected_inline(
+        driver.log(),
+        """\
+create stream 101
+copy 16 bytes on stream 101
+batch of 1 on stream 101, source order 1 from 0
+record event 1 on stream 101
+wait for event 1 on stream 42
+write value 3 on stream 42
+wait for a value of at least 2 on stream 42
+synchronize stream 101
+synchronize event 1
+destroy stream 101
+""",
+    )
+    assert driver.log() == ""
+
+
+def reset_and_count(driver: Driver) -> str:
+    driver.reset()
+    driver.cuda.record(driver.cuda.create_event(), driver.cuda.create_stream())
+    return driver.log()
+
+
+@stubbed
+def test_after_a_reset_all_is_as_in_the_beginning(driver):
+    before = reset_and_count(driver)
+    driver.set_mode("manual")
+    src, dst = sides(driver)
+    driver.cuda.copy(dst, src, 42)
+    driver.fail("cuEventCreate")
+    driver.lose()
+    assert reset_and_count(driver) == before
+    assert driver.pending() == ""
+    assert not dst.any()
+    assert driver.cuda.memory_type(src) == 0
+
+
+@stubbed
+def test_the_stub_takes_the_place_of_the_driver_for_the_library(driver):
+    from torch_kvswap import ops
+
+    src, dst = sides(driver)
+    driver.set_stream(0, 42)
+    driver.set_mode("manual")
+    one = torch.tensor([16])
+    ops.swap_blocks_batch(torch.tensor([src.data_ptr()]), torch.tensor([dst.data_ptr()]), one)
+    assert not dst.any()
+    driver.run(42)
+    assert torch.equal(dst, src)
+
+
+@stubbed
+def test_a_paged_cache_lies_on_the_device_and_its_pool_in_pinned_memory(driver):
+    import simulated_driver
+
+    layout, pool = simulated_driver.cache(driver, num_blocks=3, num_pages=2, block_bytes=32)
+    assert layout.device == torch.device("cuda", 0)
+    assert [driver.cuda.memory_type(tensor) for tensor in layout.tensors] == [2, 2]
+    assert driver.cuda.memory_type(pool.pages) == 1
+    assert pool.pages.shape == (2, 1, 64)
+
+
+@stubbed
+def test_a_stubbed_test_may_use_hypothesis(driver):
+    @settings(max_examples=20, deadline=None)
+    @given(st.integers(1, 16))
+    def copies(count):
+        src, dst = sides(driver, count)
+        driver.cuda.copy(dst, src, 42)
+        assert torch.equal(dst, src)
+
+    copies()
+    assert driver.calls("cuMemcpyAsync") > 1
+
+
+# Bodies that the tests below run in a worker of their own.
+
+
+@stubbed
+def pass_if(driver: Driver, good: bool) -> None:
+    print("said by the body")
+    assert good, "it is bad"
+
+
+@stubbed
+def use_wrongly(driver: Driver) -> None:
+    driver.cuda.wait(42, driver.cuda.create_event())
+    driver.log()
+
+
+@stubbed
+def fail_in_a_thread(driver: Driver) -> None:
+    thread = threading.Thread(target=lambda: 1 // 0)
+    thread.start()
+    thread.join()
+
+
+@stubbed
+def warn(driver: Driver) -> None:
+    import warnings
+
+    warnings.warn("look out", stacklevel=1)
+
+
+@stubbed
+def die(driver: Driver) -> None:
+    os.abort()
+
+
+@stubbed
+def wait_for_what_never_comes(driver: Driver) -> None:
+    driver.set_mode("manual")
+    driver.set_patience(0.2)
+    driver.hold(42)
+    driver.cuda.copy(*sides(driver), 42)
+    driver.cuda.synchronize(stream=42)
+
+
+@stubbed
+def sleep(driver: Driver) -> None:
+    time.sleep(10 * PATIENCE)
+
+
+@pytest.fixture
+def worker():
+    made = Worker()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@without_cuda
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ("use_wrongly", ["used wrongly:\nwait for event 1, which was never recorded"]),
+        ("fail_in_a_thread", ["ZeroDivisionError"]),
+        ("warn", ["UserWarning: look out"]),
+        ("die", ["ended with status -6", "in die"]),
+        (
+            "wait_for_what_never_comes",
+            ["-6", "synchronize stream 42 waits for ever; pending:\nstream 42: hold\n"],
+        ),
+    ],
+)
+def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
+    failure = worker.call(__name__, body, {})
+    assert failure is not None
+    assert [text for text in texts if text not in failure] == []
+
+
+@pytest.mark.slow
+@without_cuda
+def test_a_body_that_does_not_end_fails_its_test():
+    worker = Worker(seconds=5)
+    failure = worker.call(__name__, "sleep", {})
+    worker.close()
+    assert failure is not None
+    assert "Timeout (0:00:05)!" in failure
+    assert "in sleep" in failure
+
+
+@pytest.mark.slow
+@without_cuda
+def test_a_failure_is_told_with_its_variables_and_what_the_body_printed(worker):
+    assert worker.call(__name__, "pass_if", {"good": True}) is None
+    failure = worker.call(__name__, "pass_if", {"good": False})
+    assert failure is not None
+    assert "AssertionError: it is bad" in failure
+    assert "    good = False" in failure
+    assert failure.endswith("\nsaid by the body\n")
+
+
+@pytest.mark.slow
+@without_cuda
+def test_after_a_death_the_next_test_gets_a_new_process():
+    with pytest.raises(pytest.fail.Exception, match="ended with status -6"):
+        die()
+    pass_if(good=True)
+    with pytest.raises(pytest.fail.Exception, match="it is bad"):
+        pass_if(good=False)
+    pass_if(good=True)

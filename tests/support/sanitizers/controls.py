@@ -1,0 +1,147 @@
+"""The sanitizer of this run sees the faults that it is for: here they are made on purpose.
+
+Each fault is made through the package's own library, in a process that is started as all others
+are. tools/sanitize.py runs these tests before the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import simulated_driver
+from simulated_driver import Driver, stubbed
+
+from torch_kvswap._native import loader
+
+TSAN = "libtsan" in os.environ["LD_PRELOAD"]
+only_tsan = pytest.mark.skipif(not TSAN, reason="AddressSanitizer does not look for it")
+only_asan = pytest.mark.skipif(TSAN, reason="ThreadSanitizer does not look for it")
+
+
+def report_of(fault: str, folder: Path) -> str:
+    """What the sanitizer reports of a program, which it has to end."""
+    variables = dict(os.environ)
+    for name in ("TSAN_OPTIONS", "ASAN_OPTIONS"):
+        if name in variables:
+            variables[name] += f":log_path={folder / 'report'}"
+    before = "import ctypes, threading, time\nimport numpy, torch\nimport torch_kvswap\n"
+    done = subprocess.run(
+        [sys.executable, "-c", before + textwrap.dedent(fault)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0, "nobody ended the process"
+    return done.stderr + "".join(file.read_text() for file in folder.iterdir())
+
+
+def is_instrumented(library: Path) -> bool:
+    return (b"__tsan_func_entry" if TSAN else b"__asan_report_load8") in library.read_bytes()
+
+
+def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -> None:
+    assert is_instrumented(loader.PATH)
+    assert [
+        file.name for file in simulated_driver.build().iterdir() if not is_instrumented(file)
+    ] == []
+
+
+@stubbed
+def test_processes_that_tests_start_have_the_same_library(driver: Driver) -> None:
+    from torch_kvswap._native import loader
+
+    loader.load()
+    assert Path(os.environ["STUB"]).name in Path("/proc/self/maps").read_text()
+    assert is_instrumented(loader.PATH)
+    assert "libtsan" in os.environ["LD_PRELOAD"] or "libasan" in os.environ["LD_PRELOAD"]
+
+
+@only_tsan
+def test_two_threads_that_write_the_same_memory_are_reported(tmp_path: Path) -> None:
+    fault = """
+    ids, out = torch.arange(1000), torch.empty(4000, dtype=torch.int64)
+    end = time.monotonic() + 60
+    def write():
+        while time.monotonic() < end:
+            torch_kvswap.expand_block_ids(ids, 4, out=out)
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """
+    report = report_of(fault, tmp_path)
+    assert "data race" in report
+    assert "expand_block_ids.cpp" in report
+
+
+@only_tsan
+def test_two_threads_that_copy_to_the_same_memory_are_reported(tmp_path: Path) -> None:
+    fault = """
+    src, dst = torch.ones(1 << 16), torch.ones(1 << 16)
+    batch = [torch.tensor([number]) for number in (src.data_ptr(), dst.data_ptr(), dst.nbytes)]
+    end = time.monotonic() + 60
+    def copy():
+        while time.monotonic() < end:
+            torch_kvswap.swap_blocks_batch(*batch)
+    threads = [threading.Thread(target=copy) for _ in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """
+    report = report_of(fault, tmp_path)
+    assert "data race" in report
+    assert "copy_on_host" in report
+
+
+@only_tsan
+def test_locks_that_are_taken_in_both_orders_are_reported(tmp_path: Path) -> None:
+    fault = """
+    process = ctypes.CDLL(None)
+    first, second = [ctypes.create_string_buffer(64) for _ in range(2)]  # mutexes
+    for order in ((first, second), (second, first)):
+        for mutex in order: process.pthread_mutex_lock(mutex)
+        for mutex in order: process.pthread_mutex_unlock(mutex)
+    """
+    assert "lock-order-inversion" in report_of(fault, tmp_path)
+
+
+@only_asan
+def test_a_read_past_the_end_of_memory_is_reported(tmp_path: Path) -> None:
+    fault = """
+    seven = numpy.zeros(7, numpy.int64)
+    eight = (ctypes.c_int64 * 8).from_address(seven.ctypes.data)
+    torch_kvswap.expand_block_ids(torch.from_numpy(numpy.ctypeslib.as_array(eight)), 1)
+    """
+    report = report_of(fault, tmp_path)
+    assert "heap-buffer-overflow" in report
+    assert "expand_block_ids.cpp" in report
+
+
+@only_asan
+def test_memory_that_is_used_after_its_release_is_reported(tmp_path: Path) -> None:
+    fault = """
+    gone = torch.ones(1 << 12).long()
+    address, bytes = gone.data_ptr(), gone.nbytes
+    del gone
+    here = torch.ones(1 << 12).long()
+    batch = [torch.tensor([number]) for number in (address, here.data_ptr(), bytes)]
+    torch_kvswap.swap_blocks_batch(*batch)
+    """
+    report = report_of(fault, tmp_path)
+    assert "heap-use-after-free" in report
+    assert "copy_on_host" in report
+
+
+@only_asan
+def test_undefined_behaviour_is_reported(tmp_path: Path) -> None:
+    fault = """
+    ids = torch.from_numpy(numpy.frombuffer(bytearray(65), numpy.int64, 8, offset=1))
+    torch_kvswap.expand_block_ids(ids, 1)
+    """
+    report = report_of(fault, tmp_path)
+    assert "misaligned address" in report
+    assert "expand_block_ids.cpp" in report

@@ -1,0 +1,299 @@
+"""A handler on the simulated driver, in manual mode: nothing runs until the test says so."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE
+from rigs import in_time
+from simulated_driver import Driver, place, pool
+from torch import Tensor
+
+from torch_kvswap._native import loader
+from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
+from torch_kvswap.layout import PagedLayout
+from torch_kvswap.metrics import ChannelMetrics
+
+needs_kernels = pytest.mark.skipif(
+    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
+)
+CURRENT, SIDE = 42, 43  # streams of the caller
+STREAMS = {  # in the order in which a handler creates them
+    "101": "stores",
+    "102": "stores' waiting",
+    "103": "loads",
+    "104": "loads' waiting",
+    "105": "expedited",
+    "106": "expedited's waiting",
+    str(CURRENT): "current",
+    str(SIDE): "side",
+}
+CHANNELS = ("store", "load", "expedited")
+PF_EXITING = 4  # of Linux
+HURTS_A_JOB = (  # calls of the driver that one job needs
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuLaunchKernel",
+    "cuMemcpyAsync",
+    "cuMemcpyBatchAsync",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+    "cuStreamWriteValue64",
+)
+SHARE = {  # kind, block and page of two jobs that must not overlap
+    "store, load of its page": (("store", 1, 2), ("load", 3, 2)),
+    "store, load into its block": (("store", 1, 2), ("load", 1, 3)),
+    "load, store of its block": (("load", 1, 2), ("store", 1, 3)),
+    "load, store into its page": (("load", 1, 2), ("store", 3, 2)),
+    "load, expedited into its block": (("load", 1, 2), ("expedited", 1, 3)),
+    "expedited, load into its block": (("expedited", 1, 2), ("load", 1, 3)),
+    "store, expedited of its page": (("store", 1, 2), ("expedited", 3, 2)),
+    "store, expedited into its block": (("store", 1, 2), ("expedited", 1, 3)),
+    "expedited, store of its block": (("expedited", 1, 2), ("store", 1, 3)),
+    "expedited, store into its page": (("expedited", 1, 2), ("store", 3, 2)),
+}
+
+
+class Stream(torch.cuda.Stream):
+    """A stream of the stub for PyTorch."""
+
+    def __new__(cls, *_: object, **__: object) -> Stream:
+        return object.__new__(cls)
+
+    def __init__(self, handle: int, index: int = 0) -> None:
+        self.cuda_stream = handle
+        self.device = torch.device("cuda", index)
+
+
+class Event(torch.cuda.Event):
+    """An event of the stub for PyTorch; 0 is one that was never recorded."""
+
+    def __new__(cls, *_: object) -> Event:
+        return object.__new__(cls)
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
+
+
+class Rig:
+    """A cache of random blocks, pages of other random bytes, and a handler. Block b of the cache is
+    `block(b)`, what is in slot s of page p is `page(p, s)`."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        blocks: int = 16,
+        pages: int = 16,
+        per_page: int = 1,
+        layers: int = 1,
+        threaded: bool = False,
+    ) -> None:
+        torch.set_num_threads(1)  # number_of_threads() is to change by those of the handler
+        self.driver = driver
+        driver.set_mode("manual")
+        driver.set_stream(0, CURRENT)
+        self.tensors = [torch.randint(256, (blocks, 64), dtype=torch.uint8) for _ in range(layers)]
+        self.layout = place(driver, PagedLayout(self.tensors))
+        self.host = pool(driver, self.layout, pages, per_page)
+        self.host.pages.random_(256)
+        self._start = torch.cat(self.tensors, 1), self._slots(self.host.pages).clone()
+        self._moves: list[tuple[int, str, list[int], list[int]]] = []
+        self._holds: list[int] = []
+        self._events: dict[str, int] = {}
+        self.handler = OffloadHandler(self.layout, self.host, threaded=threaded)
+        driver.log()
+
+    # Bytes.
+
+    def block(self, block: int) -> Tensor:
+        return torch.cat([tensor[block] for tensor in self.tensors])
+
+    def page(self, page: int, slot: int = 0) -> Tensor:
+        return self.host.pages[page, slot].clone()
+
+    def holds(self, page: int, block: Tensor) -> bool:
+        return torch.equal(self.page(page), block)
+
+    def is_right(self, without: Sequence[Job] = (), pages: Tensor | None = None) -> bool:
+        """Whether all bytes are those that the jobs leave when they run one after another. pages:
+        the memory of a pool that is closed."""
+        blocks, slots = (part.clone() for part in self._start)
+        left_out = {job.id for job in without}
+        for number, kind, of_gpu, of_host in self._moves:
+            if number in left_out:
+                continue
+            if kind == "store":
+                slots[of_host] = blocks[of_gpu]
+            else:
+                blocks[of_gpu] = slots[of_host]
+        found = self._slots(self.host.pages if pages is None else pages)
+        return torch.equal(torch.cat(self.tensors, 1), blocks) and torch.equal(found, slots)
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        return pages.view(-1, pages.shape[-1])
+
+    # Jobs.
+
+    def submit(self, kind: str, blocks: Any, pages: Any, **options: Any) -> Job:
+        """kind: store, load or expedited. Behind nothing, unless the options say so."""
+        options.setdefault("after", ())
+        if kind == "store":
+            job = self.handler.store(blocks, pages, **options)
+        else:
+            job = self.handler.load(pages, blocks, expedited=kind == "expedited", **options)
+        per_page, first = self.host.blocks_per_page, options.get("first_block", 0)
+        slots = [
+            int(pages[i // per_page]) * per_page + i % per_page
+            for i in range(first, first + len(blocks))
+        ]
+        self._moves.append((job.id, kind, [int(block) for block in blocks], slots))
+        return job
+
+    def store(self, block: int, page: int, **options: Any) -> Job:
+        return self.submit("store", [block], [page], **options)
+
+    def load(self, page: int, block: int, **options: Any) -> Job:
+        return self.submit("load", [block], [page], **options)
+
+    def fill(self, kind: str, block: int = 0, page: int = 0) -> list[Job]:
+        """As many jobs as the device takes, and one more, which is queued."""
+        jobs = []
+        while not self.metrics(kind).queued:
+            jobs.append(self.submit(kind, [block], [page]))
+            assert len(jobs) < 5000
+        return jobs
+
+    def metrics(self, kind: str) -> ChannelMetrics:
+        metrics = self.handler.metrics()
+        of = {"store": metrics.stores, "load": metrics.loads, "expedited": metrics.expedited}
+        return of[kind]
+
+    def finish(self) -> list[Result]:
+        """Runs the device until all jobs have ended; what finished() says then."""
+        return run_until(self.driver, self.has_ended) and self.handler.finished()
+
+    def has_ended(self) -> bool:
+        try:
+            self.handler.wait(timeout=0.001)
+        except TimeoutError:
+            return False
+        except TransferError:
+            return True
+        return True
+
+    # The device.
+
+    def held(self, stream: int = CURRENT) -> int:
+        """Holds a stream up: the number by which release() lets it go on."""
+        self._holds.append(self.driver.hold(stream))
+        return self._holds[-1]
+
+    def hold_up(self, kind: str, block: int = 0, page: int = 0) -> tuple[int, Job]:
+        """A job that nothing in its channel can pass until the hold is released."""
+        hold = self.held(SIDE)
+        return hold, self.submit(kind, [block], [page], after=Stream(SIDE))
+
+    def release(self, hold: int) -> None:
+        self.driver.release(hold)
+
+    def event(self, stream: int) -> Event:
+        event = Event(self.driver.cuda.create_event())
+        self.driver.cuda.record(event.cuda_event, stream)
+        return event
+
+    def start_log(self) -> None:
+        """The next log() begins here, with event 1."""
+        self._events.clear()
+        self.driver.log()
+
+    def log(self) -> str:
+        """The driver's log with streams by what they are for, and events by their first use."""
+
+        def event(match: re.Match[str]) -> str:
+            return f"event {self._events.setdefault(match[1], len(self._events) + 1)}"
+
+        def stream(match: re.Match[str]) -> str:
+            return STREAMS.get(match[1], match[0])
+
+        log = re.sub(r", source order.*|p\w+ context.*\n", "", self.driver.log())
+        return re.sub(r"stream (\w+)", stream, re.sub(r"event (\d+)", event, log))
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        for hold in self._holds:
+            self.release(hold)
+        self.driver.set_mode("immediate")
+        if failure is None:
+            self.handler.close()
+
+
+def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Runs the device until the condition holds; fails when it does not for that long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        driver.run()
+        if condition():
+            return True
+        assert time.monotonic() < deadline, f"this hangs:\n{driver.pending()}"
+        time.sleep(0.0002)
+
+
+def states(results: list[Result]) -> list[str]:
+    return [result.state for result in results]
+
+
+def let_threads_look(driver: Driver, times: int = 10) -> None:
+    """Returns when all other threads of the process wait for something to do, or when those that
+    look for it have asked the device so often: what they might do too early they have done."""
+    asked, own = driver.calls("cuEventQuery"), {threading.get_native_id()}
+
+    def have_looked() -> bool:
+        return driver.calls("cuEventQuery") >= asked + times or rest(threads() - own)
+
+    assert in_time(have_looked), driver.pending()
+
+
+def rest(of_threads: set[int]) -> bool:
+    """Whether these threads, by their native ids, wait for something to do, and do not look for it
+    by themselves: they sleep on for longer than the pauses between looks, of a millisecond."""
+    seen = set()
+    for _ in range(10):
+        seen |= {(thread, *_state(thread)) for thread in of_threads}
+        time.sleep(0.002)
+    return len(seen) == len(of_threads) and all(state in ("S", "ended") for _, state, _ in seen)
+
+
+def _state(thread: int) -> tuple[str, str]:
+    """With how often it has waited for something so far."""
+    try:
+        status = Path(f"/proc/self/task/{thread}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "ended", ""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines())
+    return fields["State"][0], fields["voluntary_ctxt_switches"]
+
+
+def threads() -> set[int]:
+    """The native ids of all threads but those that end, also of those that Python does not know.
+    The system lists a thread for a moment after it was joined."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            flags = int((task / "stat").read_text().rpartition(")")[2].split()[6])
+            if not flags & PF_EXITING:
+                found.add(int(task.name))
+    return found
+
+
+def number_of_threads() -> int:
+    return len(threads())

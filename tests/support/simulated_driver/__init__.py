@@ -1,0 +1,26 @@
+"""A CUDA driver made of host memory: it does what the real one does, when the test wants it.
+
+Loading it replaces the driver for the whole process, so what needs it runs in other processes, on a
+PyTorch without CUDA: a :func:`stubbed` test in one that many share, :func:`run` in one of its own.
+"""
+
+from simulated_driver.driver import DEVICE, HOST, Driver
+from simulated_driver.libraries import build
+from simulated_driver.paged import cache, on_device, place, pool
+from simulated_driver.program import error_of, run
+from simulated_driver.stubbed import stubbed, without_cuda
+
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "Driver",
+    "build",
+    "cache",
+    "error_of",
+    "on_device",
+    "place",
+    "pool",
+    "run",
+    "stubbed",
+    "without_cuda",
+]

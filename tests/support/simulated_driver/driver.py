@@ -1,0 +1,222 @@
+"""The stub inside a process that it is loaded into: what a test says to it and asks it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from patience import PATIENCE
+
+from simulated_driver.cuda import Cuda
+
+HOST, DEVICE = 1, 2
+MODES = ("immediate", "manual", "threaded")
+RESULTS = {
+    "stub_run_stream": ctypes.c_int,
+    "stub_join": ctypes.c_bool,
+    "stub_step": ctypes.c_bool,
+    "stub_stop_thread": ctypes.c_bool,
+    "stub_let_thread_go": ctypes.c_bool,
+    "stub_knows": ctypes.c_bool,
+    "stub_pending": ctypes.c_char_p,
+    "stub_violations": ctypes.c_char_p,
+    "stub_take_log": ctypes.c_char_p,
+}
+
+
+class Driver:
+    """The stub, in its first state. It is one for the process: a second object is the same stub.
+
+    Streams are named by their handles; any number is a stream of GPU 0 from its first use, but 0, 1
+    and 2, which are default streams of the GPU that `on` says.
+    """
+
+    def __init__(self) -> None:
+        folder = Path(os.environ["STUB"])
+        self.library = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+        self.torch_cuda = ctypes.CDLL(str(folder / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
+        for name, result in RESULTS.items():
+            getattr(self.library, name).restype = result
+        self.cuda = Cuda(self.library)
+        self.reset()
+        atexit.register(self.library.stub_reset)  # no thread of the stub copies while Python ends
+
+    def reset(self) -> None:
+        """Everything as in the beginning. What is pending is dropped and memory is forgotten."""
+        self.library.stub_reset()
+        self.torch_cuda.stub_reset_streams()
+        self.set_patience(PATIENCE)
+        self._adopted: list[torch.Tensor] = []
+        self.asked_for_violations = False
+
+    # Memory.
+
+    def memory(self, num_bytes: int, kind: int, device: int = 0) -> torch.Tensor:
+        """Memory that the stub takes for device memory or for pinned host memory."""
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.adopt(tensor, kind, device)
+        return tensor
+
+    def adopt(self, tensor: torch.Tensor, kind: int, device: int = 0) -> None:
+        self._adopted.append(tensor)  # its memory must not come back as that of another tensor
+        self.library.stub_add(
+            ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes), kind, device
+        )
+
+    def unmap(self, tensor: torch.Tensor) -> None:
+        """Takes the memory of a part of a reservation away; the reservation was adopted whole."""
+        begin, size = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+        self.library.stub_unmap(begin, size)
+
+    # Contexts.
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """The test's own calls are in the context of this GPU, in every thread; else of GPU 0. Those
+        of the library are in the context that the library makes current."""
+        before = self.library.stub_set_context(device)
+        try:
+            yield
+        finally:
+            self.library.stub_set_context(before)
+
+    # When work is done.
+
+    def set_mode(self, mode: str, seed: int = 0) -> None:
+        """`immediate`: within the call. `manual`: in run() and step() and, as far as they need it,
+        in the calls that synchronise. `threaded`: by a thread, streams in a random order."""
+        self.library.stub_set_mode(MODES.index(mode), seed)
+
+    def run(self, stream: int | None = None) -> int:
+        """Runs all that can run, of one stream or of all; returns the number of operations."""
+        if stream is None:
+            return self.library.stub_run()
+        return self.library.stub_run_stream(ctypes.c_uint64(stream))
+
+    def step(self, stream: int) -> bool:
+        """Runs the stream's next operation; False if there is none that can run."""
+        return self.library.stub_step(ctypes.c_uint64(stream))
+
+    def join(self, seconds: float = PATIENCE) -> bool:
+        """Waits until nothing is pending; for the threaded mode."""
+        return self.library.stub_join(int(seconds * 1000))
+
+    def hold(self, stream: int) -> int:
+        """Submits a kernel that runs until it is released by the number that this returns."""
+        return self.library.stub_hold(ctypes.c_uint64(stream))
+
+    def release(self, hold: int) -> None:
+        self.library.stub_release(hold)
+
+    @contextmanager
+    def stopped(self, thread: int) -> Iterator[None]:
+        """A thread, by its native id, stands still, wherever it is: it should hold no lock."""
+        assert self.library.stub_stop_thread(thread)
+        try:
+            yield
+        finally:
+            assert self.library.stub_let_thread_go()
+
+    def pending(self) -> str:
+        """A line for each operation that has not run."""
+        return self.library.stub_pending().decode()
+
+    def advance_clock(self, milliseconds: float) -> None:
+        """Each copy call takes one millisecond; this lets more pass."""
+        self.library.stub_advance_clock(ctypes.c_double(milliseconds))
+
+    def set_patience(self, seconds: float) -> None:
+        """How long a call that synchronises waits before it aborts the process."""
+        self.library.stub_set_patience(int(seconds * 1000))
+
+    # What goes wrong.
+
+    def fail(self, name: str, nth: int = 1, code: int = 1) -> None:
+        """The nth call of the driver function from now on does nothing but return the code."""
+        self._check(name)
+        self.library.stub_fail(name.encode(), nth, code)
+
+    def fail_copy(self, index: int) -> None:
+        self.library.stub_fail_copy(index)
+
+    def lose(self, code: int = 700) -> None:
+        """From now on all but destroying fails; what is pending is dropped."""
+        self.library.stub_lose(code)
+
+    def calls(self, name: str) -> int:
+        self._check(name)
+        return self.library.stub_calls(name.encode())
+
+    def calls_here(self, name: str) -> int:
+        """Those of the calling thread, since it began."""
+        self._check(name)
+        return self.library.stub_calls_here(name.encode())
+
+    def _check(self, name: str) -> None:
+        assert self.library.stub_knows(name.encode()), f"the stub has no {name}"
+
+    # States of the driver.
+
+    def set_stream(self, device: int, stream: int) -> None:
+        """What PyTorch says is the current stream, in every thread."""
+        self.library.stub_adopt_stream(ctypes.c_uint64(stream), device)
+        self.torch_cuda.stub_set_stream(device, ctypes.c_size_t(stream))
+
+    def set_initialized(self, value: bool) -> None:
+        self.library.stub_set_initialized(int(value))
+
+    def set_attribute(self, attribute: int, value: int) -> None:
+        """122 is CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
+        self.library.stub_set_attribute(attribute, value)
+
+    def limit_registration(self, in_one: int = 1 << 62, in_all: int = 1 << 62) -> None:
+        """Bytes that may be registered in one piece, and in all pieces together."""
+        self.library.stub_limit_registration(ctypes.c_uint64(in_one), ctypes.c_uint64(in_all))
+
+    def set_capturing(self, value: bool, stream: int | None = None) -> None:
+        """Begins or ends the capture of one stream, or of all. What is captured does not run."""
+        if stream is None:
+            self.library.stub_set_capturing(int(value))
+        else:
+            self.library.stub_set_stream_capturing(ctypes.c_uint64(stream), int(value))
+
+    def replay(self, captured: int, stream: int) -> None:
+        """Submits what was captured in one stream to another."""
+        self.library.stub_replay(ctypes.c_uint64(captured), ctypes.c_uint64(stream))
+
+    def set_global_capture(self, value: bool) -> None:
+        """Somebody captures in global mode: calls that spoil this fail with 900 unless relaxed."""
+        self.library.stub_set_global_capture(int(value))
+
+    # What happened.
+
+    @property
+    def capture_spoilt(self) -> int:
+        return self.library.stub_capture_spoilt()
+
+    def live(self, what: str) -> int:
+        """The `events`, `streams` or `allocations` that were created and not destroyed."""
+        counts = {
+            "allocations": self.library.stub_live_allocations,
+            "events": self.library.stub_live_events,
+            "streams": self.library.stub_live_streams,
+        }
+        return counts[what]()
+
+    def violations(self) -> int:
+        """What CUDA takes and does wrong. A stubbed test that does not ask fails if there are any."""
+        self.asked_for_violations = True
+        return len(self.library.stub_violations().splitlines())
+
+    def unexpected_violations(self) -> str:
+        """What they were, unless violations() has been called."""
+        return "" if self.asked_for_violations else self.library.stub_violations().decode()
+
+    def log(self) -> str:
+        """The calls since the last time, without those that only ask, create or destroy events."""
+        return self.library.stub_take_log().decode()

@@ -1,0 +1,104 @@
+"""The process that has the stub loaded and runs the bodies of stubbed tests, one after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib.util
+import os
+import reprlib
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import expecttest
+
+from simulated_driver.driver import Driver
+
+short = reprlib.Repr()
+short.maxother = short.maxstring = short.maxlong = 300
+lost: list[str] = []  # errors that were raised where nobody catches them
+
+
+def load(module: str, file: str) -> None:
+    """Imports a module of tests, which no search path need lead to."""
+    if module in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+
+
+def unlock(module: str, name: str) -> Callable[..., None]:
+    """The body under the decorator."""
+    return getattr(sys.modules[module], name).__wrapped__
+
+
+def locals_of(error: BaseException, module: str) -> str:
+    """The variables of the test where it failed, which a bare assert does not tell."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame.f_globals.get("__name__") == module]
+    lines = []
+    for name, value in own[-1].f_locals.items() if own else ():
+        try:
+            lines.append(f"    {name} = {short.repr(value)}")
+        except Exception as failure:
+            lines.append(f"    {name}: no repr, {failure!r}")
+    return "\n".join(["where", *lines])
+
+
+def attempt(driver: Driver, module: str, name: str, arguments: dict[str, Any]) -> str | None:
+    """None, or why the test failed."""
+    driver.reset()
+    lost.clear()
+    try:
+        unlock(module, name)(driver, **arguments)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        return f"{text}{locals_of(error, module)}\nthe rest of the log:\n{driver.log()}"
+    gc.collect()
+    if lost:
+        return "\n".join(lost)
+    if violations := driver.unexpected_violations():
+        return f"the driver was used wrongly:\n{violations}the rest of the log:\n{driver.log()}"
+    return None
+
+
+def main() -> None:
+    faulthandler.enable()
+    tests = Connection(int(sys.argv[1]))
+    seconds = float(sys.argv[2])
+    driver = Driver()
+    sys.unraisablehook = lambda hook: lost.append(
+        "".join(traceback.format_exception(hook.exc_value)) + f"in {hook.object!r}"
+    )
+    threading.excepthook = lambda hook: lost.append(
+        "".join(traceback.format_exception(hook.exc_value)) + f"in {hook.thread}"
+    )
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # tests that fork
+    warnings.filterwarnings("default", module=r"torch(\.|$)")
+    while True:
+        try:
+            module, file = tests.recv()
+        except EOFError:
+            break
+        load(module, file)  # before the test's time begins, and before its arguments are unpickled
+        name, arguments = tests.recv()
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        failure = attempt(driver, module, name, arguments)
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        tests.send((failure, expecttest.EDIT_HISTORY.state))
+    sys.stderr.flush()
+    os._exit(0)  # threads that a failed test left do not matter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What our integration takes from vLLM: vLLM itself in `make test-vllm`, else as much of its
+contract as our manager and worker use, so that they are tested without it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+import warnings
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+IS_REAL = bool(os.environ.get("KVSWAP_TEST_VLLM"))
+_OURS = "torch_kvswap.integrations.vllm."
+
+
+class LookupResult(Enum):
+    MISS = auto()
+    HIT = auto()
+    HIT_PENDING = auto()
+
+
+class Medium(Enum):
+    CPU = "CPU"
+
+
+@dataclass
+class ReqContext:
+    """As of 0.33."""
+
+    req_id: str
+    positions: dict[bytes, int] = field(default_factory=dict)
+
+    def set_offload_key_position(self, key: bytes, end_token: int) -> None:
+        self.positions[key] = end_token
+
+    def get_offload_key_position(self, key: bytes) -> int | None:
+        return self.positions.get(key)
+
+
+@dataclass
+class PrepareStoreOutput:
+    keys_to_store: list[bytes]
+    store_spec: Any
+    evicted_keys: list[bytes]
+
+
+@dataclass
+class OffloadingEvent:
+    keys: list[bytes]
+    medium: Medium
+    removed: bool
+
+
+@dataclass
+class TransferResult:
+    job_id: int
+    success: bool
+    transfer_size: int
+    transfer_time: float
+
+
+class BlockIDs:
+    def __init__(self, block_ids: list[int]) -> None:
+        self.block_ids = np.array(block_ids, np.int32)
+
+
+class GPULoadStoreSpec(BlockIDs):
+    def __init__(
+        self, block_ids: list[int], group_sizes: list[int], block_indices: list[int]
+    ) -> None:
+        super().__init__(block_ids)
+        self.group_sizes, self.block_indices = group_sizes, block_indices
+
+
+def _contract() -> dict[str, types.ModuleType]:
+    def module(name: str, **names: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(names)
+        return made
+
+    plain = ("OffloadingManager", "OffloadingWorker", "RequestOffloadingContext", "LoadStoreSpec")
+    base = {name: type(name, (), {}) for name in plain}
+    for one in (LookupResult, Medium, ReqContext, PrepareStoreOutput, OffloadingEvent):
+        base[one.__name__] = one
+    base |= {"TransferResult": TransferResult, "GPULoadStoreSpec": GPULoadStoreSpec}
+    connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    modules = {
+        "vllm.v1.kv_offload.base": base,
+        "vllm.v1.kv_offload.cpu.common": {
+            "CPULoadStoreSpec": BlockIDs,
+            "CPUOffloadingMetrics": types.SimpleNamespace(),
+        },
+        f"{connector}.metrics": {"OffloadingConnectorStats": object},
+    }
+    made = {name: module(name, **names) for name, names in modules.items()}
+    for name in list(made):
+        parents = name.split(".")
+        for depth in range(1, len(parents)):
+            parent = ".".join(parents[:depth])
+            made.setdefault(parent, module(parent, __path__=[]))
+    for name, one in made.items():
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, one)
+    return made
+
+
+def _load(*names: str) -> list[Any]:
+    """Modules of our integration. On the contract they are nobody else's: vLLM seems not to be
+    there afterwards, as before."""
+    if IS_REAL:
+        with warnings.catch_warnings():  # vLLM's own are not ours to mend
+            warnings.simplefilter("ignore")
+            return [importlib.import_module(name) for name in names]
+    contract = _contract()
+    sys.modules.update(contract)
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        for name in (*contract, *names):
+            sys.modules.pop(name, None)
+
+
+base, common, manager_module, worker_module = _load(
+    "vllm.v1.kv_offload.base",
+    "vllm.v1.kv_offload.cpu.common",
+    _OURS + "manager",
+    _OURS + "worker",
+)
+KVSwapManager, KVSwapWorker = manager_module.KVSwapManager, worker_module.KVSwapWorker

@@ -1,0 +1,94 @@
+"""vLLM, for the tests of our integration: only `make test-vllm` imports it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+if not os.environ.get("KVSWAP_TEST_VLLM"):
+    pytest.skip("`make test-vllm` runs these", allow_module_level=True)
+
+with warnings.catch_warnings():  # vLLM's own are not ours to mend
+    warnings.simplefilter("ignore")
+    import vllm.v1.kv_offload.cpu.manager  # noqa: F401  what manager=vllm imports
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload import config as offload_config
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    from torch_kvswap.integrations.vllm import KVSwapOffloadingSpec
+    from torch_kvswap.integrations.vllm.manager import KVSwapManager
+    from torch_kvswap.integrations.vllm.worker import KVSwapWorker
+
+__all__ = ["CPULoadStoreSpec", "KVSwapManager", "KVSwapOffloadingSpec", "KVSwapWorker", "base"]
+
+SPEC = {
+    "spec_name": "KVSwapOffloadingSpec",
+    "spec_module_path": "torch_kvswap.integrations.vllm",
+}
+
+
+def key(number: int, group: int = 0) -> bytes:
+    """As long as those of vLLM: a SHA-256 and a group."""
+    return bytes(base.make_offload_key(number.to_bytes(32, "big"), group))
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+HAS_REPLICAS = "replicated_layout" in offload_config.OffloadingConfig.__dataclass_fields__  # 0.33
+
+
+def config(
+    world: int = 1,
+    chunk: int = 1,
+    block_bytes: int = 1000,
+    rank: int = 0,
+    replicated: bool = False,
+    **extra: Any,
+) -> Any:
+    """Of one group of blocks with this many bytes in a worker."""
+    group: dict[str, Any] = {"tokens_per_block": 16, "layer_names": ("a", "b")}
+    parallel: dict[str, Any] = dict.fromkeys(("pp_size", "pcp_size", "dcp_size"), 1)
+    parallel |= {"rank": rank, "world_size": world, "tp_size": world, "data_parallel_index": 0}
+    parallel["is_parallelism_agnostic"] = False
+    if "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__:  # 0.33
+        group["group_id"] = 0
+        parallel |= {"data_parallel_size": 1, "data_parallel_rank_local": None}
+    return offload_config.OffloadingConfig(
+        groups=(offload_config.OffloadingGroupConfig(**group),),
+        worker_kv_bytes_per_block=block_bytes,
+        enable_kv_cache_events=False,
+        extra_config=SPEC | extra,
+        engine_id="engine",
+        model=offload_config.OffloadingModelConfig("model", "bfloat16"),
+        cache=offload_config.OffloadingCacheConfig(16, chunk),
+        parallel=offload_config.OffloadingParallelConfig(**parallel),
+        **({"replicated_layout": True} if replicated else {}),
+    )
+
+
+def caches(
+    groups: Sequence[Sequence[tuple[int, int]]], rows: Sequence[int], device: str, blocks: int = 24
+) -> Any:
+    """Random bytes. groups: (tensor, bytes used of its rows) of each layer. rows: bytes of a row of
+    each tensor."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randint(-128, 128, (blocks, row), dtype=torch.int8, generator=generator).to(device)
+        for row in rows
+    ]
+    return base.CanonicalKVCaches(
+        tensors=[
+            base.CanonicalKVCacheTensor(tensor, row)
+            for tensor, row in zip(tensors, rows, strict=True)
+        ],
+        group_data_refs=[
+            [base.CanonicalKVCacheRef(tensor, used) for tensor, used in layers] for layers in groups
+        ],
+    )

@@ -1,0 +1,64 @@
+"""What callers pass is converted in one place, and an error names the argument."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from torch_kvswap._native.arguments import NotCopyable, read_int, read_seconds, read_timeout
+
+
+@pytest.mark.parametrize("value", [3, np.uint8(3), torch.tensor(3)])
+def test_an_integer_of_any_library_is_an_int(value):
+    number = read_int("slots", value)
+    assert type(number) is int
+    assert number == 3
+
+
+@pytest.mark.parametrize("value", [2.0, "2", None, [2], torch.tensor([1, 2]), torch.tensor(2.0)])
+def test_what_is_no_integer_is_refused_by_name(value):
+    with pytest.raises(TypeError, match=r"^slots "):
+        read_int("slots", value)
+
+
+@pytest.mark.parametrize("value", [0, 6, -1, 2**64])
+def test_an_integer_out_of_range_is_refused_with_the_range(value):
+    with pytest.raises(ValueError, match=rf"^slots is {value}; it must be 1 to 5$"):
+        read_int("slots", value, 1, 5)
+
+
+@pytest.mark.parametrize("value", [1, 5])
+def test_both_ends_of_the_range_belong_to_it(value):
+    assert read_int("slots", value, 1, 5) == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, -0.5, float("-inf")])
+def test_a_time_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=r"^lease is .*; it must be 0 seconds or more$"):
+        read_seconds("lease", value)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1], b"1"])
+def test_a_time_that_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match=r"^lease is a .*; it must be a number of seconds$"):
+        read_seconds("lease", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, None), (float("inf"), None), (10**400, None), (0, 0.0), (np.float32(0.5), 0.5)],
+)
+def test_a_timeout_may_be_endless(value, seconds):
+    assert read_timeout("timeout", value) == seconds
+
+
+class Owner(NotCopyable):
+    __slots__ = ("pointer",)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_owns_memory_is_not_copied(duplicate):
+    with pytest.raises(TypeError, match=r"^a Owner cannot be copied or pickled: it owns memory"):
+        duplicate(Owner())

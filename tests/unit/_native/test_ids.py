@@ -1,0 +1,123 @@
+"""Ids come as callers have them, and are copied in the call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+
+from torch_kvswap._native.ids import read_ids
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [4, 0],
+        (4, 0),
+        range(4, -1, -4),
+        np.array([4, 0], np.uint8),
+        np.array([4, 0], np.uint64),
+        np.array([4, 9, 0])[::2],
+        np.array([0, 4])[::-1],
+        [np.int32(4), np.int64(0)],
+        torch.tensor([4, 0]),
+        torch.tensor([4, 0], dtype=torch.uint8),
+        torch.tensor([[4, 9], [0, 9]], dtype=torch.int32)[:, 0],
+    ],
+    ids=repr,
+)
+def test_ids_may_be_of_any_integer_kind(ids: object) -> None:
+    read = read_ids("page_ids", ids)  # type: ignore[arg-type]
+    assert (read.typecode, read.tolist()) == ("q", [4, 0])
+
+
+def test_ids_may_be_read_only() -> None:
+    pages = np.array([3, 1])
+    pages.flags.writeable = False
+    assert read_ids("page_ids", pages).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_ids_that_change_after_they_were_read_change_nothing(make: type) -> None:
+    ids = make([4, 0])
+    read = read_ids("page_ids", ids)
+    ids[0] = 3
+    assert read.tolist() == [4, 0]
+
+
+def test_there_may_be_no_ids() -> None:
+    for none in ([], (), np.zeros(0, np.int64), torch.empty(0, dtype=torch.int32)):
+        assert read_ids("page_ids", none).tolist() == []
+
+
+def test_the_largest_int64_is_an_id_like_others() -> None:
+    largest = [2**63 - 1, -(2**63)]
+    assert read_ids("page_ids", largest).tolist() == largest
+
+
+def test_what_are_no_ids_is_refused() -> None:
+    calls = [
+        [0.0],
+        np.zeros(0),
+        torch.tensor([True]),
+        torch.zeros(1, dtype=torch.bfloat16),
+        torch.zeros(1, dtype=torch.complex64),
+        ["1"],
+        [[0, 1]],
+        [[0], [0, 1]],
+        torch.tensor(3),
+        3,
+        {0, 1},
+        b"01",
+        "01",
+        [2**63],
+        [2**63, 1],
+        [1, 2**64],
+        [-(2**63) - 1],
+        np.array([1, 2**64 - 1], np.uint64),
+        [1, None],
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(read_ids, "page_ids", ids) for ids in calls),
+        """\
+TypeError: page_ids[0] is a float; it must be an integer
+TypeError: page_ids is of float64; ids must be integers
+TypeError: page_ids is of bool; ids must be integers
+TypeError: page_ids is of torch.bfloat16; ids must be integers
+TypeError: page_ids is of torch.complex64; ids must be integers
+TypeError: page_ids[0] is a str; it must be an integer
+ValueError: page_ids[0] is a list; the ids must have one dimension
+ValueError: page_ids[0] is a list; the ids must have one dimension
+ValueError: page_ids has shape []; it must have one dimension
+TypeError: page_ids is a int; pass a list, numpy array or CPU tensor
+TypeError: page_ids is a set; pass a list, numpy array or CPU tensor
+TypeError: page_ids is a bytes; pass a list, numpy array or CPU tensor
+TypeError: page_ids is a str; pass a list, numpy array or CPU tensor
+IndexError: page_ids[0] is 9223372036854775808; no block has such a number
+IndexError: page_ids[0] is 9223372036854775808; no block has such a number
+IndexError: page_ids[1] is 18446744073709551616; no block has such a number
+IndexError: page_ids[0] is -9223372036854775809; no block has such a number
+IndexError: page_ids[1] is 18446744073709551615; no block has such a number
+TypeError: page_ids[1] is a NoneType; it must be an integer""",
+    )
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 500])
+def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
+    ids = [*range(count), np.int32(7), 2**63 - 1]
+    for kind in (list, tuple):
+        assert read_ids("page_ids", kind(ids)).tolist() == [int(number) for number in ids]
+    for wrong in (0.0, None, "1", 2**63, [1]):
+        assert refusal(read_ids, "page_ids", [*ids, wrong]).startswith(
+            tuple(f"{kind}: page_ids[{len(ids)}] is a" for kind in ("TypeError", "ValueError"))
+            if wrong != 2**63
+            else f"IndexError: page_ids[{len(ids)}] is {2**63}; no block has such a number"
+        )
+
+
+@pytest.mark.gpu
+def test_ids_on_the_gpu_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"page_ids is on cuda:0.*pass page_ids\.cpu\(\)"):
+        read_ids("page_ids", torch.tensor([0], device="cuda:0"))

@@ -1,0 +1,190 @@
+"""Block j of a request lies in its slot of its page, and a wrong id is refused with its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusal import refusal
+from torch import Tensor
+
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+BLOCKS = 6
+
+
+def make_handler(per_page: int = 1, num_pages: int = 4) -> OffloadHandler:
+    cache = torch.randint(-999, 999, (2, BLOCKS, 5), dtype=torch.int16)
+    layout = PagedLayout([cache], block_dim=1)
+    return OffloadHandler(layout, HostPool(layout, num_pages, per_page))
+
+
+def make_hybrid() -> OffloadHandler:
+    """Two groups: 6 blocks in 4 pages of 2, and 3 blocks in 5 pages of 1."""
+    layouts = [PagedLayout([torch.zeros(6, 4)]), PagedLayout([torch.zeros(3, 8)])]
+    return OffloadHandler(layouts, [HostPool(layouts[0], 4, 2), HostPool(layouts[1], 5)])
+
+
+def bytes_of(handler: OffloadHandler, block: int) -> Tensor:
+    """The block: its planes one after another."""
+    (cache,) = handler.layouts[0].tensors
+    return cache[:, block].reshape(-1).view(torch.uint8)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_block_j_lies_in_its_slot_of_its_page(data: st.DataObject) -> None:
+    per_page = data.draw(st.integers(1, 5))
+    handler = make_handler(per_page, num_pages=7)
+    pages = handler.pools[0].pages
+    pages.random_(256)
+    expected = pages.clone()
+    blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=6))
+    first = data.draw(st.integers(0, per_page - 1))
+    slots = [divmod(first + j, per_page) for j in range(len(blocks))]
+    page_ids = data.draw(st.permutations(range(7)))[: slots[-1][0] + 1 if slots else 0]
+    for block, (page, slot) in zip(blocks, slots, strict=True):
+        expected[page_ids[page], slot] = bytes_of(handler, block)
+    handler.store(blocks, page_ids, first_block=first)
+    assert torch.equal(pages, expected)
+    targets = data.draw(st.permutations(range(BLOCKS)))[: len(blocks)]
+    (cache,) = handler.layouts[0].tensors
+    loaded = cache.clone()
+    for block, target in zip(blocks, targets, strict=True):
+        loaded[:, target] = cache[:, block]
+    handler.load(page_ids, targets, first_block=first)
+    assert torch.equal(cache, loaded)
+    assert torch.equal(pages, expected)
+    handler.close()
+
+
+def test_each_group_has_its_blocks_pages_and_first_block() -> None:
+    with make_hybrid() as handler:
+        for tensor in (handler.layouts[0].tensors[0], handler.layouts[1].tensors[0]):
+            tensor.copy_(torch.arange(1.0, len(tensor) + 1)[:, None].expand_as(tensor))
+        handler.store([[5, 0, 3], [2]], [[3, 0], [4]], first_block=[1, 0])
+        handler.store([[], [1]], [[], [0]])
+        handler.store([[4], []], [[1], []], first_block=1)
+        first, second = (pool.pages.view(torch.float32)[..., 0] for pool in handler.pools)
+        assert first.tolist() == [[1, 4], [0, 5], [0, 0], [0, 6]]
+        assert second.flatten().tolist() == [2, 0, 0, 0, 3]
+
+
+def test_a_load_may_read_a_page_twice_and_a_store_a_block() -> None:
+    with make_handler() as handler:
+        assert handler.load([2, 2], [0, 1]).nbytes == 40
+        assert handler.store([1, 1], [2, 3]).nbytes == 40
+
+
+def test_no_blocks_are_a_job_of_no_bytes() -> None:
+    with make_handler(per_page=3) as handler:
+        assert [handler.store([], []).nbytes, handler.load([], []).nbytes] == [0, 0]
+        assert [result.ok for result in handler.finished()] == [True, True]
+
+
+def test_the_last_ids_are_taken_and_those_beyond_refused() -> None:
+    with make_handler() as handler:
+        assert handler.store([5], [3]).nbytes == 20
+        for blocks, pages in [([6], [3]), ([5], [4]), ([-1], [3]), ([5], [-1]), ([2**62], [0])]:
+            for call in (handler.store, lambda b, p: handler.load(p, b)):
+                with pytest.raises(IndexError):
+                    call(blocks, pages)
+
+
+def test_a_wrong_request_is_refused_with_what_is_wrong() -> None:
+    handler, pairs = make_handler(), make_handler(per_page=2)
+    calls = [
+        lambda: handler.store([0, 6], [0, 1]),
+        lambda: handler.load([0, -1, 9], [0, 1, 2]),
+        lambda: handler.store([0, 1, 2, 3], [1, 3, 2, 3]),
+        lambda: handler.load([0, 1, 2, 3], [4, 0, 0, 4]),
+        lambda: pairs.store([0, 1], [0], first_block=1),
+        lambda: pairs.store([0, 1], [0, 1]),
+        lambda: pairs.load([0], [0], first_block=2),
+        lambda: pairs.load([0], [0], first_block=-1),
+        lambda: pairs.load([0], [0], first_block=0.0),  # type: ignore[arg-type]
+        lambda: pairs.load([0], [0], first_block=[0, 1]),
+        lambda: handler.load([0], [0], layer_groups=0),
+        lambda: handler.load([0], [0], layer_groups=2),
+        lambda: handler.load([0], [0], layer_groups=1.0),  # type: ignore[arg-type]
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+IndexError: gpu_block_ids[1] is 6; there are 6 GPU blocks, 0 to 5
+IndexError: page_ids[1] is -1; there are 4 host pages, 0 to 3
+ValueError: page_ids[1] and page_ids[3] are both 3: it would be written twice; pass each
+destination once
+ValueError: gpu_block_ids[1] and gpu_block_ids[2] are both 0: it would be written twice;
+pass each destination once
+ValueError: 2 blocks from first_block=1 on need 2 pages of 2 blocks, page_ids has 1
+ValueError: 2 blocks from first_block=0 on need 1 pages of 2 blocks, page_ids has 2
+ValueError: first_block=2 is outside of the first page, whose blocks are 0 to 1
+ValueError: first_block=-1 is outside of the first page, whose blocks are 0 to 1
+TypeError: first_block is a float; it must be an integer
+TypeError: first_block is a list; it must be an integer
+ValueError: layer_groups is 0; it must be 1 to 1
+ValueError: layer_groups is 2; it must be 1 to 1
+TypeError: layer_groups is a float; it must be an integer""",
+    )
+    assert handler.finished() == []
+    assert handler.store([0], [0]).id == 0
+
+
+def test_a_wrong_request_of_groups_is_refused_with_the_group() -> None:
+    handler = make_hybrid()
+    calls = [
+        lambda: handler.store([[0], [3]], [[0], [0]]),
+        lambda: handler.store([[0], [2]], [[4], [0]]),
+        lambda: handler.store([[0], [1, 2]], [[0], [3, 3]]),
+        lambda: handler.load([[0], [1, 2]], [[0], [2, 2]]),
+        lambda: handler.store([[0], [1]], [[0], []]),
+        lambda: handler.store([0], [0]),
+        lambda: handler.store([[0]], [[0]]),
+        lambda: handler.store([[0], 1], [[0], [1]]),
+        lambda: handler.store([[0], [1]], [[0], [1]], first_block=[0, 1]),
+        lambda: handler.store([[0], [1]], [[0], [1]], first_block=[0]),
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+IndexError: gpu_block_ids[1][0] is 3; there are 3 GPU blocks, 0 to 2
+IndexError: page_ids[0][0] is 4; there are 4 host pages, 0 to 3
+ValueError: page_ids[1][0] and page_ids[1][1] are both 3: it would be written twice;
+pass each destination once
+ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be written
+twice; pass each destination once
+ValueError: 1 blocks from first_block=0 on need 1 pages of 1 blocks, page_ids[1] has 0
+ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; those
+without blocks in the job are empty
+ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; those
+without blocks in the job are empty
+TypeError: gpu_block_ids[1] is a int; pass a list, numpy array or CPU tensor
+ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
+ValueError: first_block has 1 entries for 2 groups""",
+    )
+    assert handler.finished() == []
+
+
+def test_groups_of_one_memory_may_not_write_one_block_twice_in_a_job() -> None:
+    cache = torch.zeros(4, 6)
+    layouts = [PagedLayout([cache]), PagedLayout([cache])]
+    pool = HostPool(layouts[0], 4)
+    with OffloadHandler(layouts, [pool, pool]) as handler:
+        calls = [
+            lambda: handler.load([[0], [1]], [[2], [2]]),
+            lambda: handler.store([[0], [1]], [[2], [2]]),
+        ]
+        assert_expected_inline(
+            "\n".join(refusal(call) for call in calls),
+            """\
+ValueError: gpu_block_ids[1][0] is 2, which another group of this job writes too; their
+memory is the same
+ValueError: page_ids[1][0] is 2, which another group of this job writes too; their
+memory is the same""",
+        )
+        assert handler.load([[0], [1]], [[2], [3]]).nbytes == 48

@@ -1,0 +1,369 @@
+"""Host pages have the exact size, are pinned while the pool is open, and outlive their views."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import textwrap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from rigs import a_fork_lives
+from simulated_driver import HOST, Driver, place, stubbed
+from simulated_driver.cuda import CudaError
+from trees import write
+
+from torch_kvswap._native import loader
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.registration import Registration
+from torch_kvswap.layout import PagedLayout
+
+
+def make_layout(row_bytes: int = 656, device: str = "cpu") -> PagedLayout:
+    return PagedLayout([torch.zeros(4, row_bytes, dtype=torch.uint8, device=device)])
+
+
+def mapped_bytes(address: int) -> int:
+    """The size of the mapping that begins at the address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first == address:
+            return last - first
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def whole_pages(nbytes: int) -> int:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return -(-nbytes // page) * page
+
+
+def test_pages_have_the_asked_size_and_are_zero() -> None:
+    pool = HostPool(make_layout(), num_pages=5, blocks_per_page=3)
+    assert pool.pages.shape == (5, 3, 656)
+    assert pool.pages.dtype == torch.uint8
+    assert (pool.page_bytes, pool.nbytes) == (1968, 9840)
+    assert not pool.pages.any()
+    assert not pool.is_pinned
+
+
+def test_the_memory_is_not_rounded_up_to_a_power_of_two() -> None:
+    pool = HostPool(make_layout(), num_pages=100_000)
+    assert mapped_bytes(pool.pages.data_ptr()) == whole_pages(pool.nbytes)
+
+
+def test_planes_of_a_block_lie_one_after_another() -> None:
+    tensors = [torch.zeros(4, width, dtype=torch.uint8) for width in (3, 8, 5)]
+    pool = HostPool(PagedLayout(tensors), num_pages=2, blocks_per_page=2)
+    start = pool.pages.data_ptr()
+    assert pool.layout.bases.tolist() == [start, start + 3, start + 11]
+    assert pool.layout.strides.tolist() == [16, 16, 16]
+    assert pool.layout.sizes.tolist() == [3, 8, 5]
+    assert (pool.layout.num_blocks, pool.layout.block_bytes) == (4, 16)
+
+
+def test_a_view_outlives_the_pool() -> None:
+    pool = HostPool(make_layout(), num_pages=100)
+    view = pool.pages[50:]
+    pool.close()
+    del pool
+    gc.collect()
+    view.fill_(7)
+    assert int(view.sum(dtype=torch.int64)) == 7 * view.numel()
+
+
+def test_the_memory_goes_with_its_last_view() -> None:
+    pool = HostPool(make_layout(), num_pages=100_000)
+    view = pool.pages[0]
+    address = view.data_ptr()
+    pool.close()
+    size = mapped_bytes(address)
+    del view
+    gc.collect()
+    assert size >= pool.nbytes
+    with pytest.raises(AssertionError, match="nothing is mapped"):
+        mapped_bytes(address)
+
+
+def test_a_closed_pool_says_so() -> None:
+    with HostPool(make_layout(), num_pages=1) as pool:
+        pass
+    pool.close()
+    assert not pool.is_pinned
+    with pytest.raises(RuntimeError, match="the host pool is closed; make a new one"):
+        _ = pool.pages
+
+
+def test_no_pages_are_refused() -> None:
+    assert_expected_inline(
+        refusal(HostPool, make_layout(), num_pages=0),
+        """ValueError: num_pages is 0; it must be 1 to 9223372036854775807""",
+    )
+
+
+def test_pages_without_blocks_are_refused() -> None:
+    assert_expected_inline(
+        refusal(HostPool, make_layout(), 1, blocks_per_page=0),
+        """ValueError: blocks_per_page is 0; it must be 1 to 9223372036854775807""",
+    )
+
+
+def test_more_than_the_machine_has_room_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "proc/meminfo", "MemTotal: 65536 kB\nMemAvailable: 4096 kB\n")
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    assert_expected_inline(
+        refusal(HostPool, make_layout(), num_pages=10_000),
+        """\
+ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are available
+(MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the memory""",
+    )
+
+
+def test_pinning_for_a_cache_on_the_cpu_is_refused() -> None:
+    assert_expected_inline(
+        refusal(HostPool, make_layout(), 1, pinned=True),
+        """ValueError: pinned=True needs a cache on CUDA, this one is on cpu; leave it out""",
+    )
+
+
+# Pinning, where the simulated driver writes down what it is told
+
+
+def on_gpu(driver: Driver, row_bytes: int = 128) -> PagedLayout:
+    return place(driver, make_layout(row_bytes))
+
+
+@stubbed
+def test_the_whole_range_is_registered_once_and_unregistered_once(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=10, blocks_per_page=2)
+    assert driver.cuda.memory_type(pool.pages) == HOST
+    view = pool.pages
+    pool.close()
+    pool.close()
+    assert driver.cuda.memory_type(view) == 0
+    del pool
+    gc.collect()
+    assert_expected_inline(
+        driver.log(),
+        """\
+push context of device 0
+register 2560 bytes of host memory
+pop context
+push context of device 0
+unregister 2560 bytes of host memory
+pop context
+""",
+    )
+
+
+@stubbed
+def test_pageable_memory_is_not_registered(driver: Driver) -> None:
+    HostPool(on_gpu(driver), num_pages=1, pinned=False).close()
+    assert driver.calls("cuMemHostRegister") == 0
+
+
+@stubbed
+def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=1000)
+    address = pool.pages.data_ptr()
+    library = loader.library()
+    unregister = library.kvswap_host_unregister
+    mapped = []
+
+    def look(device: int, address: int) -> bool:
+        mapped.append(mapped_bytes(address))
+        return bool(unregister(device, address))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "kvswap_host_unregister", look)
+        del pool
+        gc.collect()
+    assert mapped == [whole_pages(128_000)]
+    assert driver.calls("cuMemHostUnregister") == 1
+    with pytest.raises(AssertionError, match="nothing is mapped"):
+        mapped_bytes(address)
+
+
+@stubbed
+def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -> None:
+    class Handler:
+        def close(self) -> None:
+            closed.append(driver.cuda.memory_type(view))
+
+    closed: list[int] = []
+    pool = HostPool(on_gpu(driver), num_pages=1)
+    view = pool.pages
+    handlers = [Handler(), Handler()]
+    for handler in handlers:
+        pool.used_by(handler)
+    pool.close()
+    assert closed == [HOST, HOST]
+    assert driver.cuda.memory_type(view) == 0
+
+
+def test_the_pool_does_not_keep_its_handlers() -> None:
+    class Handler:
+        pass
+
+    pool = HostPool(make_layout(), num_pages=1)
+    handler = Handler()
+    pool.used_by(handler)  # type: ignore[arg-type]
+    reference = weakref.ref(handler)
+    del handler
+    assert reference() is None
+
+
+@stubbed
+def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
+    layout = on_gpu(driver)
+    mapped: list[int] = []
+    map_memory = loader.library().kvswap_host_map
+
+    def note(*arguments: object) -> int:
+        mapped.append(map_memory(*arguments))
+        return mapped[-1]
+
+    driver.fail("cuMemHostRegister", code=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader.library(), "kvswap_host_map", note)
+        patch.setattr(system, "memlock_limit", lambda: 1000)
+        text = refusal(HostPool, layout, 10, pinned=True)
+    assert_expected_inline(
+        text,
+        """\
+RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
+cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; raise the limit on locked
+memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit memlock=-1), ask for
+fewer pages, or pass pinned=False for pageable memory""",
+    )
+    gc.collect()
+    with pytest.raises(AssertionError, match="nothing is mapped"):
+        mapped_bytes(mapped[0])
+    assert driver.calls("cuMemHostUnregister") == 0
+    with HostPool(layout, 10, pinned=True) as pool:  # the next one finds nothing in its way
+        assert pool.is_pinned
+
+
+@stubbed
+def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver) -> None:
+    driver.fail("cuMemHostRegister", code=2)
+    with pytest.warns(RuntimeWarning) as warned:
+        pool = HostPool(on_gpu(driver), num_pages=10)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert_expected_inline(
+        textwrap.fill(str(warned[0].message), 88),
+        """\
+the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
+CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
+pageable memory. The pages are pageable now: the driver copies them through memory of
+its own and holds up the thread that submits, and no kernel reaches them""",
+    )
+    assert not pool.is_pinned
+    assert (pool.ready_pages, pool.wait_ready()) == (10, True)
+    with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
+        handler.wait(handler.store([0, 1], [8, 9]))
+        assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])
+        assert driver.calls("cuMemcpyAsync") > 0
+
+
+@stubbed
+def test_a_failed_unregistration_warns_and_names_the_bytes(driver: Driver) -> None:
+    pool = HostPool(on_gpu(driver), num_pages=1)
+    driver.fail("cuMemHostUnregister", code=2)
+    with pytest.warns(RuntimeWarning) as warned:
+        pool.close()
+    assert_expected_inline(
+        textwrap.fill(str(warned[0].message), 88),
+        """\
+the driver did not unpin 128 bytes of host memory: cuMemHostUnregister: CUDA_ERROR_STUB
+(2): made up by the stub; they stay locked until the process ends""",
+    )
+
+
+@stubbed
+def test_a_pool_is_pinned_while_another_thread_captures_a_graph(driver: Driver) -> None:
+    layout = on_gpu(driver)
+    driver.set_global_capture(True)
+    pool = HostPool(layout, num_pages=1)
+    pool.close()
+    assert driver.capture_spoilt == 0
+    with pytest.raises(CudaError):  # the control: without our mode
+        driver.cuda.check("cuMemHostRegister", layout.tensors[0].data_ptr(), 1, 1)
+    assert driver.capture_spoilt == 1
+
+
+@pytest.mark.gpu
+def test_the_driver_says_that_pages_are_pinned_until_the_pool_is_closed() -> None:
+    pool = HostPool(make_layout(device="cuda:0"), num_pages=1000)
+    view = pool.pages
+    assert pool.is_pinned
+    assert view[-1].is_pinned()
+    pool.close()
+    assert not view.is_pinned()
+    assert not HostPool(make_layout(device="cuda:0"), num_pages=1, pinned=False).is_pinned
+
+
+@pytest.mark.gpu
+def test_pinning_commits_what_was_asked_and_no_more() -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024  # type: ignore[union-attr]
+
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    HostPool(layout, num_pages=1).close()  # what the driver needs once
+    before = resident()
+    pool = HostPool(layout, num_pages=300)
+    grown = resident() - before
+    assert pool.nbytes <= grown + (1 << 20)
+    assert grown <= pool.nbytes * 1.01 + (1 << 20)
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel() -> None:
+    layout = make_layout(device="cuda:0")
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    one, other = (Registration(memory, layout.device) for _ in range(2))
+    assert one.add(0, memory.nbytes) is None
+    assert "cuMemHostRegister" in (other.add(0, memory.nbytes) or "")  # it is pinned already
+    ones = torch.ones(1000, device="cuda:0").add_(1)
+    torch.cuda.synchronize()
+    assert ones.eq(2).all().item()
+    one.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    with HostPool(layout, num_pages=16) as pool, OffloadHandler(layout, pool) as handler:
+        pool.pages.fill_(1)
+        with a_fork_lives():
+            # A page that was copied here would no longer be the one that is pinned.
+            pool.pages.fill_(2)
+            handler.wait(handler.load([3, 15], [0, 1]))
+            assert layout.tensors[0][:2].eq(2).all().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"world": 2, "replicated": True}, {"huge_pages": False}])
+def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> None:
+    layout = make_layout(row_bytes=1 << 20, device="cuda:0")
+    layout.tensors[0].random_(256)
+    with (
+        HostPool(layout, 64, pinned=True, chunk_bytes=16 << 20, **options) as pool,
+        OffloadHandler(layout, pool) as handler,
+    ):
+        assert pool.is_pinned
+        handler.wait(handler.store([0, 1, 2], [15, 16, 63]))
+        assert torch.equal(pool.pages[[15, 16, 63], 0], layout.tensors[0][:3].cpu())

@@ -1,0 +1,125 @@
+"""What a machine has is read from files, those of both versions of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trees import write
+
+from torch_kvswap.host_pool import system
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    return tmp_path
+
+
+def limit(root: Path, folder: str, allowed: object, used: int, inactive: int = 0) -> None:
+    write(root, f"{folder}/memory.max", f"{allowed}\n")
+    write(root, f"{folder}/memory.current", f"{used}\n")
+    write(root, f"{folder}/memory.stat", f"anon 7\ninactive_file {inactive}\nactive_file 9\n")
+
+
+def limit_of_version_1(root: Path, folder: str, allowed: int, used: int, inactive: int) -> None:
+    write(root, f"{folder}/memory.limit_in_bytes", f"{allowed}\n")
+    write(root, f"{folder}/memory.usage_in_bytes", f"{used}\n")
+    text = f"inactive_file 1\ntotal_inactive_file {inactive}\n"
+    write(root, f"{folder}/memory.stat", text)
+
+
+def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
+    assert system.available_bytes() is None
+    assert list(system.control_group_limits()) == []
+    assert system.reserved_huge_pages() == (0, 0, 2 << 20)
+    assert not system.offers_huge_pages(shared=False)
+    assert system.numa_node_of("0000:18:00.0") is None
+    assert system.cpus_of(0) == []
+    assert not system.is_wsl()
+
+
+def test_available_memory_is_not_the_installed_memory(tree: Path) -> None:
+    write(tree, "proc/meminfo", "MemTotal:  99 kB\nMemFree:  1 kB\nMemAvailable:  7 kB\n")
+    assert system.available_bytes() == 7 << 10
+
+
+def test_reserved_huge_pages_are_counted(tree: Path) -> None:
+    text = "HugePages_Total:    8\nHugePages_Free:     3\nHugepagesize:    1048576 kB\n"
+    write(tree, "proc/meminfo", text)
+    assert system.reserved_huge_pages() == (3, 8, GIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "offers"),
+    [("always [madvise] never", True), ("[always] madvise never", True), ("never [deny]", False)],
+)
+def test_huge_pages_are_offered_unless_the_setting_is_off(
+    tree: Path, text: str, offers: bool
+) -> None:
+    write(tree, "sys/kernel/mm/transparent_hugepage/enabled", text + "\n")
+    write(tree, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [never]\n")
+    assert system.offers_huge_pages(shared=False) == offers
+    assert not system.offers_huge_pages(shared=True)
+
+
+def test_a_limit_of_version_2_counts_files_that_can_go(tree: Path) -> None:
+    write(tree, "proc/self/cgroup", "0::/jobs/one\n")
+    limit(tree, "sys/fs/cgroup/jobs/one", 10 * GIB, 4 * GIB, GIB)
+    assert list(system.control_group_limits()) == [
+        (7 * GIB, 10 * GIB, "/sys/fs/cgroup/jobs/one/memory.max")
+    ]
+
+
+def test_the_groups_around_a_group_have_limits_too(tree: Path) -> None:
+    write(tree, "proc/self/cgroup", "0::/jobs/one\n")
+    limit(tree, "sys/fs/cgroup/jobs/one", "max", 4 * GIB)
+    limit(tree, "sys/fs/cgroup/jobs", 8 * GIB, 5 * GIB)
+    assert list(system.control_group_limits()) == [
+        (3 * GIB, 8 * GIB, "/sys/fs/cgroup/jobs/memory.max")
+    ]
+
+
+def test_in_a_container_the_root_has_the_limit(tree: Path) -> None:
+    write(tree, "proc/self/cgroup", "0::/a/path/of/the/host\n")
+    limit(tree, "sys/fs/cgroup", 2 * GIB, GIB)
+    assert [one.left for one in system.control_group_limits()] == [GIB]
+
+
+def test_a_limit_of_version_1_is_found_beside_other_controllers(tree: Path) -> None:
+    write(tree, "proc/self/cgroup", "5:cpu,cpuacct:/\n4:memory:/docker/ab\n0::/\n")
+    limit_of_version_1(tree, "sys/fs/cgroup/memory/docker/ab", 6 * GIB, 3 * GIB, 2 * GIB)
+    limit_of_version_1(tree, "sys/fs/cgroup/memory", 0x7FFFFFFFFFFFF000, 9 * GIB, 0)  # no limit
+    assert list(system.control_group_limits()) == [
+        (5 * GIB, 6 * GIB, "/sys/fs/cgroup/memory/docker/ab/memory.limit_in_bytes")
+    ]
+
+
+def test_the_node_of_a_device_and_its_cpus_are_read(tree: Path) -> None:
+    write(tree, "sys/bus/pci/devices/0000:18:00.0/numa_node", "1\n")
+    write(tree, "sys/bus/pci/devices/0000:19:00.0/numa_node", "-1\n")
+    write(tree, "sys/devices/system/node/node1/cpulist", "4-6,12\n")
+    assert system.numa_node_of("0000:18:00.0") == 1
+    assert system.numa_node_of("0000:19:00.0") is None
+    assert system.cpus_of(1) == [4, 5, 6, 12]
+
+
+def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) -> None:
+    entries = [
+        ("1000-2000", "AnonHugePages", 64),
+        ("2000-3000", "AnonHugePages", 1),
+        ("3000-4000", "ShmemPmdMapped", 2),
+        ("4000-5000", "Shared_Hugetlb", 4),
+        ("5000-6000", "Rss", 8),
+        ("6000-7000", "AnonHugePages", 64),
+    ]
+    lines = [f"{ends} rw-p 0 00:00 0\n{name}:   {size} kB\n" for ends, name, size in entries]
+    write(tree, "proc/self/smaps", "".join(lines))
+    assert system.huge_bytes(0x2000, 0x6000) == 7 << 10
+
+
+def test_wsl_is_known_by_its_kernel(tree: Path) -> None:
+    write(tree, "proc/version", "Linux version 5.15.90.1-microsoft-standard-WSL2\n")
+    assert system.is_wsl()

@@ -1,0 +1,343 @@
+"""Mapped memory has the asked size, huge pages where the kernel has some, and is safe in a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import mmap
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from rigs import a_fork_lives, run_script
+from simulated_driver import Driver, stubbed
+from trees import write
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import Mapping, create_file, map_pool
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+MIB = 1 << 20
+GPU = torch.device("cuda", 0)
+
+
+def resident() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """The exit status of a fork: whether the body was true, or the signal that ended it, negative."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        signal.alarm(20)
+        os._exit(int(bool(body())))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def mapping(kind: str, nbytes: int) -> Mapping:
+    return map_pool(nbytes, kind == "shared", None, None)
+
+
+KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
+
+
+@KINDS
+def test_touched_memory_is_resident_and_no_more_than_was_asked(kind: str) -> None:
+    size = 100 * MIB + 4096  # no multiple of a huge page
+    mapping(kind, MIB).touch(0, MIB)  # what threads need once
+    before = resident()
+    mapped = mapping(kind, size)
+    assert resident() - before < MIB
+    mapped.touch(0, size)
+    grown = resident() - before
+    assert size - MIB < grown < size * 1.01 + MIB
+
+
+@KINDS
+def test_only_what_was_asked_for_is_touched(kind: str) -> None:
+    before = resident()
+    mapped = mapping(kind, 64 * MIB)
+    mapped.touch(16 * MIB, 24 * MIB)
+    assert 7 * MIB < resident() - before < 13 * MIB
+
+
+def test_where_no_thread_can_be_had_the_caller_touches() -> None:
+    mapped = Mapping(64 * MIB)
+    before = resident()
+    abi.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
+    assert resident() - before > 63 * MIB
+
+
+@KINDS
+def test_touching_changes_no_byte(kind: str) -> None:
+    mapped = mapping(kind, 5 * MIB + 77)
+    mapped.tensor.random_()
+    copy = mapped.tensor.clone()
+    mapped.touch(100, 4 * MIB + 1)
+    mapped.touch(0, mapped.nbytes)
+    assert torch.equal(mapped.tensor, copy)
+
+
+def test_memory_that_is_not_there_is_an_error_when_it_is_touched() -> None:
+    mapped = Mapping(2 * MIB)
+    hole = mapped.address + MIB
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE))
+    with pytest.raises(RuntimeError, match="the kernel has no memory for 2097152 bytes"):
+        mapped.touch(0, 2 * MIB)
+
+
+def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
+    if not system.offers_huge_pages(shared=False):
+        pytest.skip("this kernel makes none")
+    mapped = Mapping(16 * MIB)
+    assert mapped.huge_bytes == 0
+    mapped.touch(0, 16 * MIB)
+    assert mapped.huge_bytes == 16 * MIB
+    without = Mapping(16 * MIB, huge_pages=False)
+    without.touch(0, 16 * MIB)
+    assert without.huge_bytes == 0
+
+
+def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not() -> None:
+    mapped = mapping("shared", 16 * MIB)
+    mapped.touch(0, 16 * MIB)
+    assert mapped.huge_bytes in (0, 16 * MIB)
+    version = tuple(map(int, os.uname().release.split(".")[:2]))
+    if version >= (6, 1) and system.offers_huge_pages(shared=False):
+        assert mapped.huge_bytes == 16 * MIB  # also where shmem_enabled is never
+
+
+@KINDS
+def test_two_mappings_never_count_as_one(kind: str) -> None:
+    both = [mapping(kind, 4 * MIB) for _ in range(2)]
+    both[0].touch(0, 4 * MIB)
+    assert both[1].huge_bytes == 0
+
+
+@KINDS
+def test_writing_behind_the_end_is_caught(kind: str) -> None:
+    mapped = mapping(kind, 2 * mmap.PAGESIZE)
+
+    def write() -> None:
+        ctypes.memset(mapped.address + 2 * mmap.PAGESIZE, 1, 1)
+
+    assert in_child(write) == -signal.SIGSEGV
+
+
+@KINDS
+def test_memory_is_unmapped_with_its_last_view(kind: str) -> None:
+    native = loader.library()
+    unmapped = []
+    with pytest.MonkeyPatch.context() as patch:
+        unmap = native.kvswap_host_unmap
+
+        def note(*arguments: int) -> None:
+            unmapped.append(arguments)
+            unmap(*arguments)
+
+        patch.setattr(native, "kvswap_host_unmap", note)
+        mapped = mapping(kind, MIB)
+    address, view = mapped.address, mapped.tensor[5:]
+    mapped.let_go()
+    gc.collect()
+    assert not unmapped
+    view.fill_(3)
+    del view
+    gc.collect()
+    assert unmapped == [(address, MIB)]
+
+
+def test_a_fork_has_zeros_of_its_own_and_costs_the_parent_nothing() -> None:
+    mapped = Mapping(64 * MIB)
+    mapped.tensor.fill_(7)
+    before = resident()
+    zeros = bytes(mapped.nbytes)
+    # No torch in the child: the threads of its operators are the parent's.
+    assert in_child(lambda: ctypes.string_at(mapped.address, mapped.nbytes) == zeros) == 1
+    with a_fork_lives():
+        first = faults()
+        mapped.tensor.fill_(8)  # no page of it is copied
+        assert faults() - first < 100
+    assert mapped.tensor.eq(8).all()
+    assert resident() - before < 8 * MIB
+
+
+def faults() -> int:
+    """Page faults of this process so far that needed no disk."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
+    mapped = Mapping(MIB)
+    mapped.tensor.fill_(7)
+
+    def drop() -> bool:
+        mapped.let_go()
+        gc.collect()
+        return True
+
+    assert in_child(drop) == 1
+    assert mapped.tensor.eq(7).all()
+
+
+def test_a_file_keeps_its_size_and_has_no_name() -> None:
+    file = create_file(10_000, huge_pages=False)
+    assert os.fstat(file).st_size == 3 * mmap.PAGESIZE
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, 0)
+    assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW
+    assert os.fstat(file).st_nlink == 0
+    assert not os.get_inheritable(file)
+    os.close(file)
+
+
+def test_memory_that_cannot_be_mapped_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"no room for a mapping of \d+ bytes: Cannot allocate"):
+        Mapping(1 << 60)
+
+
+def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "file", "x" * mmap.PAGESIZE)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    with pytest.raises(RuntimeError, match=r"does not map \d+ bytes: Permission denied"):
+        Mapping(mmap.PAGESIZE, file)
+
+
+def test_memory_is_placed_on_a_node_that_there_is() -> None:
+    mapped = Mapping(4 * MIB)
+    mapped.place(GPU, 0, range(2 * MIB, 4 * MIB))
+    mapped.touch(0, 4 * MIB)
+    policies = Path("/proc/self/numa_maps")
+    if not policies.exists():
+        pytest.skip("this kernel knows no nodes")
+    address = f"{mapped.address + 2 * MIB:x} "
+    lines = [line for line in policies.read_text().splitlines() if line.startswith(address)]
+    assert "prefer" in lines[0]
+
+
+@stubbed
+def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) -> None:
+    for attribute, value in ((50, 1), (33, 0xAB), (34, 0x1C)):  # PCI domain, bus and device
+        driver.set_attribute(attribute, value)
+    nodes = []
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        write(Path(folder), "sys/bus/pci/devices/0001:ab:1c.0/numa_node", "3\n")
+        patch.setattr(system, "ROOT", Path(folder))
+        bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
+        patch.setattr(loader.library(), "kvswap_host_bind", bind)
+        mapped = Mapping(MIB)
+        mapped.place(GPU, None, range(4096, MIB))
+        driver.set_attribute(33, 0)  # there is no such device
+        mapped.place(GPU, None, range(MIB))
+        driver.fail("cuDeviceGetAttribute")
+        mapped.place(GPU, None, range(MIB))
+    assert nodes == [(MIB - 4096, 3)]
+
+
+def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{cpus[0]}\n")
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    monkeypatch.setattr(loader.library(), "kvswap_host_bind", lambda *arguments: False)
+    calls = []
+    touch = loader.library().kvswap_host_touch
+    monkeypatch.setattr(
+        loader.library(),
+        "kvswap_host_touch",
+        lambda *arguments: (calls.append((list(arguments[4]), arguments[5])), touch(*arguments))[1],
+    )
+    mapped = Mapping(MIB)
+    mapped.place(GPU, 0, range(MIB))
+    mapped.touch(0, MIB)
+    assert calls == [([cpus[0]], 1)]
+    assert sorted(os.sched_getaffinity(0)) == cpus  # this thread keeps its own
+
+
+def test_a_node_that_does_not_exist_hinders_nobody() -> None:
+    mapped = Mapping(MIB)
+    for node in (63, 5000, -1):
+        mapped.place(GPU, node, range(MIB))
+    mapped.touch(0, MIB)
+
+
+def test_reserved_huge_pages_are_used_on_request() -> None:
+    if system.reserved_huge_pages().free < 4:
+        pytest.skip("this machine has reserved none")
+    mapped = map_pool(5 * MIB, False, True, None)
+    mapped.touch(0, 5 * MIB)
+    assert mapped.huge_bytes == 5 * MIB
+
+
+def test_importing_and_mapping_use_no_cuda() -> None:
+    script = """
+        import torch, torch_kvswap
+        from torch_kvswap.layout import PagedLayout
+        pool = torch_kvswap.HostPool(PagedLayout([torch.zeros(2, 8)]), 4)
+        print(pool.is_pinned, torch.cuda.is_initialized())
+    """
+    assert run_script(script) == "False False\n"
+
+
+OLD_KERNEL = """
+    #include <cerrno>
+    #include <cstddef>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+
+    /* Before Linux 4.14 there is no WIPEONFORK, before 5.14 no POPULATE_WRITE, before 6.1 no COLLAPSE. */
+    extern "C" int madvise(void* address, size_t bytes, int advice) noexcept {
+      if (advice == 18 || advice == 23 || advice == 25) return errno = EINVAL, -1;
+      return syscall(SYS_madvise, address, bytes, advice);
+    }
+"""
+
+
+@KINDS
+def test_an_old_kernel_lacks_calls_but_pages_are_touched_and_forks_are_safe(
+    kind: str, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text(textwrap.dedent(OLD_KERNEL))
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    body = f"""
+        import ctypes, os, sys
+        sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
+        from test_mapping import MIB, in_child, mapping, resident
+        mapping({kind!r}, MIB).touch(0, MIB)
+        before = resident()
+        mapped = mapping({kind!r}, 64 * MIB + 4096)
+        mapped.touch(0, mapped.nbytes)
+        print(63 < (resident() - before) / MIB < 66)
+        ctypes.memset(mapped.address, 7, mapped.nbytes)
+        print(in_child(lambda: ctypes.string_at(mapped.address + 5 * MIB, 1) == bytes([7])))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env={
+            **os.environ,
+            "LD_PRELOAD": os.fspath(library),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n1\n"

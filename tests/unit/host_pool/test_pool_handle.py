@@ -1,0 +1,403 @@
+"""Processes share the memory of a pool: each pins its part, and nothing is left when they end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from patience import PATIENCE
+from refusal import refusal
+from rigs import in_time
+from simulated_driver import HOST, Driver, place, stubbed
+
+from torch_kvswap import PoolHandle
+from torch_kvswap._native import loader
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+BLOCK = 4096
+
+
+def layout(block_bytes: int = BLOCK, blocks: int = 8) -> PagedLayout:
+    return PagedLayout([torch.zeros(blocks, block_bytes, dtype=torch.uint8)])
+
+
+def through_a_socket(handle: PoolHandle) -> PoolHandle:
+    here, there = socket.socketpair()
+    with here, there:
+        handle.send(here)
+        return PoolHandle.receive(there)
+
+
+def test_a_handle_goes_through_a_socket() -> None:
+    pool = HostPool(layout(), 6, blocks_per_page=2, world=3)
+    handle = through_a_socket(pool.share())
+    assert (handle.num_pages, handle.blocks_per_page, handle.page_bytes) == (6, 2, 2 * BLOCK)
+    assert (handle.world, handle.replicated) == (3, False)
+    assert not os.get_inheritable(handle.fd)
+    other = HostPool.attach(layout(), handle, rank=1, world=3)
+    assert (other.own_pages, other.num_pages) == (range(2, 4), 6)
+    pool.pages[5, 1].fill_(9)
+    assert other.pages[5, 1].eq(9).all()
+    assert other.pages.data_ptr() != pool.pages.data_ptr()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_handle_sends_no_other_file() -> None:
+    pool = HostPool(layout(), 4, world=2)
+    handle = pool.share()
+    number = handle.fd
+    handle.close()
+    os.dup2(other := os.memfd_create("of somebody else"), number)
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        for use in (
+            lambda: handle.send(there),
+            lambda: HostPool.attach(layout(), handle, 1, 2),
+            lambda: handle.fd,
+        ):
+            assert refusal(use).startswith("RuntimeError: the handle of the host pool is closed;")
+        with pytest.raises(BlockingIOError):
+            here.recv(1)
+    for file in {other, number}:
+        os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends", "error"),
+    [
+        (8, False, TimeoutError),
+        (8, True, ConnectionError),
+        (40, False, ConnectionError),  # all numbers are 0
+    ],
+)
+def test_a_handle_that_does_not_come_leaves_no_file(
+    sent: int, ends: bool, error: type[Exception]
+) -> None:
+    handle = HostPool(layout(), 4, world=2).share()
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(0.05)
+        before = open_files()
+        socket.send_fds(there, [bytes(sent)], [handle.fd])
+        if ends:
+            there.shutdown(socket.SHUT_WR)
+        with pytest.raises(error):
+            PoolHandle.receive(here)
+        assert open_files() == before
+
+
+def test_the_memory_stays_while_one_process_has_it() -> None:
+    pool = HostPool(layout(), 4, world=2)
+    pool.pages.fill_(5)
+    handle = pool.share()
+    pool.close()
+    other = HostPool.attach(layout(), handle, rank=1, world=2)
+    handle.close()
+    del pool, handle
+    gc.collect()
+    assert other.pages.eq(5).all()
+
+
+def test_a_rank_uses_its_own_pages_only() -> None:
+    cache = layout()
+    pool = HostPool(cache, 8, rank=1, world=4)
+    assert (pool.own_pages, pool.ready_pages) == (range(2, 4), 2)
+    with OffloadHandler(cache, pool) as handler:
+        handler.wait(handler.store([0, 1], [2, 3]))
+        assert_expected_inline(
+            refusal(handler.store, [0], [4]),
+            """\
+IndexError: page_ids[0] is 4; of the 8 host pages those from 2 to 3 can be used: the
+others are not pinned yet, or another rank has them""",
+        )
+        with pytest.raises(IndexError):
+            handler.store([0], [1])
+
+
+def test_replicated_pages_are_used_by_all() -> None:
+    cache = layout()
+    cache.tensors[0].copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, BLOCK))
+    pool = HostPool(cache, 4, world=2, replicated=True)
+    mine = layout()
+    other = HostPool.attach(mine, pool.share(), rank=1, world=2)
+    assert other.own_pages == range(4)
+    with OffloadHandler(cache, pool) as handler:
+        handler.wait(handler.store([7], [0]))
+    with OffloadHandler(mine, other) as handler:
+        handler.wait(handler.load([0], [2]))
+    assert mine.tensors[0][2].eq(7).all()
+
+
+@stubbed
+def test_each_rank_pins_its_part(driver: Driver) -> None:
+    caches = [place(driver, layout()) for _ in range(3)]
+    pool = HostPool(caches[0], 9, world=3, chunk_bytes=2 * BLOCK)
+    assert pool.is_pinned
+    others = [HostPool.attach(caches[r], pool.share(), r, 3, pinned=True) for r in (1, 2)]
+    assert all(other.is_pinned for other in others)
+    for rank, one in enumerate([pool, *others]):
+        kinds = [driver.cuda.memory_type(page) for page in one.pages]
+        assert kinds == [HOST if page // 3 == rank else 0 for page in range(9)]
+    with OffloadHandler(caches[2], others[1], path="strided") as handler:
+        job = handler.store([0, 1, 2], [6, 7, 8])
+        handler.wait(job)
+        assert job.result is not None
+        assert job.result.path == "strided"  # not that of pageable memory
+    for one in (*others, pool):
+        one.close()
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
+
+
+@stubbed
+def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
+    caches = [place(driver, layout()) for _ in range(2)]
+    pool = HostPool(caches[0], 3, world=2, replicated=True)
+    pool.pages.fill_(7)
+    other = HostPool.attach(caches[1], pool.share(), 1, 2, background=True)
+    assert other.wait_ready(PATIENCE)
+    assert other.is_pinned
+    assert other.pages.eq(7).all()  # touching and pinning change nothing
+
+
+@stubbed
+def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None:
+    native, begins = loader.library(), []
+    register = native.kvswap_host_register
+
+    def note(device: int, address: int, nbytes: int) -> bool:
+        begins.append(address)
+        return bool(register(device, address, nbytes))
+
+    cache = place(driver, layout(656))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kvswap_host_register", note)
+        pool = HostPool(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
+    assert pool.own_pages == range(1333, 2666)
+    assert len(begins) == 6
+    first = pool.pages[1333].data_ptr()
+    assert begins[0] == first  # a part begins anywhere, as it has no other chunk before it
+    assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins[1:])
+    kinds = [driver.cuda.memory_type(page) for page in pool.pages]
+    assert kinds == [HOST if page in pool.own_pages else 0 for page in range(4000)]
+
+
+def test_a_handle_of_something_else_is_refused() -> None:
+    pool = HostPool(layout(), 6, world=2)
+    handle = pool.share()
+    assert_expected_inline(
+        refusal(HostPool.attach, layout(), handle, 0, 4),
+        """\
+ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
+4096, and world=4""",
+    )
+    assert_expected_inline(
+        refusal(HostPool.attach, layout(8), handle, 0, 2),
+        """\
+ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
+8, and world=2""",
+    )
+    assert_expected_inline(
+        refusal(HostPool.attach, layout(), handle, 2, 2),
+        """ValueError: rank is 2; it must be 0 to 1""",
+    )
+    assert_expected_inline(
+        refusal(HostPool.attach, layout(), pool, 0, 2),
+        """\
+TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
+returned""",
+    )
+    assert_expected_inline(
+        refusal(HostPool(layout(), 1).share),
+        """ValueError: this pool is of one process; make it with world=, how many share it""",
+    )
+
+
+def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
+    pool = HostPool(layout(), 6, world=2)
+    small = pool.share()
+    small.num_pages = 7
+    assert_expected_inline(
+        refusal(HostPool.attach, layout(), small, 0, 2),
+        """\
+ValueError: the file of the handle has 24576 bytes, and 7 pages need 28672 that nobody
+can take away; pass what HostPool.share() returns""",
+    )
+    plain = tmp_path / "file"
+    plain.write_bytes(bytes(6 * BLOCK))
+    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False)
+    with pytest.raises(ValueError, match="that nobody can take away"):
+        HostPool.attach(layout(), loose, 0, 2)
+
+
+def test_what_is_no_handle_is_refused_at_the_socket() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.send(b"hello")
+        here.close()
+        assert_expected_inline(
+            refusal(PoolHandle.receive, there),
+            """\
+ConnectionError: 5 bytes and 0 files came where the handle of a host pool was expected;
+send it with PoolHandle.send""",
+        )
+        assert_expected_inline(
+            refusal(PoolHandle.receive, there),
+            """\
+ConnectionError: 0 bytes and 0 files came where the handle of a host pool was expected;
+send it with PoolHandle.send""",
+        )
+
+
+# What is left behind
+
+RANK = """
+    import os, socket, sys, time
+    import torch
+    from torch_kvswap import HostPool, PagedLayout, PoolHandle
+
+    def rank(fd):
+        connection = socket.socket(fileno=fd)
+        cache = PagedLayout([torch.zeros(2, 1 << 20, dtype=torch.uint8)])
+        return connection, cache
+"""
+
+
+def start(script: str, connection: socket.socket) -> subprocess.Popen[bytes]:
+    program = textwrap.dedent(RANK) + textwrap.dedent(script)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(connection.fileno())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        pass_fds=[connection.fileno()],
+    )
+
+
+@pytest.fixture
+def shm() -> Iterator[None]:
+    """Nothing may come to stay in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert in_time(lambda: set(os.listdir("/dev/shm")) <= before)  # others use it for a moment
+
+
+def files_in_memory(process: Path) -> set[int]:
+    """The inodes of the memory of pools that the process maps or has open."""
+    found = set()
+    with suppress(OSError):  # one that has ended, or is not ours
+        for line in (process / "maps").read_text().splitlines():
+            if "/memfd:torch_kvswap" in line:
+                found.add(int(line.split()[4]))
+        for file in (process / "fd").iterdir():
+            with suppress(OSError):
+                if "/memfd:torch_kvswap" in os.readlink(file):
+                    found.add(file.stat().st_ino)
+    return found
+
+
+def users_of(files: set[int]) -> set[int]:
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {int(path.name) for path in processes if files & files_in_memory(path)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before sending", "after sending", "while it is used"])
+def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
+    script = f"""
+        connection, cache = rank(int(sys.argv[1]))
+        pool = HostPool(cache, 64, world=2)
+        pool.pages.fill_(3)
+        if {moment!r} != "before sending":
+            pool.share().send(connection)
+        connection.send(b"!")
+        time.sleep(100)
+    """
+    here, there = socket.socketpair()
+    with here, there:
+        process = start(script, there)
+        try:
+            there.close()
+            handle = PoolHandle.receive(here) if moment != "before sending" else None
+            assert here.recv(1) == b"!"
+            files = files_in_memory(Path(f"/proc/{process.pid}"))
+            assert process.pid in users_of(files)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        if handle is not None:
+            cache = layout(1 << 20, 1)
+            if moment == "while it is used":
+                other = HostPool.attach(cache, handle, rank=1, world=2)
+                assert other.pages.eq(3).all()  # the one that made it is no longer needed
+                assert users_of(files) == {os.getpid()}
+                other.close()
+                del other
+            handle.close()
+    gc.collect()
+    assert users_of(files) == set()
+
+
+@pytest.mark.slow
+def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
+    script = """
+        connection, cache = rank(int(sys.argv[1]))
+        pool = HostPool.attach(cache, PoolHandle.receive(connection), rank=1, world=2)
+        assert pool.pages[0, 0].eq(1).all()
+        for page in pool.own_pages:
+            pool.pages[page].fill_(2)
+        connection.send(b"!")
+    """
+    here, there = socket.socketpair()
+    with here, there:
+        pool = HostPool(layout(1 << 20, 1), 6, world=2)
+        pool.pages[:3].fill_(1)
+        process = start(script, there)
+        there.close()
+        pool.share().send(here)
+        assert here.recv(1) == b"!"
+        assert process.wait() == 0
+    values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()
+    assert values == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None) -> None:
+    script = """
+        connection, _ = rank(int(sys.argv[1]))
+        from torch_kvswap import OffloadHandler
+        cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
+        handle = PoolHandle.receive(connection)
+        pool = HostPool.attach(cache, handle, 1, 2, pinned=True, chunk_bytes=2 << 20)
+        assert pool.is_pinned
+        with pool, OffloadHandler(cache, pool) as handler:
+            handler.wait(handler.store([0, 1], [3, 5]))
+        connection.send(b"!")
+    """
+    here, there = socket.socketpair()
+    cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
+    with here, there, HostPool(cache, 6, pinned=True, world=2) as pool:
+        process = start(script, there)
+        there.close()
+        pool.share().send(here)
+        with OffloadHandler(cache, pool) as handler:
+            handler.wait(handler.store([0], [2]))
+        assert here.recv(1) == b"!"
+        assert process.wait() == 0
+        values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()
+    assert values == [0, 0, 1, 2, 0, 2]

@@ -1,0 +1,750 @@
+"""What a block manager promises, call by call; its errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from array import array
+from random import Random
+
+import numpy as np
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusal import refusal
+
+from torch_kvswap.prefix.groups import needed_blocks
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+from torch_kvswap.prefix.results import BlockEvent, BlockStats
+
+
+def stored(manager, keys):
+    store = manager.prepare_store(keys)
+    manager.complete(store)
+    return dict(zip((keys[place] for place in store.places), store.pages.tolist(), strict=True))
+
+
+# What is found
+
+
+def test_a_lookup_finds_the_longest_prefix_and_says_what_of_it_is_pending():
+    manager = BlockManager(8)
+    stored(manager, ["a", "b"])
+    running = manager.prepare_store(["c"])
+    stored(manager, ["d", "f"])
+    assert manager.lookup(list("abcdef")) == (4, 2, 1)
+    manager.complete(running)
+    assert manager.lookup(list("abcdef")) == (4, 4, 0)
+    assert manager.lookup(list("xabc")) == (0, 0, 0)
+    assert manager.lookup([]) == (0, 0, 0)
+
+
+def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_keys():
+    manager = BlockManager(8)
+    digests = [os.urandom(32) for _ in range(3)]
+    store = manager.prepare_store(b"".join(digests))
+    assert store.places.tolist() == [0, 1, 2]
+    manager.complete(store)
+    for prompt in (digests, tuple(digests), bytearray(b"".join(digests))):
+        assert manager.lookup(prompt).ready == 3
+    keys = [("tenant", 1, b"x"), "text", 7]
+    manager.complete(manager.prepare_store(keys))
+    assert manager.lookup(list(map(key_digest, keys))).ready == 3
+    assert manager.lookup([digests[0].hex()[:32], "x" * 32]).found == 0  # as long as digests
+
+
+def test_a_load_gets_the_pages_that_its_blocks_were_stored_to():
+    manager = BlockManager(8)
+    page_of = stored(manager, ["a", "b", "c"])
+    load = manager.prepare_load(["c", "a"])
+    assert load.pages.tolist() == [page_of["c"], page_of["a"]]
+    assert load.pages.dtype == np.int64
+    assert load.places == range(2)
+    assert manager.prepare_load(list("abc"), prefix=2).pages.tolist() == [
+        page_of["a"],
+        page_of["b"],
+    ]
+
+
+def test_a_load_of_what_is_not_ready_gets_nothing_and_holds_nothing():
+    manager = BlockManager(2)
+    stored(manager, ["a"])
+    running = manager.prepare_store(["b"])
+    assert manager.prepare_load(["a", "b"]) is None
+    assert manager.prepare_load(["a", "x"]) is None
+    manager.complete(running)
+    assert manager.stats().idle_pages == 2
+
+
+# What is stored
+
+
+def test_only_new_blocks_are_stored_and_their_pages_are_neighbours():
+    manager = BlockManager(100)
+    stored(manager, list(range(10)))
+    store = manager.prepare_store(list(range(20)))
+    assert store.places.tolist() == list(range(10, 20))
+    assert store.pages.tolist() == list(range(10, 20))
+    manager.complete(store)
+    nothing = manager.prepare_store(list(range(20)))
+    assert (nothing.id, nothing.places.size, nothing.pages.size) == (0, 0, 0)
+    manager.complete(nothing)
+
+
+def test_pages_of_an_evicted_prompt_are_neighbours_again():
+    manager = BlockManager(64)
+    for prompt in range(4):
+        stored(manager, list(range(100 * prompt, 100 * prompt + 16)))
+    store = manager.prepare_store(list(range(1000, 1016)))
+    assert store.pages.tolist() == list(range(16))
+
+
+def test_without_room_a_store_gets_nothing_and_nothing_is_evicted():
+    manager = BlockManager(4, events=True)
+    stored(manager, ["a", "b"])
+    running = manager.prepare_store(["c"])
+    before, _ = manager.stats(), manager.events()
+    assert (
+        manager.prepare_store(list("abxyz")) is None
+    )  # only a page is free, and a and b must stay
+    assert manager.prepare_store(list("vwxyz")) is None
+    assert manager.events() == []
+    assert vars(manager.stats()) == {**vars(before), "refused": before.refused + 2}
+    assert manager.lookup(["a", "b", "c"], again=True) == (3, 2, 1)
+    manager.complete(running)
+
+
+def test_pages_that_a_job_reads_or_writes_are_given_to_nobody():
+    manager = BlockManager(4)
+    page_of = stored(manager, ["a", "b"])
+    load, store = manager.prepare_load(["a"]), manager.prepare_store(["c"])
+    others = manager.prepare_store(["x", "y"])
+    assert not {page_of["a"], *store.pages.tolist()} & {*others.pages.tolist()}
+    assert manager.prepare_store(["z"]) is None
+    manager.complete(load)
+    assert manager.prepare_store(["z"]).pages.tolist() == [page_of["a"]]
+
+
+def test_pages_that_are_not_ready_are_given_to_nobody():
+    manager = BlockManager(6, ready_pages=2)
+    assert manager.prepare_store(["a", "b", "c"]) is None
+    assert stored(manager, ["a", "b"]) == {"a": 0, "b": 1}
+    assert stored(manager, ["c"]) == {"c": 1}  # the end of the prompt goes for it
+    assert (manager.stats().pages, manager.stats().free_pages) == (2, 0)
+    manager.grow(5)
+    manager.grow(3)  # has happened before
+    manager.reset()
+    assert manager.prepare_store(list("defghi")) is None
+    assert sorted(stored(manager, list("defgh")).values()) == [0, 1, 2, 3, 4]
+    manager.grow()
+    assert stored(manager, ["i"]) == {"i": 5}
+    assert manager.lookup(list("defghi")).ready == 6
+    assert manager.stats().pages == 6
+
+
+def test_each_group_has_its_own_number_of_pages_that_are_ready():
+    manager = BlockManager([BlockGroup(4), BlockGroup(4)], ready_pages=[0, 2])
+    assert manager.prepare_store([["a"], ["a"]]) is None
+    manager.complete(manager.prepare_store([[], ["a", "b"]]))
+    manager.grow([1, 2])
+    manager.complete(manager.prepare_store([["a"], ["a"]]))
+    assert manager.lookup([["a"], ["a"]]).ready == 1
+    assert [stats.pages for stats in manager.stats()] == [1, 2]
+
+
+def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free():
+    manager = BlockManager(2, events=True)
+    store = manager.prepare_store(["a", "b"])
+    manager.fail(store)
+    assert manager.lookup(["a"]).found == 0
+    assert manager.events() == []
+    assert manager.stats().free_pages == 2
+
+
+def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_other_loads():
+    manager = BlockManager(2)
+    stored(manager, ["a", "b"])
+    first, second = manager.prepare_load(["a"]), manager.prepare_load(["a"])
+    manager.fail(first)
+    assert manager.lookup(["a"]).found == 0
+    assert manager.prepare_store(["c", "d"]) is None
+    manager.fail(second)
+    assert manager.prepare_store(["c", "d"]) is not None
+
+
+def test_blocks_are_stored_when_they_were_asked_for_often_enough():
+    manager = BlockManager(8, store_threshold=2)
+    manager.lookup(["a", "b"])
+    assert manager.prepare_store(["a", "b"]).places.tolist() == []
+    manager.lookup(["a", "b"], again=True)  # the same question is no further demand
+    assert manager.prepare_store(["a", "b"]).places.tolist() == []
+    manager.lookup(["a", "c"])
+    assert manager.prepare_store(["a", "b", "c"]).places.tolist() == [0]
+    assert manager.stats().skipped == 2 + 2 + 2
+
+
+def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
+    manager = BlockManager(4, store_threshold=2)
+    manager.lookup(["a"])
+    manager.lookup([1, 2, 3])
+    manager.lookup(["a"])
+    assert manager.prepare_store(["a"]).places.tolist() == [0]
+    manager.lookup(["b"])
+    manager.lookup([4, 5, 6, 7])
+    manager.lookup(["b"])
+    assert manager.prepare_store(["b"]).places.tolist() == []
+
+
+# Holding
+
+
+def test_a_lease_keeps_blocks_until_it_ends_by_itself():
+    now = 100.0
+    manager = BlockManager(2, clock=lambda: now)
+    stored(manager, ["a", "b"])
+    lease = manager.lease(["a", "b"], seconds=5)
+    now = 104.9
+    assert manager.prepare_store(["c"]) is None
+    now = 105.0
+    assert manager.prepare_store(["c"]) is not None
+    assert not manager.release(lease)
+
+
+def test_a_lease_ends_when_it_is_released_and_covers_blocks_on_their_way():
+    manager = BlockManager(2)
+    store = manager.prepare_store(["a"])
+    lease = manager.lease(["a"], seconds=1000)
+    assert manager.lease(["a", "x"], seconds=1000) is None
+    manager.complete(store)
+    assert manager.stats().idle_pages == 0
+    assert manager.release(lease)
+    assert manager.stats().idle_pages == 1
+
+
+def test_a_job_has_no_lease_that_could_end_under_it():
+    now = 0.0
+    manager = BlockManager(1, clock=lambda: now)
+    stored(manager, ["a"])
+    manager.lease(["a"], seconds=1)
+    load = manager.prepare_load(["a"])
+    now = 1e9
+    assert manager.prepare_store(["b"]) is None
+    manager.complete(load)
+    assert manager.prepare_store(["b"]) is not None
+
+
+def test_of_too_many_keys_those_that_were_asked_for_last_are_remembered():
+    manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
+    for keys in ("abcd", "a", "e", "f"):
+        manager.lookup(list(keys))
+    manager.lookup(["d"])
+    assert manager.prepare_store(list("ad")).places.tolist() == [0, 1]
+    manager.lookup(["b"])  # which was forgotten
+    assert manager.prepare_store(["b"]).places.tolist() == []
+
+
+def test_a_preempted_request_comes_back_although_others_need_pages():
+    manager = BlockManager(4, store_threshold=3)
+    preempted = manager.preempt(["a", "b", "part of c"])
+    manager.complete(preempted)
+    assert manager.preempt(["x", "y"]) is None
+    load = manager.prepare_load(["a", "b", "part of c"])
+    assert load.pages.tolist() == preempted.pages.tolist()
+    assert manager.release(preempted)
+    manager.complete(load)
+    assert manager.preempt(["x", "y"]) is not None
+
+
+def test_a_preempted_request_whose_blocks_are_all_there_holds_them_too():
+    manager = BlockManager(2)
+    stored(manager, ["a", "b"])
+    preempted = manager.preempt(["a", "b"])
+    assert preempted.id == 0
+    assert manager.prepare_store(["x"]) is None
+    assert manager.release(preempted)
+    assert manager.prepare_store(["x"]) is not None
+
+
+def test_touched_blocks_are_evicted_last():
+    manager = BlockManager(3)
+    stored(manager, ["a", "b", "c"])
+    manager.touch(["c", "x"])
+    stored(manager, ["d", "e"])
+    assert manager.lookup(["c"]).ready == 1
+
+
+# Reset
+
+
+def test_a_reset_forgets_all_but_gives_no_page_of_a_running_job_away():
+    manager = BlockManager(4)
+    stored(manager, ["a", "b"])
+    load, store = manager.prepare_load(["a"]), manager.prepare_store(["c"])
+    lease = manager.lease(["b"], seconds=1000)
+    manager.reset()
+    assert manager.lookup(["a"]).found == manager.lookup(["c"]).found == 0
+    assert manager.prepare_store(["x", "y", "z"]) is None
+    again = manager.prepare_store(["a", "c"])
+    assert not {*again.pages.tolist()} & {*load.pages.tolist(), *store.pages.tolist()}
+    manager.complete(load)
+    manager.complete(store)  # its page is free now, and not the one of c
+    assert manager.lookup(["c"]) == (1, 0, 1)
+    assert not manager.release(lease)
+    manager.complete(again)
+    assert manager.lookup(["c"]).ready == 1
+    assert manager.stats().free_pages == 2
+
+
+# Events and figures
+
+
+def test_events_say_in_order_what_routers_have_to_know():
+    manager = BlockManager(2, events=True)
+    stored(manager, ["a", "b"])
+    manager.complete(manager.prepare_store(["c"]))
+    manager.fail(manager.prepare_load(["a"]))
+    manager.reset()
+    names = {key_digest(name): name for name in "abc"}
+    assert [(event.kind, names.get(event.key)) for event in manager.events()] == [
+        ("stored", "a"),
+        ("stored", "b"),
+        ("evicted", "b"),
+        ("stored", "c"),
+        ("evicted", "a"),
+        ("cleared", None),
+    ]
+    assert manager.events() == []
+
+
+def test_events_can_be_of_some_kinds_only():
+    manager = BlockManager(2, events=iter(["evicted"]))
+    stored(manager, ["a", "b"])
+    manager.complete(manager.prepare_store(["c"]))
+    manager.reset()
+    assert [(event.kind, event.key) for event in manager.events()] == [
+        ("evicted", key_digest("b")),
+        ("cleared", bytes(32)),
+    ]
+    assert_expected_inline(
+        refusal(lambda: BlockManager(2, events=["evict"])),
+        """ValueError: events has 'evict'; kinds are stored, evicted, cleared, lost""",
+    )
+
+
+def test_events_are_kept_only_when_asked_for_and_not_without_an_end():
+    silent = BlockManager(2)
+    stored(silent, ["a"])
+    assert silent.events() == []
+    manager = BlockManager(1000, events=True)
+    prompts = [os.urandom(32 * 1000) for _ in range(10)]
+    for i in range(540):
+        manager.complete(manager.prepare_store(prompts[i % 10]))
+    events = manager.events()
+    assert events[0] == BlockEvent("lost", -1, bytes(32))
+    assert 0 < len(events) < 1 << 20
+    assert {event.kind for event in events[1:]} == {"stored", "evicted"}
+
+
+def test_events_that_are_lost_while_they_are_read_are_told():
+    manager = BlockManager(1000, events=True)
+    prompts = [os.urandom(32 * 1000) for _ in range(10)]
+    reading = None
+    for i in range(540):
+        manager.complete(manager.prepare_store(prompts[i % 10]))
+        if i == 2:
+            reading = manager._native.take_events()
+            next(reading)  # takes a part of them
+    assert manager.events()[0] == BlockEvent("lost", -1, bytes(32))
+
+
+def test_statistics_count_blocks():
+    manager = BlockManager(4)
+    manager.lookup(["a", "b"])
+    stored(manager, ["a", "b"])
+    running = manager.prepare_store(["c"])
+    manager.lookup(["a", "b", "c", "d"])
+    manager.complete(manager.prepare_load(["a", "b"]))
+    manager.fail(running)
+    stored(manager, list("vwxyz")[:3])
+    assert manager.prepare_store(list("12345")) is None
+    stats = manager.stats()
+    assert stats == BlockStats(
+        asked=6, hits=2, pending=1, stored=5, loaded=2, evicted=1, skipped=0, refused=1, failed=1,
+        pages=4, free_pages=0, idle_pages=4, filling_pages=0,
+    )  # fmt: skip
+    assert stats.hit_rate == 2 / 6
+    assert BlockManager(1).stats().hit_rate == 0
+
+
+# Groups
+
+
+def hybrid(pages=20):
+    """Blocks of 4 tokens of all layers, of 2 tokens with a window of 5, and states of 8 tokens."""
+    return BlockManager(
+        [
+            BlockGroup(pages, 4),
+            BlockGroup(pages, 2, window_tokens=5),
+            BlockGroup(pages, 8, is_state=True),
+        ]
+    )
+
+
+def keys_of(tokens):
+    return [[(g, i) for i in range(tokens // size)] for g, size in enumerate((4, 2, 8))]
+
+
+def test_a_hit_needs_of_each_group_only_what_is_needed_behind_it():
+    manager = hybrid()
+    assert manager.unit_tokens == 8
+    full, window, state = keys_of(24)
+    store = manager.prepare_store([full, window[6:8], state[1:2]])
+    assert [places.tolist() for places in store.places] == [list(range(6)), [0, 1], [0]]
+    manager.complete(store)
+    found = manager.lookup([full, window, state])
+    assert found == (2, 2, 0)  # 16 tokens: the window and the state that end there are cached
+    load = manager.prepare_load([full, window, state], found.ready)
+    assert load.places == [range(4), range(6, 8), range(1, 2)]
+    assert [len(pages) for pages in load.pages] == [4, 2, 1]
+    assert load.pages[0].tolist() == store.pages[0][:4].tolist()
+    assert load.pages[1].tolist() == store.pages[1].tolist()
+
+
+def test_a_prefix_ends_where_all_groups_have_what_it_needs():
+    manager = hybrid()
+    full, window, state = keys_of(32)
+    manager.complete(manager.prepare_store([full, window[2:4] + window[14:], [state[0], state[2]]]))
+    assert manager.lookup([full, window, state]).found == 1
+    running = manager.prepare_store([[], window[10:12], []])
+    assert manager.lookup([full, window, state]) == (3, 1, 2)
+    manager.complete(running)
+    assert manager.lookup([full, window, state]) == (3, 3, 0)
+    assert [stats.hits for stats in manager.stats()] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(data):
+    kinds = st.sampled_from([{}, {"window_tokens": 3}, {"window_tokens": 9}, {"is_state": True}])
+    groups = [
+        BlockGroup(40, data.draw(st.sampled_from([1, 2, 4])), **data.draw(kinds))
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    manager = BlockManager(groups)
+    keys = [[*range(24 // group.block_tokens)] for group in groups]
+    likely = data.draw(st.sampled_from([0.5, 0.9, 0.97]))
+    random = Random(data.draw(st.integers(0, 1 << 32)))
+    states = [[(random.random() < likely, random.random() < likely) for _ in of] for of in keys]
+
+    def of_state(wanted):
+        return [
+            [key for key, (there, ready) in zip(of, its, strict=True) if there and ready == wanted]
+            for of, its in zip(keys, states, strict=True)
+        ]
+
+    def longest(usable):
+        return max(
+            units
+            for units in range(24 // manager.unit_tokens + 1)
+            if all(
+                usable(*its[block])
+                for its, blocks in zip(states, needed_blocks(groups, units), strict=True)
+                for block in blocks
+            )
+        )
+
+    manager.complete(manager.prepare_store(of_state(True)))
+    manager.prepare_store(of_state(False))
+    found = manager.lookup(keys)
+    assert found.found == longest(lambda there, ready: there)
+    assert found.ready == longest(lambda there, ready: there and ready)
+    pending = [
+        its[block]
+        for its, blocks in zip(states, needed_blocks(groups, found.found), strict=True)
+        for block in blocks
+    ]
+    assert found.pending == sum(not ready for _, ready in pending)
+
+
+def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_the_others():
+    manager = BlockManager([BlockGroup(2), BlockGroup(1)], events=True)
+    manager.complete(manager.prepare_store([["a", "b"], []]))
+    running = manager.prepare_store([[], ["x"]])
+    manager.events()
+    assert manager.prepare_store([["c", "d"], ["y"]]) is None
+    assert manager.events() == []
+    manager.complete(running)
+    store = manager.prepare_store([["c", "d"], ["y"]])
+    assert [pages.tolist() for pages in store.pages] == [[0, 1], [0]]
+
+
+def test_the_same_key_in_two_groups_is_two_blocks():
+    manager = BlockManager([BlockGroup(2), BlockGroup(2, is_state=True)])
+    manager.complete(manager.prepare_store([["a"], []]))
+    assert manager.lookup([["a"], ["a"]]).found == 0
+    manager.complete(manager.prepare_store([[], ["a"]]))
+    assert manager.lookup([["a"], ["a"]]).found == 1
+
+
+# Errors, threads, processes
+
+
+def test_errors_say_what_was_wrong():
+    manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
+    store = manager.prepare_store(["a"])
+    manager.complete(store)
+    load = two.prepare_store([["a"], []])
+    errors = [
+        refusal(BlockManager, 0),
+        refusal(BlockManager, []),
+        refusal(BlockManager, 1 << 40),
+        refusal(BlockManager, [BlockGroup(1, 0)]),
+        refusal(BlockManager, [BlockGroup(1), BlockGroup(1, window_tokens=4, is_state=True)]),
+        refusal(BlockManager, 1, policy="lfu"),
+        refusal(BlockManager, 1, store_threshold=0),
+        refusal(BlockManager, 4, ready_pages=5),
+        refusal(two.grow, 4),
+        refusal(two.grow, [4, -1]),
+        refusal(manager.lookup, b"123"),
+        refusal(manager.lookup, "abc"),
+        refusal(manager.lookup, [object()]),
+        refusal(manager.prepare_store, ["a", "b", "a"]),
+        refusal(manager.prepare_load, ["a"], 2),
+        refusal(manager.prepare_load, ["a"], -1),
+        refusal(manager.complete, store),
+        refusal(manager.fail, load),
+        refusal(manager.lease, ["a"], 0),
+        refusal(two.lookup, ["a"]),
+        refusal(two.lookup, [["a"], b"x"]),
+    ]
+    numbered = re.sub(r"job \d+", "job ~", "\n".join(errors))
+    assert_expected_inline(
+        numbered,
+        """\
+ValueError: groups is 0; it must be 1 to 536870912
+ValueError: there are no groups; name one at least
+ValueError: groups is 1099511627776; it must be 1 to 536870912
+ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
+ValueError: group 1 has a state and a window; it can have one of them
+ValueError: policy is 'lfu'; it can be lru or arc
+ValueError: store_threshold is 0; it must be 1 to 4294967295
+ValueError: ready_pages of group 0 is 5; it must be 0 to 4
+ValueError: ready_pages is 4; the groups have [4, 4] pages
+ValueError: ready_pages of group 1 is -1; it must be 0 to 4
+ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
+list of keys
+TypeError: keys is a str; pass bytes of digests or a list
+TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
+float, str, bytes and tuples of them
+ValueError: keys[2] is the same key as keys[0]; name a block once
+ValueError: the prefix takes 2 blocks of group 0, which has 1 keys
+ValueError: prefix is -1; it must be 0 to 9223372036854775807
+ValueError: job ~ has ended before, or is another manager's
+ValueError: job ~ has ended before, or is another manager's
+ValueError: seconds is 0; a lease must last longer
+ValueError: keys must be a list with those of each of 2 groups
+ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
+a list of keys""",
+    )
+
+
+def test_arguments_of_a_wrong_type_or_range_are_named():
+    manager, two = BlockManager(4), BlockManager([BlockGroup(4), BlockGroup(4)])
+    manager.complete(manager.prepare_store(["a"]))
+    lease = manager.lease(["a"], 1000)
+    words = array("q", range(32))
+    errors = [
+        refusal(BlockManager, "4"),
+        refusal(BlockManager, None),
+        refusal(BlockManager, 4.0),
+        refusal(BlockManager, [4]),
+        refusal(BlockManager, ["4"]),
+        refusal(BlockManager, 2**64 + 4),
+        refusal(BlockManager, [BlockGroup(4, 2**64), BlockGroup(4)]),
+        refusal(BlockManager, [BlockGroup(2**64 + 4)]),
+        refusal(BlockManager, [BlockGroup(4, 1.5)]),
+        refusal(BlockManager, [BlockGroup(4, window_tokens=2**64 + 8)]),
+        refusal(BlockManager, [BlockGroup(4, window_tokens="8")]),
+        refusal(BlockManager, [BlockGroup(4, is_state="no")]),
+        refusal(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
+        refusal(BlockManager, 4, ready_pages="4"),
+        refusal(BlockManager, 4, ready_pages=1.5),
+        refusal(BlockManager, 4, ready_pages=2**64),
+        refusal(BlockManager, 4, policy=None),
+        refusal(BlockManager, 4, store_threshold=2**32),
+        refusal(BlockManager, 4, store_threshold="2"),
+        refusal(BlockManager, 4, events=5),
+        refusal(BlockManager, 4, events=[[]]),
+        refusal(BlockManager, 4, clock=5),
+        refusal(two.grow, [4, "x"]),
+        refusal(manager.lookup, None),
+        refusal(manager.lookup, 5),
+        refusal(manager.lookup, {"a": 1}),
+        refusal(manager.lookup, {"a"}),
+        refusal(manager.lookup, memoryview(words)),
+        refusal(manager.lookup, memoryview(bytes(128))[::2]),
+        refusal(manager.lookup, [words]),
+        refusal(manager.lookup, [np.arange(32)]),
+        refusal(manager.lookup, [memoryview(bytes(64))[::2]]),
+        refusal(manager.prepare_store, [words]),
+        refusal(manager.touch, [words]),
+        refusal(two.lookup, None),
+        refusal(two.lookup, {"a": 1, "b": 2}),
+        refusal(two.lookup, [["a"], None]),
+        refusal(manager.prepare_load, ["a"], 1.5),
+        refusal(manager.prepare_load, ["a"], 2**64),
+        refusal(manager.complete, None),
+        refusal(manager.fail, 5),
+        refusal(manager.lease, ["a"], "x"),
+        refusal(manager.lease, ["a"], None),
+        refusal(manager.lease, ["a"], float("nan")),
+        refusal(manager.lease, ["a"], -1),
+        refusal(manager.release, "x"),
+        refusal(manager.release, None),
+        refusal(manager.release, -1),
+        refusal(manager.release, lease + 2**64),
+    ]
+    assert_expected_inline(
+        "\n".join(errors).replace(str(lease + 2**64), "~"),
+        """\
+TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
+group of layers
+TypeError: groups is a NoneType; pass a number of pages, or a list with a BlockGroup for
+each group of layers
+TypeError: groups is a float; pass a number of pages, or a list with a BlockGroup for
+each group of layers
+TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: groups[0] is a str; pass a BlockGroup
+ValueError: groups is 18446744073709551620; it must be 1 to 536870912
+ValueError: block_tokens of group 0 is 18446744073709551616; it must be 1 to 2147483647
+ValueError: num_pages of group 0 is 18446744073709551620; it must be 1 to 536870912
+TypeError: block_tokens of group 0 is a float; it must be an integer
+ValueError: window_tokens of group 0 is 18446744073709551624; it must be 1 to
+9223372036854775807
+TypeError: window_tokens of group 0 is a str; it must be an integer
+TypeError: is_state of group 0 is a str; it must be True or False
+ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
+together only every 10633823916761725492519750755069984780 tokens; give the groups
+block_tokens that divide each other
+TypeError: ready_pages is a str; pass a number for each group
+TypeError: ready_pages is a float; pass a number for each group
+ValueError: ready_pages of group 0 is 18446744073709551616; it must be 0 to 4
+ValueError: policy is None; it can be lru or arc
+ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
+TypeError: store_threshold is a str; it must be an integer
+TypeError: events is a int; pass True, False or a list of kinds
+ValueError: events has []; kinds are stored, evicted, cleared, lost
+TypeError: clock is a int; pass a function that gives seconds
+TypeError: ready_pages of group 1 is a str; it must be an integer
+TypeError: keys is a NoneType; pass bytes of digests or a list
+TypeError: keys is a int; pass bytes of digests or a list
+TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: keys is a set; pass bytes of digests or a list
+TypeError: keys is a memoryview of items of 8 bytes, shape (32,); pass contiguous bytes
+of digests
+TypeError: keys is a memoryview of items of 1 bytes, shape (64,); pass contiguous bytes
+of digests
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type ndarray; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type memoryview; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: keys is a NoneType; pass a list with the keys of each group
+TypeError: keys is a dict; pass a list with the keys of each group
+TypeError: keys[1] is a NoneType; pass bytes of digests or a list
+TypeError: prefix is a float; it must be an integer
+ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
+TypeError: job is a NoneType; pass a Load or a Store
+TypeError: job is a int; pass a Load or a Store
+TypeError: seconds is a str; it must be a number of seconds
+TypeError: seconds is a NoneType; it must be a number of seconds
+ValueError: seconds is nan; it must be 0 seconds or more
+ValueError: seconds is -1.0; it must be 0 seconds or more
+TypeError: lease is a str; it must be an integer
+TypeError: lease is a NoneType; it must be an integer
+ValueError: lease is -1; it must be 0 to 9223372036854775807
+ValueError: lease is ~; it must be 0 to 9223372036854775807""",
+    )
+    assert manager.release(lease)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_cannot_be_copied(copied):
+    manager = BlockManager(4)
+    for owner in (manager, manager._native):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(owner)
+
+
+def test_a_manager_is_refused_in_a_forked_child():
+    manager = BlockManager(2)
+    program = f"import sys; sys.path[:] = {sys.path!r}\n" + (
+        "import os\n"
+        "from torch_kvswap.prefix.manager import BlockManager\n"
+        "manager = BlockManager(2)\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        manager.lookup(['a'])\n"
+        "    except RuntimeError as error:\n"
+        "        print(str(error).split(' and ')[1], flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("cannot be used in process"), done.stderr
+    assert manager.lookup(["a"]).found == 0
+
+
+@pytest.mark.parametrize(("blocks", "resets"), [(50, False), (50, True), (1100, True)])
+def test_threads_may_share_a_manager(blocks, resets):
+    pages = 8 * blocks
+    manager, over = BlockManager(pages, events=True), threading.Event()
+    prompts = [os.urandom(32 * blocks) for _ in range(16)]
+    writers = np.zeros(pages, np.int64)
+    wrong = []
+
+    def serve(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(300):
+            prompt = prompts[int(rng.integers(16))]
+            load = manager.prepare_load(prompt, manager.lookup(prompt).ready)
+            store = manager.prepare_store(prompt)
+            if store and store.id:
+                writers[store.pages] += 1
+                if (writers[store.pages] != 1).any():
+                    wrong.append(store)
+                writers[store.pages] -= 1
+                manager.complete(store)
+            if load:
+                manager.complete(load)
+
+    def watch():  # these calls let the GIL go
+        while not over.is_set():
+            manager.events()
+            manager.stats()
+            if resets:
+                manager.reset()
+
+    watcher = threading.Thread(target=watch)
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for thread in (watcher, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    watcher.join()
+    assert not wrong
+    stats = manager.stats()
+    assert stats.free_pages + stats.idle_pages == pages

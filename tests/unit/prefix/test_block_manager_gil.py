@@ -1,0 +1,264 @@
+"""How long a block manager keeps other threads waiting: for Python's GIL, and for its own lock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from torch_kvswap._native import loader
+from torch_kvswap.prefix import digests
+from torch_kvswap.prefix.digests import SLICE, join_digests, read_digests
+from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+
+FEW = 1024  # KVSWAP_BLOCKS_FEW_KEYS
+MANY = os.urandom(32 * (FEW + 1))
+SECONDS = 60  # until a race that has to come up must have come up
+
+
+class Recorder:
+    """The C interface, and which of its functions were called without the GIL."""
+
+    def __init__(self) -> None:
+        self.library = loader.library()
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name.removeprefix("kvswap_blocks_"))
+            return getattr(self.library, name)(*arguments)
+
+        return call
+
+    def during(self, call: Callable[..., Any], *arguments: Any) -> list[str]:
+        self.calls.clear()
+        call(*arguments)
+        return self.calls
+
+
+@pytest.fixture
+def without_gil(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(loader, "library", lambda: recorder)
+    return recorder
+
+
+@contextmanager
+def no_forced_switch() -> Iterator[None]:
+    """The GIL goes to another thread only where its holder lets it go."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """A thread counts the times that it gets the GIL."""
+    count, over = [0], threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            count[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield count
+    finally:
+        over.set()
+        thread.join()
+
+
+# The GIL
+
+
+def test_a_lookup_of_many_keys_lets_other_threads_run_and_one_of_few_does_not() -> None:
+    manager, keys = BlockManager(FEW), os.urandom(32 * 200_000)
+    few = keys[: 32 * FEW]
+    manager.complete(manager.prepare_store(few))
+    held = loader.holding().kvswap_blocks_lookup
+    counts, found = array("q", [200_000]), array("q", [0, 0, 0])
+    places = counts.buffer_info()[0], found.buffer_info()[0]
+    with counting() as count, no_forced_switch():
+        # The thread may have asked for the GIL before, by the old interval.
+        asked_anew = count[0] + 2
+        while count[0] < asked_anew:
+            time.sleep(0.001)
+        before = count[0]
+        for _ in range(20):
+            assert manager.lookup(few).ready == FEW
+            # The control: what a lookup does that keeps the GIL, however many keys there are.
+            assert held(manager._native.pointer, keys, places[0], False, places[1], True) == 1
+        assert count[0] == before
+        deadline = time.monotonic() + SECONDS
+        while count[0] == before:
+            assert manager.lookup(keys).ready == FEW
+            assert time.monotonic() < deadline
+
+
+def test_every_call_with_many_keys_is_made_without_the_gil(without_gil: Recorder) -> None:
+    manager = BlockManager(2 * FEW)
+    kept: list[Any] = []
+
+    def keep(call: Callable[..., Any], *arguments: Any) -> None:
+        kept.append(call(*arguments))
+
+    def check(name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        made = without_gil.during(call, *arguments)
+        assert made == ([name] if len(keys) == len(MANY) else []), name
+
+    for keys in (MANY[:-32], MANY):
+        check("lookup", manager.lookup, keys)
+        check("prepare_store", keep, manager.prepare_store, keys)
+        # A store of all keys but one holds the pages of all.
+        check("end", manager.complete, kept.pop())
+        check("touch", manager.touch, keys)
+        check("lease", keep, manager.lease, keys, 100)
+        check("release", manager.release, kept.pop())
+        check("prepare_load", keep, manager.prepare_load, keys)
+        check("end", manager.fail, kept.pop())
+
+
+def test_keys_of_all_groups_together_are_many(without_gil: Recorder) -> None:
+    manager = BlockManager([BlockGroup(FEW), BlockGroup(FEW)])
+    half = MANY[: 16 * FEW]
+    assert without_gil.during(manager.lookup, [half, half]) == []
+    assert without_gil.during(manager.lookup, [half, MANY[: 16 * FEW + 32]]) == ["lookup"]
+
+
+def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many(
+    without_gil: Recorder,
+) -> None:
+    now = 0.0
+    manager = BlockManager(2 * FEW, clock=lambda: now)
+    manager.complete(manager.prepare_store(MANY))
+    manager.lease(MANY[: 32 * (FEW - 2)], 1)
+    now = 1.0
+    assert without_gil.during(manager.prepare_store, MANY[:32]) == []
+    manager.lease(MANY[: 32 * (FEW // 2)], 1)
+    manager.lease(MANY[: 32 * (FEW // 2)], 1)
+    now = 2.0
+    assert without_gil.during(manager.lease, MANY[:32], 1) == ["lease"]
+    assert manager.stats().idle_pages == FEW
+
+
+def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go(without_gil: Recorder) -> None:
+    manager, over = BlockManager(FEW), threading.Event()
+    manager.complete(manager.prepare_store(MANY[:32]))
+    keys = os.urandom(32 * 100_000)
+
+    def hold_the_lock() -> None:
+        while not over.is_set():
+            manager.touch(keys)
+
+    thread = threading.Thread(target=hold_the_lock)
+    thread.start()
+    deadline = time.monotonic() + SECONDS
+    try:
+        while "lookup" not in without_gil.calls:
+            assert manager.lookup(MANY[:32]) == (1, 1, 0)
+            assert time.monotonic() < deadline
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_many_keys_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    inner, write = digests._digests_of, digests._write
+
+    def read(keys: Any) -> bytes:
+        lengths.append(len(keys))
+        return inner(keys)
+
+    def written(parts: Any) -> bytes:
+        kept = list(parts)
+        lengths.extend(len(part) // 32 for part in kept)
+        return write(kept)
+
+    monkeypatch.setattr(digests, "_digests_of", read)
+    monkeypatch.setattr(digests, "_write", written)
+    whole = os.urandom(32 * (3 * SLICE + 5))
+    cut = [whole[i : i + 32] for i in range(0, len(whole), 32)]
+    for keys in (cut, tuple(cut), bytearray(whole), memoryview(whole)):
+        lengths.clear()
+        assert read_digests("keys", keys) == whole
+        assert set(lengths) == {SLICE, 5}
+    lengths.clear()
+    assert join_digests([whole, whole[:64]]) == whole + whole[:64]
+    assert set(lengths) == {SLICE, 5, 2}
+    names = list(range(SLICE)) + cut
+    assert read_digests("keys", names)[32 * SLICE :] == whole
+
+
+# Its own lock
+
+
+def test_no_lookup_waits_for_most_of_a_reset() -> None:
+    manager, keys = BlockManager(300_000), os.urandom(32 * 300_000)
+    shares = []
+    for _ in range(20):  # a busy machine may stop this thread for as long as a reset takes
+        manager.complete(manager.prepare_store(keys))
+        shares.append(share_of_a_reset_in_one_lookup(manager, keys[:32]))
+        if shares[-1] < 0.5:
+            return
+    raise AssertionError(f"lookups waited for these shares of a reset: {shares}")
+
+
+def share_of_a_reset_in_one_lookup(manager: BlockManager, key: bytes) -> float:
+    """How much of the CPU time of a reset passes within one lookup of another thread, at most."""
+    started, over, seconds = threading.Event(), threading.Event(), []
+
+    def reset() -> None:
+        started.set()
+        manager.reset()
+        seconds.append(time.thread_time())
+        over.wait()  # its clock goes with it
+
+    thread = threading.Thread(target=reset)
+    thread.start()
+    started.wait()
+    clock = time.pthread_getcpuclockid(thread.ident)
+    times = [time.clock_gettime(clock)]
+    while manager.lookup(key).found:
+        times.append(time.clock_gettime(clock))
+    times.append(time.clock_gettime(clock))
+    over.set()
+    thread.join()
+    return max(after - before for before, after in pairwise(times)) / seconds[0]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_pages_that_jobs_held_at_a_reset_are_free_again_when_these_have_ended(policy: str) -> None:
+    manager = BlockManager(8, ready_pages=6, policy=policy)
+    store = manager.prepare_store(list("abcd"))  # pages 0 to 3
+    manager.complete(store)
+    first, second = manager.prepare_load(["b", "d"]), manager.prepare_load(["d"])
+    filling = manager.prepare_store(["e"])
+    manager.reset()
+    assert manager.stats().free_pages == 6 - 3
+    manager.complete(first)  # before any page was given away: page 1 is free, page 3 is not
+    assert manager.stats().free_pages == 4
+    assert manager.prepare_store(list("vwxyz")) is None
+    again = manager.prepare_store(list("wxyz"))
+    held = {*second.pages.tolist(), *filling.pages.tolist()}
+    assert held.isdisjoint(again.pages.tolist())
+    manager.complete(second)
+    manager.complete(filling)
+    assert manager.lookup(["e"]).found == 0
+    assert manager.stats().free_pages == 2
+    manager.grow()
+    rest = manager.prepare_store(list("1234"))
+    assert sorted([*rest.pages.tolist(), *again.pages.tolist()]) == list(range(8))

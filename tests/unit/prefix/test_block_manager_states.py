@@ -1,0 +1,232 @@
+"""Random calls of a block manager against a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from block_model import Model
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockManager
+from torch_kvswap.prefix.results import Load, Store
+
+PAGES, KEYS = 6, 10
+lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)
+picks = st.integers(0, 1 << 16)
+
+
+@dataclass
+class Flight:
+    job: Load | Store
+    pages: list[int]  # all that it holds
+    fills: dict[int, int]  # key to page
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(policy=st.sampled_from(["lru", "arc"]), ready=st.integers(0, PAGES))
+    def make(self, policy: str, ready: int) -> None:
+        self.now = 0.0
+        self.manager = BlockManager(
+            PAGES, ready_pages=ready, policy=policy, events=True, clock=lambda: self.now
+        )
+        self.model = Model(ready, policy == "lru")
+        self.flights: list[Flight] = []
+        self.leases: dict[int | Store, tuple[float, list[int]]] = {}
+
+    @rule(ready=st.integers(0, PAGES))
+    def grow(self, ready: int) -> None:
+        self.manager.grow(ready)
+        self.model.num_pages = max(self.model.num_pages, ready)
+
+    @rule(keys=lists)
+    def lookup(self, keys: list[int]) -> None:
+        assert self.manager.lookup(keys) == self.model.lookup(keys)
+
+    @rule(keys=lists)
+    def touch(self, keys: list[int]) -> None:
+        self.manager.touch(keys)
+        self.model.touch(keys)
+
+    @rule(keys=lists)
+    def load(self, keys: list[int]) -> None:
+        load = self.manager.prepare_load(keys)
+        assert (load is not None) == (set(keys) <= self.model.ready)
+        if load is None:
+            return
+        pages = load.pages.tolist()
+        assert [self.model.content[page] for page in pages] == keys
+        self.model.hold(pages)
+        self.flights.append(Flight(load, pages, {}))
+
+    @rule(keys=lists, keep=st.booleans())
+    def store(self, keys: list[int], keep: bool) -> None:
+        self.expire()
+        fits = self.model.fits(keys)
+        store = self.manager.preempt(keys) if keep else self.manager.prepare_store(keys)
+        assert (store is not None) == fits
+        if store is None:
+            assert self.manager.events() == []
+            return
+        new = [keys[place] for place in store.places]
+        assert new == [key for key in keys if key not in self.model.page_of]
+        assert store.pages.tolist() == sorted(store.pages)
+        assert all(page < self.model.num_pages for page in store.pages)
+        evicted = self.model.place(new, store.pages.tolist(), keys)
+        assert self.events() == {("evicted", key) for key in evicted}
+        pages = [self.model.page_of[key] for key in keys]
+        self.model.hold(pages)
+        if keep:
+            self.model.hold(pages)
+            self.leases[store] = math.inf, pages
+        if store.id:
+            fills = dict(zip(new, store.pages.tolist(), strict=True))
+            self.flights.append(Flight(store, pages, fills))
+        else:
+            self.model.release(pages)
+
+    @precondition(lambda self: self.flights)
+    @rule(pick=picks, well=st.booleans())
+    def end(self, pick: int, well: bool) -> None:
+        flight = self.flights.pop(pick % len(self.flights))
+        before = dict(self.model.page_of)
+        if well:
+            self.manager.complete(flight.job)
+            for key, page in flight.fills.items():
+                self.model.fill(key, page)
+            stored = {key for key, page in flight.fills.items() if before.get(key) == page}
+            assert self.events() == {("stored", key) for key in stored}
+        else:
+            self.manager.fail(flight.job)
+            lost = flight.pages if isinstance(flight.job, Load) else flight.fills.values()
+            ready = set(self.model.ready)
+            gone = {key for key, page in before.items() if page in lost}
+            for key in gone:
+                self.model.forget(key)
+            assert self.events() == {("evicted", key) for key in gone & ready}
+        self.model.release(flight.pages)
+        with pytest.raises(ValueError, match="has ended before"):
+            self.manager.complete(flight.job)
+
+    @rule(keys=lists, seconds=st.integers(1, 5))
+    def lease(self, keys: list[int], seconds: int) -> None:
+        self.expire()
+        lease = self.manager.lease(keys, seconds)
+        assert (lease is not None) == (set(keys) <= set(self.model.page_of))
+        if lease is not None:
+            pages = [self.model.page_of[key] for key in keys]
+            self.model.hold(pages)
+            self.leases[lease] = self.now + seconds, pages
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        self.expire()
+        if self.leases:
+            lease = list(self.leases)[pick % len(self.leases)]
+            self.model.release(self.leases.pop(lease)[1])
+            assert self.manager.release(lease)
+            assert not self.manager.release(lease)
+
+    @rule(seconds=st.integers(1, 3))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(pick=picks)
+    def reset(self, pick: int) -> None:
+        if pick % 8:
+            return
+        self.expire()
+        self.manager.reset()
+        for key in list(self.model.page_of):
+            self.model.forget(key)
+        for _, pages in self.leases.values():
+            self.model.release(pages)
+        self.leases.clear()
+        assert [event.kind for event in self.manager.events()] == ["cleared"]
+
+    @invariant()
+    def the_counts_are_right(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.expire()
+        stats = self.manager.stats()
+        filling = [key for key in self.model.page_of if key not in self.model.ready]
+        assert (stats.free_pages, stats.idle_pages) == (self.model.free, len(self.model.idle))
+        assert stats.filling_pages == len(filling)
+        assert stats.pages == self.model.num_pages
+
+    def expire(self) -> None:
+        """Leases end by themselves, in the order of their ends."""
+        over = [lease for lease, (end, _) in self.leases.items() if end <= self.now]
+        for lease in sorted(over, key=lambda lease: self.leases[lease][0]):
+            self.model.release(self.leases.pop(lease)[1])
+        self.manager.stats()
+
+    def events(self) -> set[tuple[str, int]]:
+        key_of = {key_digest(key): key for key in range(KEYS)}
+        return {(event.kind, key_of[event.key]) for event in self.manager.events()}
+
+
+@pytest.mark.slow
+def test_random_calls_do_what_the_model_does():
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_in_a_million_operations_every_block_is_found_with_its_own_content(policy):
+    rng, pages = np.random.default_rng(1), 4_000
+    manager = BlockManager(pages, policy=policy)
+    prompts = [rng.bytes(32 * 100) for _ in range(200)]
+    number = {
+        prompt[32 * i : 32 * i + 32]: i + 100 * p
+        for p, prompt in enumerate(prompts)
+        for i in range(100)
+    }
+    content, running = np.full(pages, -1), []
+    operations = 0
+    while operations < 1_000_000:
+        prompt = prompts[min(int(rng.zipf(1.3)), len(prompts)) - 1][
+            : 32 * int(rng.integers(1, 101))
+        ]
+        blocks = len(prompt) // 32
+        numbers = [number[prompt[i : i + 32]] for i in range(0, len(prompt), 32)]
+        ready = manager.lookup(prompt).ready
+        operations += blocks
+        if ready:
+            load = manager.prepare_load(prompt, ready)
+            assert content[load.pages].tolist() == numbers[:ready]
+            running.append((load, load.pages, ()))
+            operations += ready
+        store = manager.prepare_store(prompt)
+        if store and store.id:
+            assert not {*store.pages.tolist()} & {page for _, held, _ in running for page in held}
+            running.append((store, store.pages, [numbers[place] for place in store.places]))
+            operations += len(store.pages)
+        while len(running) > 8 or (running and rng.integers(2)):
+            job, held, written = running.pop(int(rng.integers(len(running))))
+            if written:
+                content[held] = written
+            manager.complete(job)
+            operations += len(held)
+    for job, *_ in running:
+        manager.complete(job)
+    stats = manager.stats()
+    assert stats.free_pages + stats.idle_pages == pages
+    assert stats.evicted > pages
+    assert 0.2 < stats.hit_rate < 1

@@ -1,0 +1,273 @@
+"""Who is evicted: LRU, and ARC against its algorithm written down plainly."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_kvswap.prefix.hashing import key_digest
+from torch_kvswap.prefix.manager import BlockManager
+
+CAPACITY = 40
+
+
+class PlainArc:
+    """ARC(c) of Megiddo and Modha, FAST 2003, figure 4, with its four cases by name.
+
+    In cases II and III the block goes to T1, not to T2: it was stored again, and not used. So L1 can
+    have more than c entries, and T2 be empty while T1 is as large as it should be.
+    """
+
+    def __init__(self, c: int) -> None:
+        self.c, self.p = c, 0.0
+        self.t1, self.t2, self.b1, self.b2 = (OrderedDict[int, None]() for _ in range(4))
+
+    def replace(self, in_b2: bool) -> None:
+        t1 = len(self.t1)
+        if t1 >= 1 and ((in_b2 and t1 == self.p) or t1 > self.p or not self.t2):
+            self.b1[self.t1.popitem(last=False)[0]] = None
+        else:
+            self.b2[self.t2.popitem(last=False)[0]] = None
+
+    def request(self, x: int) -> bool:
+        if x in self.t1 or x in self.t2:  # case I
+            self.t1.pop(x, None)
+            self.t2.pop(x, None)
+            self.t2[x] = None
+            return True
+        if x in self.b1:  # case II
+            self.p = min(self.c, self.p + max(len(self.b2) / len(self.b1), 1))
+            self.replace(False)
+            del self.b1[x]
+            self.t1[x] = None
+        elif x in self.b2:  # case III
+            self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
+            self.replace(True)
+            del self.b2[x]
+            self.t1[x] = None
+        else:  # case IV
+            l1, l2 = len(self.t1) + len(self.b1), len(self.t2) + len(self.b2)
+            if l1 >= self.c:
+                if self.b1:
+                    self.b1.popitem(last=False)
+                    self.replace(False)
+                else:
+                    self.t1.popitem(last=False)
+            elif l1 + l2 >= self.c:
+                if l1 + l2 == 2 * self.c:
+                    self.b2.popitem(last=False)
+                self.replace(False)
+            self.t1[x] = None
+        return False
+
+
+class PlainLru:
+    def __init__(self, c: int) -> None:
+        self.c, self.keys = c, OrderedDict[int, None]()
+
+    def request(self, x: int) -> bool:
+        hit = x in self.keys
+        self.keys[x] = None
+        self.keys.move_to_end(x)
+        if len(self.keys) > self.c:
+            self.keys.popitem(last=False)
+        return hit
+
+
+def hits(policy: str, trace: Sequence[int], manager: BlockManager | None = None) -> list[bool]:
+    """Which requests of the trace find their block; those that do not store it."""
+    manager = manager or BlockManager(CAPACITY, policy=policy)
+    found = []
+    for x in trace:
+        found.append(manager.lookup([x]).ready == 1)
+        if found[-1]:
+            manager.touch([x])
+        else:
+            manager.complete(manager.prepare_store([x]))
+    return found
+
+
+def zipf(size: int, seed: int = 1) -> list[int]:
+    return np.minimum(np.random.default_rng(seed).zipf(1.2, size), 100_000).tolist()
+
+
+def with_scans() -> list[int]:
+    """Blocks that are asked for again and again, and in between others that never are."""
+    trace, fresh = [], 1_000_000
+    for part in range(40):
+        trace += zipf(150, seed=part)
+        trace += range(fresh, fresh + 60)
+        fresh += 60
+    return trace
+
+
+TRACES = {
+    "a sequential scan": list(range(3000)),
+    "a loop that fits": list(range(CAPACITY)) * 50,
+    "a loop that is a little too long": list(range(CAPACITY + 5)) * 50,
+    "zipf": zipf(6000),
+    "zipf with scans": with_scans(),
+    "a working set that changes": zipf(2000) + [x + 500 for x in zipf(2000, 2)] + zipf(2000, 3),
+    "random": np.random.default_rng(4).integers(0, 2 * CAPACITY, 6000).tolist(),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_arc_hits_when_its_plain_algorithm_does(name):
+    reference = PlainArc(CAPACITY)
+    expected = [reference.request(x) for x in TRACES[name]]
+    assert hits("arc", TRACES[name]) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=30, max_size=200))
+def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, trace):
+    reference, manager = PlainArc(capacity), BlockManager(capacity, policy="arc")
+    assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
+    cached = {x for x in range(13) if manager.lookup([x]).ready}
+    assert cached == {*reference.t1, *reference.t2}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
+def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
+    manager = BlockManager(7, ready_pages=ready, policy="arc")
+    reference = PlainArc(ready)
+    assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
+    manager.grow()
+    hits("arc", [*range(100, 107), *range(100, 107)], manager)
+    assert manager.lookup(list(range(100, 107))).ready == 7
+
+
+def test_after_a_reset_arc_knows_nothing_of_what_was_there():
+    manager = BlockManager(CAPACITY, policy="arc")
+    trace = TRACES["random"]
+    hits("arc", trace, manager)
+    manager.reset()
+    assert hits("arc", trace, manager) == hits("arc", trace)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_lru_hits_when_a_plain_lru_does(name):
+    reference = PlainLru(CAPACITY)
+    assert hits("lru", TRACES[name]) == [reference.request(x) for x in TRACES[name]]
+
+
+def test_arc_keeps_what_is_asked_for_again_through_scans_that_empty_an_lru():
+    trace = TRACES["zipf with scans"]
+    assert sum(hits("arc", trace)) > 1.1 * sum(hits("lru", trace))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(policy):
+    manager = BlockManager(4, policy=policy)
+    manager.complete(manager.prepare_store([1, 2, 3, 4]))
+    manager.complete(manager.prepare_store([5, 6]))
+    assert manager.lookup([1, 2, 3, 4]).ready == 2
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_new_tail_is_evicted_before_the_prefix_that_was_there(policy):
+    manager = BlockManager(4, policy=policy)
+    manager.complete(manager.prepare_store([1, 2]))
+    manager.complete(manager.prepare_store([1, 2, 3, 4]))
+    manager.complete(manager.prepare_store([5, 6]))
+    assert manager.lookup([1, 2, 3, 4]).ready == 2
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_held_pages_stay_although_it_was_their_turn(policy):
+    manager = BlockManager(4, policy=policy)
+    manager.complete(manager.prepare_store([1, 2]))
+    load = manager.prepare_load([1, 2])
+    for key in range(10, 20):
+        manager.complete(manager.prepare_store([key]))
+    assert manager.lookup([1, 2]).ready == 2
+    manager.complete(load)
+
+
+def test_arc_survives_sides_of_which_all_pages_are_held():
+    manager, rng = BlockManager(8, policy="arc"), np.random.default_rng(5)
+    held = []
+    for _ in range(3000):
+        keys = rng.choice(30, 3, replace=False).tolist()
+        ready = manager.lookup(keys).ready
+        job = manager.prepare_load(keys[:ready]) if ready else manager.prepare_store(keys)
+        held += [job] if job else []
+        while len(held) > 2:
+            manager.complete(held.pop(int(rng.integers(len(held)))))
+    stats = manager.stats()
+    assert stats.hits > 100
+    assert stats.evicted > 100
+
+
+def fill(manager: BlockManager, keys: Sequence[int]) -> None:
+    store = manager.prepare_store(keys)
+    assert store is not None
+    manager.complete(store)
+
+
+def evicted_by(manager: BlockManager, count: int) -> list[int]:
+    """Who goes for new blocks, in order."""
+    known = {key_digest(n): n for n in range(100)}
+    for new in range(1000, 1000 + count):
+        fill(manager, [new])
+    return [known[event.key] for event in manager.events()]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("names", ["all keys so far", "new keys, then their order"])
+def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names):
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt = list(range(6))
+    for first in (0, 2, 4):
+        last = first + 2
+        fill(manager, prompt[:last] if names == "all keys so far" else prompt[first:last])
+        if names != "all keys so far":
+            manager.order(prompt[max(first - 1, 0) : last])
+    assert evicted_by(manager, 6) == prompt[::-1]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
+    """The control of the test above."""
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt = list(range(6))
+    for first in (0, 2, 4):
+        fill(manager, prompt[first : first + 2])
+    assert evicted_by(manager, 2) == [prompt[1], prompt[0]]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
+    manager = BlockManager(6, policy=policy, events=["evicted"])
+    prompt, other = [0, 1, 2], [10, 11, 12]
+    fill(manager, prompt)
+    fill(manager, other)
+    manager.order(prompt, renew=True)
+    assert evicted_by(manager, 6) == other[::-1] + prompt[::-1]
+
+
+def test_blocks_that_are_held_or_not_there_keep_their_order():
+    manager = BlockManager(4, events=["evicted"])
+    prompt = list(range(4))
+    fill(manager, prompt)
+    load = manager.prepare_load(prompt[1:2])
+    assert load is not None
+    manager.order([prompt[3], prompt[1], 99, prompt[0], prompt[3]], renew=True)
+    manager.order([prompt[3], prompt[1], 99, prompt[0]])
+    manager.complete(load)
+    assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[3], prompt[1]]
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_no_keys_have_no_order(renew):
+    """UBSan reads along: nothing was found yet, so that there is no list to point into."""
+    manager = BlockManager(CAPACITY)
+    manager.order(b"", renew=renew)
+    assert manager.stats().free_pages == CAPACITY

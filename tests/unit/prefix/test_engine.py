@@ -1,0 +1,371 @@
+"""Blocks go to the host and come back by what is in them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from patience import PATIENCE
+from refusal import refusal
+from rigs import Steps, in_time
+from simulated_driver import Driver, cache, place, stubbed
+
+from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
+
+BLOCKS, PAGES = 16, 6
+
+
+def make(per_page=1, pages=PAGES, **options):
+    """Block i of the cache is full of i."""
+    numbers = torch.arange(BLOCKS, dtype=torch.float32)[:, None].expand(BLOCKS, 5)
+    layout = PagedLayout([numbers.clone(), -numbers])
+    handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
+    return OffloadEngine(handler, **options), layout.tensors[0]
+
+
+def test_a_prefix_that_was_stored_is_loaded_into_other_blocks():
+    engine, tensor = make()
+    with engine.handler:
+        assert engine.store(["a", "b", "c"], [1, 2, 3]) is not None
+        assert engine.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
+        assert engine.load(["a", "b"], [8, 9]) is None
+        assert [result.ok for result in engine.finished()] == [True]
+        found = engine.lookup(["a", "b", "x"])
+        assert found == (2, 2, 0)
+        engine.load(["a", "b", "x"], [8, 9, 10], found.ready).wait_on()
+        assert tensor[8:11, 0].tolist() == [1, 2, 10]
+        assert [result.direction for result in engine.finished()] == ["load"]
+        assert engine.manager.stats().idle_pages == 3
+
+
+def test_only_what_is_new_is_copied():
+    engine, _ = make()
+    with engine.handler:
+        first = engine.store(["a", "b"], [1, 2])
+        engine.finished()
+        second = engine.store(["a", "b", "c"], [5, 6, 3])
+        assert second.nbytes == first.nbytes // 2
+        engine.finished()
+        assert engine.store(["a", "c"], [1, 3]) is None
+        assert engine.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
+
+
+@pytest.mark.parametrize("ids", [list, torch.tensor])
+def test_a_key_stands_for_all_blocks_of_a_page(ids):
+    engine, tensor = make(per_page=3)
+    with engine.handler:
+        engine.store(["a", "b"], ids([0, 1, 2, 3, 4, 5]))
+        engine.finished()
+        engine.store(["a", "b", "part"], ids([0, 1, 2, 3, 4, 5, 6, 7]))
+        engine.finished()
+        tensor[8:] = 0
+        engine.load(["b", "part"], ids([8, 9, 10, 11, 12]))
+        assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
+
+
+def test_a_preempted_request_is_held_until_it_is_released():
+    engine, tensor = make(pages=2)
+    with engine.handler:
+        preempted = engine.preempt(["a", "b"], [1, 2])
+        engine.handler.wait(preempted.job)
+        engine.finished()
+        assert engine.store(["x"], [3]) is None
+        assert engine.preempt(["x"], [3]) is None
+        tensor.zero_()
+        engine.load(["a", "b"], [4, 5])
+        assert engine.release(preempted)
+        engine.finished()
+        assert tensor[4:6, 0].tolist() == [1, 2]
+        assert engine.store(["x"], [3]) is not None
+
+
+def test_groups_of_a_hybrid_model_load_what_each_needs():
+    attention = PagedLayout([torch.arange(16.0)[:, None].repeat(1, 4)])
+    state = PagedLayout([100 + torch.arange(4.0)[:, None].repeat(1, 8)])
+    pools = [HostPool(attention, 8), HostPool(state, 2)]
+    with OffloadHandler([attention, state], pools) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)])
+        keys = [["a", "b", "c", "d"], ["s", "t"]]
+        engine.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
+        engine.finished()
+        found = engine.lookup(keys)
+        assert found.ready == 2
+        engine.load(keys, [[12, 13, 14, 15], [2, 3]], found.ready)
+        assert attention.tensors[0][12:, 0].tolist() == [0, 1, 2, 3]
+        assert state.tensors[0][2:, 0].tolist() == [102, 101]
+
+
+def test_a_refused_call_leaves_nothing_behind():
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.finished()
+        with pytest.raises(IndexError):
+            engine.store(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            engine.preempt(["b", "c"], [2, 99])
+        with pytest.raises(IndexError):
+            engine.load(["a"], [99])
+        stats = engine.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
+        assert engine.lookup(["a"]).ready == 1
+        assert engine.lookup(["b"]).found == 0
+
+
+@stubbed
+def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
+    steps = Steps()
+    rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([rows]))
+    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
+        assert pool.wait_ready(PATIENCE, pages=8)
+        engine = OffloadEngine(handler)
+        assert engine.store(list(range(9)), list(range(9))) is None  # one page too many
+        assert engine.preempt(list(range(9)), list(range(9))) is None
+        handler.wait(engine.store(list(range(8)), list(range(8))))
+        engine.finished()
+        handler.wait(engine.store([8], [8]))  # the end of the prompt goes for it
+        assert engine.manager.stats().evicted == 1
+        engine.finished()
+        steps.go_on(2)
+        assert pool.wait_ready(PATIENCE)
+        handler.wait(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
+        engine.finished()
+        stats = engine.manager.stats()
+        assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
+        keys, kept = [*range(7), *range(8, 13)], rows.clone()
+        rows.zero_()
+        handler.wait(engine.load(keys, keys))
+        assert torch.equal(rows[keys], kept[keys])
+
+
+@stubbed
+def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
+    steps = Steps()
+    layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
+    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
+        assert pool.wait_ready(PATIENCE, pages=8)
+        driver.limit_registration(in_all=8 * 4096)
+        with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
+            steps.go_on(2)
+            assert "no more will be" in refusal(pool.wait_ready, PATIENCE)
+            assert in_time(lambda: not pinning_threads())
+        engine = OffloadEngine(handler)
+        for i in range(20):
+            handler.wait(engine.store([i], [i % 16]))
+            engine.finished()
+        assert engine.manager.stats().evicted == 12
+
+
+@pytest.mark.gpu
+def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu() -> None:
+    rows = torch.randint(256, (64, 1 << 20), dtype=torch.uint8, device="cuda")
+    layout, ids = PagedLayout([rows]), list(range(64))
+    kept = rows.clone()
+    with (
+        HostPool(layout, 64, chunk_bytes=4 << 20, background=True) as pool,
+        OffloadHandler(layout, pool) as handler,
+    ):
+        engine = OffloadEngine(handler, storing="lazy")
+        assert engine.store(ids, ids) is None
+        for job in engine.evict(ids):
+            handler.wait(job)
+        engine.finished()
+        if engine.lookup(ids).ready < 64:  # there were too few pages
+            assert pool.wait_ready(60)
+            engine.store(ids, ids)
+            for job in engine.evict(ids):
+                job.wait_on()
+                rows.zero_()
+            handler.drain()
+            engine.finished()
+        rows.zero_()
+        assert engine.lookup(ids).ready == 64
+        engine.load(ids, ids).wait_on()
+        assert torch.equal(rows, kept)
+
+
+def pinning_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("torch_kvswap pinning")]
+
+
+def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
+    layout = PagedLayout([torch.arange(1, 9, dtype=torch.uint8)[:, None].repeat(1, 16)])
+    with HostPool(layout, 6, world=2) as first:
+        pool = HostPool.attach(layout, first.share(), rank=1, world=2)
+        with pool, OffloadHandler(layout, pool) as handler:
+            engine = OffloadEngine(handler)
+            assert engine.store(["a", "b", "c", "d"], [0, 1, 2, 3]) is None
+            engine.store(["a", "b", "c"], [0, 1, 2])
+            engine.finished()
+            assert first.pages[:, 0, 0].tolist() == [0, 0, 0, 1, 2, 3]
+            engine.load(["a", "b"], [6, 7])
+            assert layout.tensors[0][6:, 0].tolist() == [1, 2]
+
+
+@stubbed
+def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        driver.fail("cuMemcpyBatchAsync")
+        engine.store(["a", "b"], [1, 3])
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["failed"]
+        assert engine.lookup(["a"]).found == 0
+        engine.store(["a", "b"], [1, 3])
+        handler.drain()
+        engine.finished()
+        assert engine.lookup(["a", "b"]).ready == 2
+        driver.fail("cuMemcpyBatchAsync")
+        engine.load(["a"], [5])
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["failed"]
+        assert engine.lookup(["a", "b"]).found == 0
+        assert engine.manager.stats().free_pages == host.num_pages - 1
+
+
+@stubbed
+def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        engine.store(["a", "b"], [1, 3])
+        driver.run()
+        assert [result.state for result in engine.finished()] == ["done"]
+        assert handler.cancel(engine.load(["a", "b"], [5, 6]))
+        driver.set_mode("immediate")
+        handler.drain()
+        assert [result.state for result in engine.finished()] == ["cancelled"]
+        assert engine.lookup(["a", "b"]).ready == 2
+        assert engine.manager.stats().idle_pages == 2
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    engine, tensor = make(storing="lazy")
+    with engine.handler as handler:
+        for number in range(3):
+            engine.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
+        store, started = handler.store, []
+
+        def failing(*args: object, **options: object) -> object:
+            if len(started) == fails_at:
+                raise MemoryError
+            started.append(store(*args, **options))
+            return started[-1]
+
+        monkeypatch.setattr(handler, "store", failing)
+        with pytest.raises(MemoryError):
+            engine.evict([1, 3, 5])
+        assert engine.manager.stats().filling_pages == 2 * fails_at
+        monkeypatch.setattr(handler, "store", store)
+        jobs = engine.evict([1, 3, 5])
+        assert [job.id for job in jobs][:fails_at] == [job.id for job in started]
+        assert len(jobs) == 3
+        assert engine.evict([1, 3, 5]) == []
+        tensor[:6] = -1
+        engine.finished()
+        for number in range(3):
+            engine.load([number, f"{number} goes on"], [6, 7])
+            assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
+
+
+def test_threads_that_submit_and_one_that_collects_lose_no_job():
+    engine, _ = make(pages=8)
+    over, deadline = threading.Event(), time.monotonic() + PATIENCE
+
+    def collect():
+        while not over.is_set():
+            engine.finished()
+
+    def submit(number):
+        for i in range(50):
+            while engine.store([(number, i)], [number]) is None:
+                assert time.monotonic() < deadline
+
+    with engine.handler:
+        collector = threading.Thread(target=collect)
+        threads = [threading.Thread(target=submit, args=(number,)) for number in range(3)]
+        for thread in (collector, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        over.set()
+        collector.join()
+        engine.finished()
+        stats = engine.manager.stats()
+        assert stats.free_pages + stats.idle_pages == 8
+        assert stats.stored == 150
+
+
+def test_errors_say_what_was_wrong():
+    engine, _ = make(per_page=2)
+    layout = PagedLayout([torch.zeros(4, 4)])
+    handler = OffloadHandler([layout], [HostPool(layout, 4)])
+    with engine.handler, handler:
+        several = OffloadEngine(handler, [BlockGroup(4)])
+        errors = [
+            refusal(OffloadEngine, handler),
+            refusal(OffloadEngine, engine.handler, [BlockGroup(PAGES)]),
+            refusal(OffloadEngine, handler, [BlockGroup(3)]),
+            refusal(engine.store, ["a"], [1, 2, 3]),
+            refusal(several.store, [["a"]], [[1], [2]]),
+            refusal(several.store, [["a"]], None),
+            refusal(OffloadEngine, None),
+            refusal(OffloadEngine, engine.handler, storing="never"),
+            refusal(OffloadEngine, engine.handler, ready_pages=3),
+            refusal(OffloadEngine, handler, [4]),
+            refusal(engine.store, ["a"], [1], first_block=1),
+            refusal(engine.load, ["a"], [1], first_block=1),
+            refusal(engine.preempt, ["a"], [1], first_block=1),
+            refusal(engine.evict, [1], first_block=1),
+            refusal(engine.store, ["a"], None),
+            refusal(engine.store, None, [1]),
+            refusal(engine.lookup, {"a": 1}),
+            refusal(engine.release, 5),
+            refusal(OffloadEngine(engine.handler, storing="lazy").store, ["a"], [1, BLOCKS]),
+            refusal(copy.copy, engine),
+            refusal(copy.deepcopy, engine),
+            refusal(pickle.dumps, engine),
+        ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: a handler with a list of layouts, and no other, takes groups
+ValueError: a handler with a list of layouts, and no other, takes groups
+ValueError: the groups have [3] pages, their pools [4]
+ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
+ValueError: keys and gpu_block_ids must have a list for each of 1 groups
+ValueError: keys and gpu_block_ids must have a list for each of 1 groups
+TypeError: handler is a NoneType; pass an OffloadHandler
+ValueError: storing is 'never'; it can be eager or lazy
+TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'ready_pages'
+TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: OffloadEngine.store() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.load() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.preempt() got an unexpected keyword argument 'first_block'
+TypeError: OffloadEngine.evict() got an unexpected keyword argument 'first_block'
+TypeError: gpu_block_ids is a NoneType; pass a list, numpy array or CPU tensor
+TypeError: keys is a NoneType; pass bytes of digests or a list
+TypeError: keys is a dict; pass bytes of digests or a list
+TypeError: preempted is a int; pass what preempt() returned
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one
+TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+pass it by reference, or make another one""",
+    )

@@ -1,0 +1,259 @@
+"""Keys of blocks: equal for equal content under equal settings, and for nothing else."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from refusal import refusal
+
+from torch_kvswap.prefix.hashing import (
+    DIGEST_BYTES,
+    Medium,
+    PrefixHasher,
+    encode,
+    key_digest,
+    reusable_blocks,
+)
+from torch_kvswap.prefix.manager import BlockManager
+
+TOKENS = list(range(1000, 1064))
+SETTINGS = {"model": "m", "dtype": "bfloat16", "block_tokens": 16}
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
+
+
+def keys(tokens=TOKENS, media=(), **settings) -> list[bytes]:
+    return split(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, media))
+
+
+# Who shares blocks
+
+
+def test_prompts_share_the_keys_of_the_tokens_that_they_begin_with():
+    first, second = keys(), keys([*TOKENS[:40], 5, *TOKENS[41:]])
+    assert len(first) == 4
+    assert first[:2] == second[:2]
+    assert not set(first[2:]) & set(second[2:])  # the last block has equal tokens in both
+
+
+def test_keys_are_the_same_for_lists_and_arrays_and_in_every_process():
+    assert (
+        keys() == keys(np.array(TOKENS)) == keys(np.array(TOKENS, np.uint16)) == keys(tuple(TOKENS))
+    )
+    assert (
+        keys(torch.tensor(TOKENS)) == keys(array("H", TOKENS)) == keys(range(1000, 1064)) == keys()
+    )
+    many = np.arange(40_000) % 7  # read in slices
+    assert keys(many.tolist()) == keys(many)
+    assert_expected_inline(
+        keys()[-1].hex(), """38979b2ed4a38253b1c5e5f68ca3f56f4e6855ad4db7b543b77d2b1b17de1d2a"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("salt", [None, "", "a", "b", b"a", "None"]),
+        ("adapter", [None, "", "lora", ("lora", 1), ("lora", 2), 1, True, 1.0]),
+        ("model", ["m", "m2", ""]),
+        ("dtype", ["bfloat16", "float8_e4m3", "float8_e5m2"]),
+        ("block_tokens", [16, 8, 32]),
+        ("group", [0, 1]),
+        ("extra", [None, (), ((),), "x", ("x",), -1, 255, 256]),
+    ],
+)
+def test_equal_tokens_under_other_settings_share_nothing(name, values):
+    every = [set(keys(**{name: value})) for value in values]
+    for one, other in combinations(every, 2):
+        assert not one & other
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model": "ab", "dtype": "c"}, {"model": "a", "dtype": "bc"}),
+        ({"adapter": "a", "salt": None}, {"adapter": None, "salt": "a"}),
+        ({"adapter": ("a", "b")}, {"adapter": ("ab",)}),
+        ({"adapter": ("a", ("b",))}, {"adapter": (("a",), "b")}),
+        ({"adapter": "x", "salt": "y"}, {"adapter": "xy", "salt": ""}),
+        ({"salt": "a\0b", "extra": "c"}, {"salt": "a", "extra": "b\0c"}),
+    ],
+)
+def test_settings_that_would_be_equal_when_joined_share_nothing(one, other):
+    assert not set(keys(**one)) & set(keys(**other))
+
+
+def test_media_behind_equal_placeholders_are_told_apart_from_where_they_begin():
+    cat, dog = Medium(20, 24, b"cat"), Medium(20, 24, b"dog")
+    plain, first, second = keys(), keys(media=[cat]), keys(media=[dog])
+    assert plain[0] == first[0] == second[0]
+    for one, other in combinations((plain, first, second), 2):
+        assert not set(one[1:]) & set(other[1:])
+    others = [
+        [Medium(21, 24, b"cat")],
+        [Medium(20, 23, b"cat")],
+        [cat, cat],
+        [cat, dog],
+        [Medium(20, 24, b"ca"), Medium(20, 24, b"t")],
+        [Medium(20, 24, b"cat"), Medium(50, 1, b"x")],
+    ]
+    last = [keys(media=media)[-1] for media in [[cat], *others]]
+    assert len(set(last)) == len(last)
+    assert keys(media=[dog, cat]) == keys(media=[cat, dog])
+
+
+def test_a_digest_of_one_kind_is_none_of_another_kind():
+    (block,) = keys(TOKENS[:16])
+    assert key_digest(block) == block
+    assert key_digest(block[:-1]) != sha256(block[:-1]).digest()
+    root = encode(("torch_kvswap", 1, "m", "bfloat16", 16, None, None, 0, None))
+    assert key_digest(root) not in keys()
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+
+
+@given(values, values)
+def test_different_values_never_have_equal_bytes(one, other):
+    assert (encode(one) == encode(other)) == (repr(one) == repr(other))
+    # None is the beginning of another one either, so lists of them are told apart.
+    assert repr(one) == repr(other) or not encode(one).startswith(encode(other))
+
+
+# The last token
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2), (64, 3)]
+)
+def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, blocks):
+    assert reusable_blocks(tokens, 16) == blocks
+    hasher, manager = PrefixHasher(**SETTINGS), BlockManager(10)
+    prompt = TOKENS[:tokens]
+    manager.complete(manager.prepare_store(hasher.keys(prompt)))
+    assert manager.lookup(hasher.keys(prompt)).ready == tokens // 16
+    assert manager.lookup(hasher.lookup_keys(prompt)).ready == blocks
+    assert max(tokens - 1, 0) - 15 <= blocks * 16 <= max(tokens - 1, 0)
+
+
+def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
+    hasher = PrefixHasher(**SETTINGS)
+    part = hasher.partial_key(TOKENS[:20])
+    assert len(part) == DIGEST_BYTES
+    others = [hasher.partial_key(TOKENS[:21]), hasher.partial_key([7, *TOKENS[1:20]]), *keys()]
+    assert part not in others
+    assert hasher.partial_key([*TOKENS[:20]]) == part
+    assert hasher.partial_key(TOKENS[:32]) == b""
+    zero = hasher.partial_key([*TOKENS[:20], 0])
+    assert zero != part  # a token 0 is a token
+
+
+# Errors
+
+
+def test_errors_say_what_was_wrong():
+    hasher = PrefixHasher(**SETTINGS)
+    errors = [
+        refusal(hasher.keys, [1, 2, -1, 4]),
+        refusal(hasher.keys, [1, 2**32]),
+        refusal(hasher.keys, np.array([1, -1])),
+        refusal(hasher.keys, [1.5]),
+        refusal(hasher.keys, np.array([1.5])),
+        refusal(hasher.keys, TOKENS, [Medium(64, 2, b"x")]),
+        refusal(PrefixHasher, "m", "bfloat16", 0),
+        refusal(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
+        refusal(PrefixHasher, "m", "bfloat16", 1.5),
+        refusal(PrefixHasher, "m", "bfloat16", 2**32),
+        refusal(PrefixHasher, "m", "bfloat16", 16, group="x"),
+        refusal(PrefixHasher, "m", "bfloat16", 16, group=-1),
+        refusal(PrefixHasher, "m", "bfloat16", 16, salt=5),
+        refusal(PrefixHasher, "m", "bfloat16", 16, extra={}),
+        refusal(PrefixHasher, None, "bfloat16", 16),
+        refusal(PrefixHasher, "m", np.float16, 16),
+        *(
+            refusal(call, tokens)
+            for call in (hasher.keys, hasher.lookup_keys, hasher.partial_key)
+            for tokens in (np.array(TOKENS, np.uint32).tobytes(), dict.fromkeys(TOKENS))
+        ),
+        refusal(hasher.keys, bytearray(64)),
+        refusal(hasher.keys, memoryview(bytes(64))),
+        refusal(hasher.keys, "1, 2"),
+        refusal(hasher.keys, {1, 2}),
+        refusal(hasher.keys, None),
+        refusal(hasher.keys, iter(TOKENS)),
+        refusal(hasher.keys, [1, "2"]),
+        refusal(hasher.keys, [1] * 20_000 + [None]),
+        refusal(hasher.keys, [1] * 20_000 + [-1]),
+        refusal(hasher.keys, np.ones((2, 2), np.int64)),
+        refusal(hasher.keys, TOKENS, ["x"]),
+        refusal(hasher.keys, TOKENS, None),
+        refusal(hasher.keys, TOKENS, Medium(1, 1, b"x")),
+        refusal(Medium, -1, 2**64, b"x"),
+        refusal(Medium, 1, 2**64, b"x"),
+        refusal(Medium, 1.5, 1, b"x"),
+        refusal(Medium, 1, 1, "x"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+IndexError: tokens[2] is -1; a token is 0 to 4294967295
+IndexError: tokens[1] is 4294967296; a token is 0 to 4294967295
+IndexError: tokens[1] is -1; a token is 0 to 4294967295
+TypeError: tokens[0] is a float; a token is an integer
+TypeError: tokens is an array of float64; tokens must be integers
+ValueError: a medium begins at token 64 of a prompt of 64
+ValueError: block_tokens is 0; it must be 1 to 4294967295
+TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
+int, float, str, bytes and tuples of them
+TypeError: block_tokens is a float; it must be an integer
+ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
+TypeError: group is a str; it must be an integer
+ValueError: group is -1; it must be 0 to 9223372036854775807
+TypeError: salt is a int; it must be a str, bytes or None
+TypeError: extra: a key, or a part of one, is of type dict; make it of None, bool, int,
+float, str, bytes and tuples of them
+TypeError: model is a NoneType; it must be a str
+TypeError: dtype is a type; it must be a str
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytes; pass a list or an array of integers
+TypeError: tokens is a dict; pass a list or an array of integers
+TypeError: tokens is a bytearray; pass a list or an array of integers
+TypeError: tokens is a memoryview; pass a list or an array of integers
+TypeError: tokens is a str; pass a list or an array of integers
+TypeError: tokens is a set; pass a list or an array of integers
+TypeError: tokens is a NoneType; pass a list or an array of integers
+TypeError: tokens is a list_iterator; pass a list or an array of integers
+TypeError: tokens[1] is a str; a token is an integer
+TypeError: tokens[20000] is a NoneType; a token is an integer
+IndexError: tokens[20000] is -1; a token is 0 to 4294967295
+ValueError: tokens has shape (2, 2); it must have one dimension
+TypeError: media[0] is a str; pass a Medium
+TypeError: media is a NoneType; pass a list of Medium
+TypeError: media is a Medium; pass a list of Medium
+ValueError: first_token is -1; it must be 0 to 9223372036854775807
+ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
+TypeError: first_token is a float; it must be an integer
+TypeError: key is a str; it must be bytes""",
+    )

@@ -1,0 +1,244 @@
+"""What is stored when it leaves the GPU, and that an engine finds it again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from refusal import refusal
+
+from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
+from torch_kvswap.prefix.lazy import Chain, LazyStoring
+
+HASHER = PrefixHasher("m", "bfloat16", 4)
+SYSTEM = list(range(8))  # two blocks that all prompts begin with
+
+
+def prompt(number, blocks=2):
+    return [*SYSTEM, *range(100 * number, 100 * number + 4 * blocks)]
+
+
+def keys_of(number, blocks=2):
+    return HASHER.keys(prompt(number, blocks))
+
+
+def evicting(storing, blocks):
+    chains = storing.chains_of(blocks)
+    assert storing.chains_of(blocks) == chains  # nothing has left yet
+    storing.forget(blocks)
+    return chains
+
+
+def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
+    storing = LazyStoring()
+    storing.computed(keys_of(1), [5, 6, 7, 8])
+    storing.computed(keys_of(2), [5, 6, 9, 10])
+    assert evicting(storing, [8]) == [Chain(keys_of(1), [5, 6, 7, 8])]
+    assert evicting(storing, [7, 10]) == [
+        Chain(keys_of(1)[: 3 * DIGEST_BYTES], [5, 6, 7]),
+        Chain(keys_of(2), [5, 6, 9, 10]),
+    ]
+    assert evicting(storing, [77]) == []
+
+
+def test_blocks_that_leave_together_are_one_chain():
+    storing = LazyStoring()
+    storing.computed(keys_of(1), [5, 6, 7, 8])
+    assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
+    assert evicting(storing, [8, 7]) == []
+
+
+def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
+    storing = LazyStoring()
+    storing.computed(keys_of(1), [5, 6, 7, 8])
+    storing.computed(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
+    assert evicting(storing, [8]) == [Chain(keys_of(1)[3 * DIGEST_BYTES :], [8])]
+    storing.computed(keys_of(3), [15, 16, 20, 21])
+    evicting(storing, [20])
+    assert evicting(storing, [21]) == [Chain(keys_of(3)[3 * DIGEST_BYTES :], [21])]
+
+
+def test_of_two_copies_of_a_block_one_may_leave():
+    storing = LazyStoring()
+    storing.computed(keys_of(1), [5, 6, 7, 8])
+    storing.computed(keys_of(1), [15, 16, 17, 18])
+    assert evicting(storing, [6]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16])]
+    assert evicting(storing, [18]) == [Chain(keys_of(1), [15, 16, 17, 18])]
+
+
+def test_a_page_leaves_with_the_first_of_its_blocks():
+    storing = LazyStoring(2)
+    storing.computed(keys_of(1, 0), [1, 2, 3])  # the last one is part full
+    assert evicting(storing, [3, 2]) == [Chain(keys_of(1, 0), [1, 2, 3])]
+    assert evicting(storing, [1]) == []
+    storing.computed(keys_of(1), [1, 2, 3, 4, 5, 6, 7, 8])
+    assert evicting(storing, [4]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4])]
+
+
+class Server:
+    """A GPU cache with a prefix cache of its own, least recently used pages leaving first. The
+    bytes of a block are its key and its place in the page."""
+
+    def __init__(self, gpu_pages, pages, per_page=1, **options):
+        self.tensor = torch.zeros(gpu_pages * per_page, DIGEST_BYTES + 1, dtype=torch.uint8)
+        layout = PagedLayout([self.tensor])
+        self.handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
+        self.engine = OffloadEngine(self.handler, **options)
+        self.gpu = OrderedDict()  # key to blocks
+        self.free = list(range(gpu_pages * per_page))
+        self.per_page, self.jobs = per_page, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.handler.close()
+
+    def bytes_of(self, keys):
+        rows = [[*key, place] for key in keys for place in range(self.per_page)]
+        return torch.tensor(rows, dtype=torch.uint8).view(-1, DIGEST_BYTES + 1)
+
+    def blocks_of(self, keys):
+        return [block for key in keys for block in self.gpu[key]]
+
+    def take(self, count):
+        """Blocks for so many pages, those of others if none are free."""
+        leaving = list(self.gpu)[: max(count - len(self.free) // self.per_page, 0)]
+        self.jobs += len(self.engine.evict(self.blocks_of(leaving)))
+        for key in leaving:
+            self.free += self.gpu.pop(key)
+        taken, self.free = self.free[: count * self.per_page], self.free[count * self.per_page :]
+        self.tensor[taken] = 255
+        return taken
+
+    def serve(self, tokens):
+        """How many blocks of the prompt were found on the host, and not on the GPU."""
+        self.engine.finished()
+        keys = HASHER.keys(tokens)
+        split = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
+        here = next((i for i, key in enumerate(split) if key not in self.gpu), len(split))
+        for key in reversed(split):
+            if key in self.gpu:
+                self.gpu.move_to_end(key)
+        absent = [key for key in split if key not in self.gpu]
+        taken = self.take(len(absent))
+        for i, key in enumerate(absent):
+            self.gpu[key] = taken[i * self.per_page : (i + 1) * self.per_page]
+        ready = max(self.engine.lookup(keys).ready, here)
+        loaded = split[here:ready]
+        if loaded:
+            assert self.engine.load(loaded, self.blocks_of(loaded)) is not None
+            assert torch.equal(self.tensor[self.blocks_of(loaded)], self.bytes_of(loaded))
+        self.tensor[self.blocks_of(split[ready:])] = self.bytes_of(split[ready:])
+        self.engine.store(keys, self.blocks_of(split))
+        return len(loaded)
+
+    def forget_gpu(self):
+        """What a scheduler does when it drops its cache."""
+        self.engine.evict(self.blocks_of(self.gpu))
+        self.engine.finished()
+        self.free += self.blocks_of(self.gpu)
+        self.gpu.clear()
+
+
+@pytest.mark.parametrize("per_page", [1, 3])
+@pytest.mark.parametrize("storing", ["eager", "lazy"])
+def test_prompts_that_have_left_the_gpu_are_found_on_the_host(storing, per_page):
+    with Server(10, 100, per_page, storing=storing) as server:
+        for number in range(1, 9):
+            assert server.serve(prompt(number)) == 0
+        assert server.serve(prompt(1)) == 2
+        server.forget_gpu()
+        assert server.serve(prompt(2)) == 4
+        assert server.serve(prompt(1000)) == 0
+
+
+def test_lazy_storing_stores_less_and_finds_as_much():
+    order = np.random.default_rng(1).zipf(1.4, 100) % 30 + 1
+    found, stored, jobs = {}, {}, {}
+    for storing in ("eager", "lazy"):
+        with Server(20, 200, storing=storing) as server:
+            found[storing] = sum(server.serve(prompt(int(number))) for number in order)
+            server.engine.finished()
+            stored[storing], jobs[storing] = server.engine.manager.stats().stored, server.jobs
+    assert found["lazy"] == found["eager"] > 20
+    assert stored["lazy"] < stored["eager"] == 2 + 2 * len({*order})
+    assert jobs["eager"] == 0 < jobs["lazy"]
+
+
+def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu():
+    rates = {}
+    for storing in ("eager", "lazy"):
+        with Server(10, 200, storing=storing) as server:
+            for number in range(1, 11):
+                server.serve(prompt(number))
+            server.forget_gpu()
+            before = server.engine.manager.stats()
+            for number in range(1, 11):
+                server.serve(prompt(number))
+            after = server.engine.manager.stats()
+            rates[storing] = (after.hits - before.hits) / (after.asked - before.asked)
+    assert rates == {"eager": 1.0, "lazy": 1.0}
+
+
+@pytest.mark.parametrize("storing", ["eager", "lazy"])
+def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
+    with Server(8, 200, storing=storing, store_threshold=2) as server:
+        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
+        server.forget_gpu()
+        assert server.engine.manager.stats().stored == 2  # the common prefix
+        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [2, 0]
+        server.forget_gpu()
+        assert [server.serve(prompt(1)), server.serve(prompt(2))] == [4, 2]
+        stats = server.engine.manager.stats()
+        assert stats.hit_rate == (2 + 4 + 2 + 4) / 24  # what is on the GPU was asked for too
+
+
+def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
+    with Server(20, 200, storing="lazy") as server:
+        for _ in range(10):
+            server.serve(prompt(1))
+            server.serve(prompt(2))
+        assert server.engine.manager.stats().stored == 0
+
+
+def test_what_leaves_is_left_out_where_the_host_has_no_room():
+    with Server(8, 5, storing="lazy") as server:
+        server.serve(prompt(1, blocks=6))
+        assert server.take(8) is not None  # all of its 8 pages leave, there is room for 5
+        assert server.engine.manager.stats().stored == 0
+        assert server.engine.manager.stats().refused == 1
+
+
+def test_each_group_of_layers_stores_what_leaves_it():
+    tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
+    layouts = [PagedLayout([tensor]) for tensor in tensors]
+    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)], storing="lazy")
+        assert engine.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
+        (job,) = engine.evict([[2], []])
+        assert job.nbytes == 2 * 16
+        engine.finished()
+        assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 0
+        engine.evict([[], [4]])
+        engine.finished()
+        assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 2
+        engine.load([["a", "b"], ["a", "b"]], [[5, 6], [5, 6]])
+        assert tensors[0][5:7, 0].tolist() == [1, 2]
+        assert tensors[1][5:7, 0].tolist() == [3, 4]
+
+
+def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
+    with Server(2, 2, storing="lazy") as server:
+        assert [
+            refusal(OffloadEngine, server.handler, storing="never"),
+            refusal(server.engine.store, ["a"], [1], after=()),
+            refusal(server.engine.store, ["a"], [1, 2]),
+        ] == [
+            "ValueError: storing is 'never'; it can be eager or lazy",
+            "TypeError: with lazy storing evict() takes the options after and background",
+            "ValueError: gpu_block_ids has 2 ids for 1 keys of 1 blocks each",
+        ]

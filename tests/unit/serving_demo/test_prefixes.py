@@ -1,0 +1,112 @@
+"""Prompts that begin alike: what the host has is loaded, and the answers stay the same."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+import torch
+
+from serving_demo import demo
+from serving_demo.model import Model, same_bits_every_time
+from serving_demo.prefixes import PrefixServer, alike_prompts
+from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+
+pytestmark = pytest.mark.slow
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZE = 8
+PROMPTS = alike_prompts(Random(0).randbytes(500), count=6, longest=64, seed=1)
+
+
+class Forgetful(OffloadEngine):
+    """Loses the first block of each load."""
+
+    def load(self, keys, gpu_block_ids, prefix=None):
+        job = super().load(keys, gpu_block_ids, prefix)
+        for tensor in self.handler.layouts[0].tensors:
+            tensor[:, gpu_block_ids[0]] = 0
+        return job
+
+
+@pytest.fixture
+def exact():
+    with same_bits_every_time():
+        yield
+
+
+def serve(device, engine_kind=OffloadEngine, pages=100, per_page=1, rounds=2):
+    """The answers of each round, how many tokens it reused, and those of requests alone."""
+    model = Model(SIZE, 9, seed=0, device=torch.device(device))
+    layout = PagedLayout(model.new_cache(18), block_dim=1)
+    got, reused = [], []
+    with (
+        HostPool(layout, pages, per_page) as host,
+        OffloadHandler(layout, host) as handler,
+    ):
+        server = PrefixServer(model, engine_kind(handler))
+        for _ in range(rounds):
+            before = server.reused
+            got.append([server.generate(prompt, 4) for prompt in PROMPTS])
+            reused.append(server.reused - before)
+    return got, reused, [model.generate(prompt, 4) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_gets_all_that_was_served_before_but_its_last_token(device, exact):
+    got, reused, expected = serve(device)
+    assert got == [expected, expected]
+    assert reused[1] == sum((len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS)
+    assert reused[0] >= 4 * 32  # of six prompts two are the first with their beginning
+
+
+@pytest.mark.parametrize(("pages", "per_page"), [(100, 3), (7, 1), (2, 2)])
+def test_answers_are_the_same_from_large_pages_and_from_too_few(pages, per_page, exact):
+    got, reused, expected = serve("cpu", pages=pages, per_page=per_page)
+    assert got == [expected, expected]
+    assert reused[1] < sum((len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS)
+
+
+def test_a_block_that_does_not_come_back_changes_the_answers(exact):
+    got, _, expected = serve("cpu", Forgetful)
+    assert got[1] != expected
+
+
+def test_a_transfer_that_failed_is_not_passed_over(exact):
+    class Failing(OffloadEngine):
+        def finished(self):
+            for result in super().finished():
+                object.__setattr__(result, "state", "failed")
+                yield result
+
+    with pytest.raises(RuntimeError, match=r"store \d+ failed: None"):
+        serve("cpu", Failing)
+
+
+def test_half_of_each_prompt_is_one_of_two_beginnings():
+    assert {prompt[:32] for prompt in PROMPTS} == {PROMPTS[0][:32], PROMPTS[1][:32]}
+    assert len(set(PROMPTS)) == len(PROMPTS)
+    assert all(33 <= len(prompt) <= 64 for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_demo_prints_how_much_of_each_round_came_from_the_host(device, tmp_path, capsys):
+    file = tmp_path / "text"
+    file.write_bytes(Random(0).randbytes(2000))
+    arguments = "--requests 4 --new-tokens 4 --block-size 8 --gpu-blocks 40 --rounds 2"
+    assert demo.main([*arguments.split(), "--device", device, "--file", str(file)]) == 0
+    out = capsys.readouterr().out
+    shares = re.findall(r"round (\d) of 4 prompts .*: (\d+) of (\d+) tokens from the host", out)
+    assert [number for number, *_ in shares] == ["1", "2"]
+    assert 0 < int(shares[0][1]) < int(shares[1][1]) < int(shares[1][2])
+    assert "8 answers compared, 0 differ" in out
+
+
+def test_the_demo_fails_when_an_answer_differs(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "text"
+    file.write_bytes(Random(0).randbytes(2000))
+    monkeypatch.setattr(demo, "OffloadEngine", Forgetful)
+    arguments = "--requests 4 --new-tokens 4 --block-size 8 --gpu-blocks 40"
+    assert demo.main([*arguments.split(), "--file", str(file)]) == 1
+    assert re.search(r"12 answers compared, [1-9]\d* differ", capsys.readouterr().out)

@@ -1,0 +1,68 @@
+"""What a job may start behind, and what may wait for one."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from sim import Event, Stream
+from simulated_driver import without_cuda
+
+from torch_kvswap._native import abi
+from torch_kvswap.after import resolve_after, resolve_waiting
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@without_cuda
+def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
+    assert resolve_after(Stream(42), CUDA) == (abi.AFTER_STREAM, 42)
+    assert resolve_after(Stream(0), CUDA) == (abi.AFTER_STREAM, 0)
+    assert resolve_after(Event(7), CUDA) == (abi.AFTER_EVENT, 7)
+    assert resolve_waiting(Stream(42)) == (42, 0)
+    assert resolve_waiting(Stream(0, index=1)) == (0, 1)
+
+
+def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
+    for device in (CUDA, CPU):
+        assert resolve_after(None, device) == (abi.AFTER_CURRENT, None)
+        assert resolve_after((), device) == (abi.AFTER_NOTHING, None)
+    assert resolve_waiting(None) == (None, -1)
+
+
+@without_cuda
+def test_what_cannot_be_waited_for_is_refused() -> None:
+    calls = [
+        lambda: resolve_after(Event(0), CUDA),
+        lambda: resolve_after(Stream(42, index=1), CUDA),
+        lambda: resolve_after(42, CUDA),
+        lambda: resolve_after([], CUDA),
+        lambda: resolve_after((Stream(42),), CUDA),
+        lambda: resolve_after(Stream(42), CPU),
+        lambda: resolve_after(Event(7), CPU),
+        lambda: resolve_after(42, CPU),
+        lambda: resolve_waiting(42),
+        lambda: resolve_waiting(Event(7)),
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+ValueError: after= is an event that was never recorded, so that nothing would be waited
+for; record it behind the work that it stands for, or pass that stream
+ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
+that stream and pass the event
+TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
+torch.cuda.Event or () for nothing, not int
+TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
+torch.cuda.Event or () for nothing, not list
+TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
+torch.cuda.Event or () for nothing, not tuple
+TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
+the call and can wait for no stream; it is Stream: wait for it first
+TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
+the call and can wait for no stream; it is Event: wait for it first
+TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
+the call and can wait for no stream; it is int: wait for it first
+TypeError: a torch.cuda.Stream (or None) can wait, int cannot
+TypeError: a torch.cuda.Stream (or None) can wait, Event cannot""",
+    )

@@ -1,0 +1,200 @@
+"""Rules that the source is checked for: imports go downward, torch stays out of where it is not needed."""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from torch_kvswap._native import abi
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "torch_kvswap"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
+# The rooms of the house, lowest floor first. A module may import from its own floor and below.
+FLOORS = (
+    (
+        *("_native.loader", "_native.arguments", "_native.fork_guard", "_native.ids"),
+        *("metrics", "nvtx", "host_pool.system", "host_pool.memory_limits", "prefix.hashing"),
+        *("_native.__init__", "host_pool.__init__", "prefix.__init__"),
+    ),
+    (
+        *("_native.abi", "after", "result", "layout", "aliasing", "host_pool", "address_guard"),
+        *("groups", "ops", "copy_method_costs", "copy_method", "prefix.groups", "prefix.results"),
+        *("prefix.digests", "prefix.lazy"),
+    ),
+    ("_native", "gate"),
+    ("job", "handler", "prefix.manager"),
+    ("calibrate", "prefix"),
+    ("cli", "integrations", "__init__", "__main__"),
+)
+# Folders of csrc/ that include no torch header.
+TORCH_FREE = ("copy", "offload", "prefix")
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def floor(module: str) -> int:
+    floors = [
+        number
+        for name in (module, room(module))
+        for number, rooms in enumerate(FLOORS)
+        if name in rooms
+    ]
+    assert floors, f"{module} is in no room; give it one here and in CONTRIBUTING.md"
+    return floors[0]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all below it, without what only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not is_for_types(child):
+            yield from nodes_that_run(child)
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Full dotted names of all that a module imports when it runs, also inside functions."""
+    package = ["torch_kvswap", *module.split(".")[:-1]]
+    for node in nodes_that_run(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """The modules of the package that a module imports; the package itself is `__init__`."""
+    found = set()
+    for name in imported_names(module):
+        if room(name) != "torch_kvswap":
+            continue
+        parts = name.split(".")[1:]
+        names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        names += [f"{name}.__init__" for name in names]
+        found.add(next((name for name in names if name in MODULES), "__init__"))
+    return found
+
+
+def attributes(module: str) -> set[str]:
+    """Every dotted name that the code of a module says or imports, such as torch.cuda.Event."""
+    tree = ast.parse(MODULES[module].read_text())
+    said = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return said | set(imported_names(module))
+
+
+def includes(path: Path) -> Iterator[str]:
+    """What a native file includes, and what its own headers include in turn."""
+    for name in re.findall(r'^\s*#\s*include\s*[<"](.+)[>"]', path.read_text(), re.MULTILINE):
+        yield name
+        own = (folder / name for folder in (path.parent, ROOT / "csrc"))
+        header = next((file for file in own if file.exists()), None)
+        yield from includes(header) if header else ()
+
+
+def source_of(name: str) -> str:
+    return (ROOT / "csrc" / name).read_text()
+
+
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downward(module):
+    here = floor(module)
+    for other in imported_modules(module) - {module}:
+        assert floor(other) <= here, f"{module} imports {other}, which is above it"
+        assert room(other) != "integrations" or room(module) == "integrations"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    order = TopologicalSorter({module: imported_modules(module) - {module} for module in MODULES})
+    order.prepare()
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"ops", "_native.loader"}))
+def test_only_ops_and_the_loader_say_torch_ops(module):
+    assert not [
+        name for name in attributes(module) if re.match(r"torch\.(ops|_ops|library)\b", name)
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_native_side_writes_which_pages_are_usable(module):
+    """Submissions read them with acquire order, which only a native release store answers."""
+    fields = {name for name, _ in abi.UsablePages._fields_}
+    written = [
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+    ]
+    assert not fields & {*written}
+
+
+def test_which_pages_are_usable_is_released_and_acquired():
+    stores = re.findall(r"__atomic_store_n\(&usable->(\w+), \w+, (\w+)\)", source_of("capi.cpp"))
+    assert stores == [("chunk_blocks", "__ATOMIC_RELAXED"), ("last_page", "__ATOMIC_RELEASE")]
+    reads = [read for path in NATIVE for read in re.findall(r".*[>.]last_page.*", path.read_text())]
+    assert len(reads) == 2  # the store above, and this one
+    assert [read for read in reads if "__atomic_load_n" in read and "__ATOMIC_ACQUIRE" in read]
+
+
+def test_the_block_manager_can_be_used_without_the_handler():
+    known, new = set(), {"prefix.manager"}
+    while new:
+        known |= new
+        new = {other for module in new for other in imported_modules(module)} - known
+    assert known.isdisjoint({"handler", "job", "_native.handler", "host_pool.pool", "layout"})
+
+
+@pytest.mark.parametrize("module", ["layout", "_native.ids", "aliasing", "groups", "metrics"])
+def test_what_says_what_is_to_be_copied_knows_no_cuda(module):
+    assert not [name for name in attributes(module) if name.startswith("torch.cuda")]
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_native_file_includes_what_its_room_may(path):
+    names = set(includes(path))
+    if path.suffix != ".cu":
+        cuda = [name for name in names if re.match(r"(cuda|cuda_runtime\w*|cuda_fp16)\.h$", name)]
+        assert not cuda, "it must compile without CUDA"
+    if path.parent.name in TORCH_FREE:
+        assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
+    if path.parent.name == "copy":
+        assert not [name for name in names if "offload/" in name], "copies know no jobs"
+    if path.parent.name == "prefix":
+        assert not [name for name in names if re.match("copy/|offload/", name)]
+
+
+def test_no_tracked_file_names_a_folder_of_a_machine_or_a_package_registry():
+    folder = re.compile(r"(?<![\w.$])/(?:home|root|work|Users)/\w")
+    registry = re.compile(
+        r"\b(?:pypi|pythonhosted|anaconda|download\.pytorch|pypi\.nvidia)\.\w{2,3}\b"
+    )
+    found = []
+    for path in tracked_files():
+        text = path.read_bytes().decode(errors="replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            if folder.search(line) or registry.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)

@@ -1,0 +1,142 @@
+"""The native library as a file: what it needs of others, and that it fits every CUDA."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import simulated_driver
+import torch
+
+from torch_kvswap._native import loader
+
+ROOT = Path(__file__).parents[2]
+# What every Linux with torch has. In particular no libcuda, libcudart, libtorch_cuda, libc10_cuda
+# and libtorch_python: those are not there for every torch or not of one version.
+LIBRARIES = re.compile(
+    r"libtorch_cpu\.so|libstdc\+\+\.so\.6|libgcc_s\.so\.1|lib(c|m)\.so\.6|libdl\.so\.2|"
+    r"lib(rt|pthread)\.so\.1|ld-linux-[\w-]+\.so\.\d"
+)
+# torch's stable C functions, versioned symbols of the C and C++ runtimes, weak hooks of the linker
+# and of transactional memory.
+SYMBOLS = re.compile(
+    r"(aoti_torch|torch)_\w+|[^@]+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+( \(\d+\))?|"
+    r"_ITM_\w+|_ZGTt\w+|__cxa_pure_virtual|__gmon_start__"
+)
+CUDA_HEADERS = {
+    "12.4": "nvidia-cuda-runtime-cu12==12.4.*",
+    "12.8": "nvidia-cuda-runtime-cu12==12.8.*",
+    "13": "nvidia-cuda-runtime==13.*",
+}
+
+
+def readelf(option: str) -> list[str]:
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf, which comes with g++")
+    command = ["readelf", "--wide", option, loader.PATH]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def symbols(defined: bool) -> list[str]:
+    """Names of the dynamic symbols, with their versions."""
+    columns = [line.split(maxsplit=7) for line in readelf("--dyn-syms")]
+    rows = [row for row in columns if len(row) == 8 and row[0][:-1].isdigit()]
+    return [row[7] for row in rows if (row[6] != "UND") == defined]
+
+
+def test_it_needs_only_libraries_that_every_torch_has():
+    needed = [re.findall(r"\[(.*)\]", line)[0] for line in readelf("--dynamic") if "NEEDED" in line]
+    assert "libtorch_cpu.so" in needed
+    assert [name for name in needed if not LIBRARIES.fullmatch(name)] == []
+
+
+def test_it_needs_only_symbols_that_every_torch_has():
+    undefined = symbols(defined=False)
+    assert any(name.startswith("aoti_torch_") for name in undefined)
+    assert [name for name in undefined if not SYMBOLS.fullmatch(name)] == []
+
+
+def test_it_shows_nothing_but_its_c_interface():
+    shown = symbols(defined=True)
+    assert [name for name in shown if not name.startswith("kvswap_")] == []
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
+)
+@pytest.mark.parametrize("use", ["pass", "loader.library().kvswap_driver_version()"])
+def test_importing_it_does_not_touch_cuda(use):
+    # With the stub a driver can be found on every machine; the control uses it.
+    code = f"""
+import pathlib, torch
+def drivers(): return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text()
+before = drivers()
+import torch_kvswap
+from torch_kvswap._native import loader
+{use}
+print(drivers() != before, torch.cuda.is_initialized())
+"""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(simulated_driver.build())}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(use != "pass"), "False"]
+
+
+def test_a_missing_library_is_named_with_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
+    with pytest.raises(ImportError, match=r"there is no .*_C\.abi3\.so\. In a checkout run `make"):
+        loader.load.__wrapped__()
+
+
+def test_a_library_that_torch_cannot_load_says_which_torch_and_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
+    loader.PATH.write_text("no library")
+    with pytest.raises(ImportError, match=r"torch \S+ cannot load .*: .*(ELF|too short)"):
+        loader.load.__wrapped__()
+
+
+def test_the_c_interface_is_of_the_same_library():
+    assert loader.library() is loader.library()
+    assert loader.library()._name == str(loader.PATH)
+
+
+def cuda_headers(version: str, folder: Path) -> Path:
+    """The folder of cuda.h of a CUDA version, from the package registry; kept in build/."""
+    kept = ROOT / "build" / "cuda_headers" / version
+    if not kept.exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=1"]
+        options = ["--timeout=15", "--only-binary=:all:", "--dest", folder, CUDA_HEADERS[version]]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        if done.returncode != 0:
+            tell = pytest.fail if os.environ.get("CI") else pytest.skip
+            tell(f"no CUDA {version} headers to be had: {done.stderr.strip().splitlines()[-1]}")
+        (wheel,) = folder.glob("*.whl")
+        archive = zipfile.ZipFile(wheel)
+        headers = [name for name in archive.namelist() if "/include/" in name]
+        archive.extractall(folder / "wheel", headers)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder / "wheel", kept)
+    return next(kept.rglob("cuda.h")).parent
+
+
+@pytest.mark.parametrize("version", CUDA_HEADERS)
+def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path):
+    include = cuda_headers(version, tmp_path)
+    cxx = shlex.split(os.environ.get("CXX", "g++"))
+    command = [*cxx, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    folders = ["-isystem", include, "-I", ROOT / "csrc"]
+    source = ROOT / "tests" / "support" / "cuda_headers_check.cpp"
+    done = subprocess.run([*command, *folders, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_driver_function_is_left_out_of_the_comparison():
+    header = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
+    check = (ROOT / "tests" / "support" / "cuda_headers_check.cpp").read_text()
+    assert re.findall(r"Result \(\*(\w+)\)", header) == re.findall(r"SAME\((\w+), cu", check)

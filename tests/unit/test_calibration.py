@@ -1,0 +1,80 @@
+"""Calibration finds the costs that transfers really have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_kvswap.calibrate import PATHS, SIZES, STEPS, Machine, Seconds, calibrate
+from torch_kvswap.copy_method_costs import PathCosts
+
+
+def machine_with(costs: dict[tuple[str, str], PathCosts]) -> Seconds:
+    def seconds(path: str, direction: str, size: int, planes: int, blocks: int) -> float:
+        return costs[direction, path].seconds(blocks, planes, size)
+
+    return seconds
+
+
+def made_up() -> dict[tuple[str, str], PathCosts]:
+    """Other figures for each path."""
+    costs = {}
+    for direction, paths in PATHS.items():
+        for path in paths:
+            n = 1 + len(costs)
+            fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
+            costs[direction, path] = PathCosts(n * 5e-6, n * 0.3e-6, fragment)
+    return costs
+
+
+def test_it_finds_the_start_the_block_and_every_fragment() -> None:
+    truth = made_up()
+    found = calibrate(machine_with(truth))
+    assert {(direction, path) for direction in found for path in found[direction]} == set(truth)
+    for (direction, path), expected in truth.items():
+        costs = found[direction][path]
+        assert costs.start == pytest.approx(expected.start)
+        assert costs.block == pytest.approx(expected.block)
+        assert costs.fragment == pytest.approx(expected.fragment)
+
+
+def test_noise_makes_no_cost_negative() -> None:
+    def seconds(path: str, direction: str, size: int, planes: int, blocks: int) -> float:
+        return 1e-5 / blocks  # more blocks take less
+
+    for of_direction in calibrate(seconds).values():
+        for costs in of_direction.values():
+            assert min(costs.start, costs.block, *costs.fragment.values()) >= 0
+
+
+def test_progress_ends_when_all_is_measured() -> None:
+    steps: list[None] = []
+    calibrate(machine_with(made_up()), lambda: steps.append(None))
+    assert len(steps) == STEPS
+
+
+def test_a_kernel_is_never_chosen_for_stores() -> None:
+    assert "kernel" not in calibrate(machine_with(made_up()))["store"]
+
+
+def test_the_machine_moves_blocks_on_the_path_that_is_asked_for() -> None:
+    machine = Machine(torch.device("cpu"))
+    try:
+        assert machine.seconds("batch", "store", 4096, 3, 2) > 0
+        assert machine.seconds("batch", "load", 512, 1, 2) > 0
+    finally:
+        machine.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_calibrated() -> None:
+    machine = Machine(torch.device("cuda", 0))
+    try:
+        costs = calibrate(machine.seconds)
+    finally:
+        machine.close()
+    for direction, paths in PATHS.items():
+        assert set(costs[direction]) == set(paths)
+        big = max(SIZES)
+        for of_path in costs[direction].values():
+            assert 1e9 < big / of_path.fragment_seconds(big) < 2e11  # bytes a second

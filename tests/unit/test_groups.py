@@ -1,0 +1,105 @@
+"""What a handler takes: layouts and pools that belong together."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+
+from torch_kvswap.groups import Groups
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+
+def layout(*sizes: int, blocks: int = 4) -> PagedLayout:
+    return PagedLayout([torch.zeros(blocks, size) for size in sizes])
+
+
+def test_layers_are_counted_through_all_groups() -> None:
+    layouts = [layout(6, 6), PagedLayout([torch.zeros(2, 4, 3)], block_dim=1)]
+    groups = Groups(layouts, [HostPool(layouts[0], 2), HostPool(layouts[1], 3, 2)])
+    assert (groups.is_list, groups.num_layers) == (True, 3)
+    layers = [
+        torch.frombuffer(kept, dtype=torch.int64).tolist()
+        for kept in groups._kept[6::7]  # the last of the seven lists of each
+    ]
+    assert layers == [[0, 1], [2, 2]]
+    assert [(g.planes, g.num_pages, g.blocks_per_page) for g in groups.structures] == [
+        (2, 2, 1),
+        (2, 3, 2),
+    ]
+
+
+def test_one_layout_is_no_list() -> None:
+    one = layout(6)
+    assert not Groups(one, HostPool(one, 1)).is_list
+    assert Groups([one], [HostPool(one, 1)]).is_list
+
+
+def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_one_memory() -> (
+    None
+):
+    one, other = layout(6), layout(6)
+    pool, second = HostPool(one, 2), HostPool(one, 2)
+    groups = Groups([one, other, one], [pool, pool, second])
+    blocks = [group.block_space for group in groups.structures]
+    slots = [group.slot_space for group in groups.structures]
+    assert blocks[0] == blocks[2] != blocks[1]
+    assert slots[0] == slots[1] != slots[2]
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    one, two, other = layout(6), layout(6, 6), layout(6, 5)
+    pool = HostPool(one, 1)
+    meta = PagedLayout([torch.zeros(4, 6, device="meta")])
+    calls = [
+        lambda: Groups(pool, one),  # type: ignore[arg-type]
+        lambda: Groups([], []),
+        lambda: Groups([one, one], [pool]),
+        lambda: Groups(two, pool),
+        lambda: Groups(other, HostPool(layout(6, 7), 1)),
+        lambda: Groups([one, two], [pool, pool]),
+        lambda: Groups(meta, HostPool(meta, 1)),
+    ]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; a HostPool is in the place of a PagedLayout
+ValueError: 0 layouts and 0 host pools: each layout needs one pool
+ValueError: 2 layouts and 1 host pools: each layout needs one pool
+ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
+ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
+the pool from this layout
+ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
+ValueError: a cache on meta cannot be moved; its tensors must be on cuda or cpu""",
+    )
+
+
+def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
+    groups = Groups(layout(6), HostPool(layout(6), 1))
+    assert groups.moved_to(layout(6, blocks=9)).structures[0].num_blocks == 9
+    calls = [lambda: groups.moved_to(layout(5)), lambda: groups.moved_to(layout(6, 6))]
+    assert_expected_inline(
+        "\n".join(refusal(call) for call in calls),
+        """\
+ValueError: a block has 20 bytes in plane 0 of the cache and 24 in the host pool; make
+the pool from this layout
+ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
+    )
+
+
+def test_layouts_on_two_devices_are_refused() -> None:
+    one, other = layout(6), layout(6)
+    pools = [HostPool(one, 1), HostPool(other, 1)]
+    other.device = torch.device("cuda", 1)
+    assert_expected_inline(
+        refusal(Groups, [one, other], pools),
+        """ValueError: one layout is on cpu, another on cuda:1; make a handler for each device""",
+    )
+    assert_expected_inline(
+        refusal(Groups, other, pools[1]),
+        """\
+ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
+this layout""",
+    )

@@ -1,0 +1,648 @@
+"""Bytes go where the ids say, whatever the layout, and every job ends once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_driver
+import torch
+from caches import LAYOUTS, NUM_BLOCKS, Cache
+from expecttest import assert_expected_inline
+from refusal import refusal
+from rigs import in_time, run_script
+from simulated_driver import Driver, place, stubbed
+from simulated_driver.cuda import CudaError
+
+from torch_kvswap._native import handler as native_handler
+from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_handler(
+    device: str = "cpu", num_pages: int = 4, blocks_per_page: int = 1
+) -> OffloadHandler:
+    cache = torch.arange(8 * 6, dtype=torch.int16, device=device).view(8, 6)
+    layout = PagedLayout([cache])
+    return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("blocks_per_page", [1, 4])
+def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
+    name: str, blocks_per_page: int, device: str
+) -> None:
+    cache, expected = Cache(name, 0, device), Cache(name, 0)
+    host = HostPool(cache.layout, 5, blocks_per_page)
+    host.pages.fill_(0xA5)
+    pages = host.pages.clone()
+    blocks, targets = [7, 0, 3], [1, 8, 2]
+    page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
+    first = 0 if blocks_per_page == 1 else 2
+    with OffloadHandler(cache.layout, host) as handler:
+        handler.wait(handler.store(blocks, page_ids, first_block=first))
+        handler.wait(handler.load(page_ids, targets, first_block=first))
+        for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
+            page, slot = divmod(first + j, blocks_per_page)
+            expected.store(block, pages[page_ids[page], slot])
+            expected.load(pages[page_ids[page], slot], target)
+        assert torch.equal(host.pages, pages)
+    assert cache.same_bytes(expected)
+    assert not cache.same_bytes(Cache(name, 0))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_jobs_do_what_plain_indexing_does(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(list(LAYOUTS))
+    cache, expected = Cache(name, seed, device), Cache(name, seed)
+    host = HostPool(cache.layout, num_pages=rng.randint(3, 6), blocks_per_page=rng.randint(1, 4))
+    pages = host.pages.clone()
+    handler = OffloadHandler(cache.layout, host)
+    for _ in range(rng.randint(1, 20)):
+        first = rng.randrange(host.blocks_per_page)
+        most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
+        blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
+        slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
+        page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
+        if rng.random() < 0.5:
+            job = handler.store(
+                torch.tensor(blocks, dtype=torch.int32), page_ids, first_block=first
+            )
+            for block, (page, slot) in zip(blocks, slots, strict=True):
+                expected.store(block, pages[page_ids[page], slot])
+        else:
+            job = handler.load(page_ids, blocks, first_block=first)
+            for block, (page, slot) in zip(blocks, slots, strict=True):
+                expected.load(pages[page_ids[page], slot], block)
+        assert job.nbytes == len(blocks) * cache.layout.block_bytes
+        job.wait_on()  # the next job waits for the current stream, and so for this one
+    handler.wait()
+    assert torch.equal(host.pages, pages)
+    assert cache.same_bytes(expected)
+    handler.close()
+
+
+def test_ids_that_change_after_the_call_change_nothing(device: str) -> None:
+    handler = make_handler(device)
+    blocks, pages = torch.tensor([2, 5]), torch.tensor([0, 3])
+    handler.store(blocks, pages)
+    blocks.fill_(0)
+    pages.fill_(1)
+    handler.wait()
+    stored = handler.pools[0].pages.view(torch.int16)
+    assert stored[0, 0].tolist() == list(range(12, 18))
+    assert stored[3, 0].tolist() == list(range(30, 36))
+    assert not stored[1:3].any()
+    handler.close()
+
+
+def test_a_job_may_have_very_many_blocks(device: str) -> None:
+    rows = torch.randint(256, (20_000, 16), dtype=torch.uint8)
+    layout = PagedLayout([rows.to(device)])
+    blocks, pages = torch.randperm(20_000), torch.randperm(20_000)
+    with OffloadHandler(layout, HostPool(layout, 20_000)) as handler:
+        handler.wait(handler.store(blocks, pages))
+        assert torch.equal(handler.pools[0].pages[pages, 0], rows[blocks])
+
+
+def test_several_handlers_share_a_pool(device: str) -> None:
+    one = make_handler(device)
+    other = OffloadHandler(
+        PagedLayout([torch.zeros(3, 6, dtype=torch.int16, device=device)]), one.pools[0]
+    )
+    one.wait(one.store([7], [2]))
+    other.wait(other.load([2], [1]))
+    assert other.layouts[0].tensors[0].tolist() == [[0] * 6, list(range(42, 48)), [0] * 6]
+    one.pools[0].close()
+    for handler in (one, other):
+        with pytest.raises(RuntimeError, match="the handler is closed"):
+            handler.store([0], [0])
+
+
+# Jobs and results
+
+
+def test_a_job_says_what_it_is_and_a_result_how_it_went(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSWAP_PATH", "batch")
+    handler = make_handler(device)
+    store, load = handler.store([1, 2], [0, 1]), handler.load([2], [7])
+    assert [(job.id, job.direction, job.nbytes) for job in (store, load)] == [
+        (0, "store", 24),
+        (1, "load", 12),
+    ]
+    handler.wait([store, load])
+    assert store.done()
+    results = handler.finished()
+    assert results == [store.result, load.result]
+    for result in results:
+        assert (result.state, result.ok, result.error) == ("done", True, None)
+        assert result.path == ("host" if device == "cpu" else "batch")
+        assert 0 <= result.copy_seconds < 10
+        assert 0 <= result.queue_seconds < 10
+        assert 0 < result.submit_seconds < 10
+    handler.close()
+
+
+def test_every_job_is_reported_once_also_one_that_was_waited_for(device: str) -> None:
+    handler = make_handler(device)
+    jobs = [handler.store([j], [j]) for j in range(4)]
+    handler.wait(jobs[2])
+    handler.wait()
+    assert [result.job_id for result in handler.finished()] == [0, 1, 2, 3]
+    assert handler.finished() == []
+    handler.wait(jobs)
+    handler.close()
+
+
+def test_a_thousand_jobs_leave_nothing_behind(device: str) -> None:
+    handler = make_handler(device)
+    for _ in range(20):
+        for _ in range(25):
+            handler.store([1, 2], [0, 1]).wait_on()
+            handler.load([1], [5]).wait_on()
+        handler.wait()
+    assert len(handler.finished()) == 1000
+    metrics = handler.metrics()
+    for channel in (metrics.stores, metrics.loads):
+        assert (channel.done, channel.queued, channel.running) == (500, 0, 0)
+        assert channel.events <= 3 * 64
+    handler.close()
+    metrics = handler.metrics()
+    for channel in (metrics.stores, metrics.loads, metrics.expedited):
+        assert (channel.events, channel.streams) == (0, 0)
+
+
+def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
+    handler = make_handler(device)
+    handler.store([], [])
+    handler.load([], [])
+    handler.wait()
+    assert [(r.ok, r.nbytes) for r in handler.finished()] == [(True, 0), (True, 0)]
+    handler.close()
+
+
+# Failures
+
+
+@stubbed
+def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail_copy(0)
+    job = handler.store([1], [0])
+    assert job.done()
+    assert job.result is not None
+    assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
+    assert isinstance(job.result.error, RuntimeError)
+    handler.drain()
+    assert handler.finished() == [job.result]
+    handler.wait(handler.store([1], [0]))
+    assert_stored(handler, [(1, 0)])
+    handler.close()
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
+
+
+@stubbed
+def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail("cuMemcpyAsync", code=1)
+    jobs = [handler.store([1], [0]), handler.load([0], [1]), handler.store([2], [2])]
+    for _ in range(2):
+        with pytest.raises(TransferError) as failure:
+            handler.wait()
+        assert failure.value.results == [job.result for job in jobs[:2]]
+        assert failure.value.__cause__ is not None
+        assert str(failure.value.__cause__) == str(jobs[0].result.error)  # type: ignore[union-attr]
+    assert_expected_inline(
+        simulated_driver.error_of(handler.wait),
+        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
+    )
+    assert len(handler.finished()) == 3
+    handler.wait()  # what was reported is nobody's surprise any more
+    with pytest.raises(TransferError, match="load 1 failed: store 0 failed"):
+        handler.wait(jobs[1])  # but for those who ask
+    handler.close()
+
+
+@stubbed
+def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
+    handler = on_gpu(driver)
+    driver.fail("cuMemcpyAsync", code=1)
+    job = handler.load([0], [1])
+    driver.log()
+    with pytest.raises(TransferError, match="load 0 failed: cuMemcpyAsync"):
+        job.wait_on()
+    assert "wait for event" not in driver.log()
+    handler.close()
+
+
+def test_wrong_ids_raise_and_there_is_no_job(device: str) -> None:
+    handler = make_handler(device)
+    with pytest.raises(IndexError):
+        handler.store([8], [0])
+    with pytest.raises(ValueError, match="page_ids has 2"):
+        handler.load([0, 1], [0])
+    assert handler.finished() == []
+    assert handler.store([0], [0]).id == 0
+    handler.close()
+
+
+def test_a_job_of_another_handler_is_refused(device: str) -> None:
+    one, other = make_handler(device), make_handler(device)
+    with pytest.raises(ValueError, match="store 0 is of another handler"):
+        one.wait(other.store([0], [0]))
+    one.close()
+    other.close()
+
+
+def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
+    with make_handler(device) as handler:
+        job = handler.store([0], [0])
+    handler.close()
+    with pytest.raises(RuntimeError, match="the handler is closed; make a new one"):
+        handler.load([0], [0])
+    assert [result.job_id for result in handler.finished()] == [0]
+    assert job.done()
+    job.wait_on()
+    handler.wait(job)
+
+
+def test_a_closed_pool_takes_no_handler(device: str) -> None:
+    handler = make_handler(device)
+    handler.pools[0].close()
+    with pytest.raises(RuntimeError, match="the host pool is closed"):
+        OffloadHandler(handler.layouts[0], handler.pools[0])
+
+
+def test_a_pool_of_another_number_of_planes_is_refused() -> None:
+    rows = torch.zeros(4, 6)
+    host = HostPool(PagedLayout([rows]), num_pages=1)
+    assert_expected_inline(
+        refusal(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
+        """ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
+    )
+
+
+def test_a_pool_of_other_blocks_is_refused() -> None:
+    layout = PagedLayout([torch.zeros(4, 6), torch.zeros(4, 5)])
+    host = HostPool(PagedLayout([torch.zeros(4, 6), torch.zeros(4, 7)]), num_pages=1)
+    assert_expected_inline(
+        refusal(OffloadHandler, layout, host),
+        """\
+ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
+the pool from this layout""",
+    )
+
+
+def test_what_is_no_layout_and_no_pool_is_refused() -> None:
+    layout = PagedLayout([torch.zeros(4, 6)])
+    host = HostPool(layout, num_pages=1)
+    assert_expected_inline(
+        refusal(OffloadHandler, host, layout),
+        """\
+TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
+each; a HostPool is in the place of a PagedLayout""",
+    )
+    assert_expected_inline(
+        refusal(OffloadHandler(layout, host).wait, [0]),
+        """TypeError: store() and load() return Jobs, not 0""",
+    )
+    assert_expected_inline(
+        refusal(OffloadHandler(layout, host).cancel, 0),
+        """TypeError: store() and load() return Jobs, not 0""",
+    )
+    assert_expected_inline(
+        refusal(HostPool, [torch.zeros(4, 6)], 1),
+        """TypeError: a host pool is made from a PagedLayout, not list""",
+    )
+
+
+def test_a_cache_that_moved_is_refused() -> None:
+    rows = torch.zeros(4, 6)
+    layout = PagedLayout([rows])
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
+    rows.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] .* was freed or resized to 0 since"):
+        handler.store([0], [0])
+    assert handler.finished() == []
+
+
+# What only shows while jobs run: a driver that ends nothing until it is told to
+
+
+STREAM = 42  # what is current
+
+
+def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
+    """A handler on a GPU of the stub, whose work is done as the mode says."""
+    cache = torch.arange(8 * 6, dtype=torch.int16).view(8, 6)
+    layout = place(driver, PagedLayout([cache]))
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=4))
+    driver.set_mode(mode)
+    driver.set_stream(0, STREAM)
+    return handler
+
+
+def assert_stored(handler: OffloadHandler, pairs: list[tuple[int, int]]) -> None:
+    """That these blocks are in these pages, and zeros in the others."""
+    pages = handler.pools[0].pages.view(torch.int16)[:, 0]
+    expected = torch.zeros_like(pages)
+    for block, page in pairs:
+        expected[page] = handler.layouts[0].tensors[0][block]
+    assert torch.equal(pages, expected)
+
+
+@stubbed
+def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    jobs = [handler.store([0], [0]), handler.load([1], [1])]
+    assert not jobs[0].done()
+    assert jobs[0].result is None
+    assert_expected_inline(
+        refusal(handler.wait, jobs, timeout=0.01),
+        """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
+    )
+    with pytest.raises(TimeoutError):
+        handler.wait(timeout=0.01)
+    driver.run()
+    handler.wait(jobs, timeout=0)
+    assert [result.job_id for result in handler.finished()] == [0, 1]
+
+
+def give(handler: OffloadHandler, what: str, block: int, page: int, **options: Any) -> Job:
+    if what == "store":
+        return handler.store([block], [page], **options)
+    return handler.load([page], [block], expedited=what == "expedited load", **options)
+
+
+@pytest.mark.parametrize("shared", ["block", "page"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("store", "load"),
+        ("load", "store"),
+        ("store", "expedited load"),
+        ("expedited load", "store"),
+        ("load", "expedited load"),
+        ("expedited load", "load"),
+    ],
+)
+@stubbed
+def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
+    driver: Driver, first: str, second: str, shared: str
+) -> None:
+    handler = on_gpu(driver, "manual")
+    held = driver.hold(STREAM)
+    before = give(handler, first, 1, 2)
+    other = give(handler, second, 3, 0, after=())  # the control
+    block, page = (1, 3) if shared == "block" else (5, 2)
+    row, slot = handler.layouts[0].tensors[0][block], handler.pools[0].pages[page]
+    target = slot if second == "store" else row
+    target_before = target.clone()
+    behind = give(handler, second, block, page, after=())
+    driver.run()
+    assert other.done()
+    assert not before.done()
+    both_read = shared == "page" and "store" not in (first, second)
+    assert behind.done() == both_read
+    assert torch.equal(target, target_before) != both_read
+    driver.release(held)
+    driver.run()
+    handler.wait([before, behind], timeout=1)
+    handler.close()
+
+
+@stubbed
+def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    handler.store([0], [3], after=())
+    waiting = handler.load([3], [1], after=())
+    assert "wait for event" in driver.pending()  # the control
+    driver.run()
+    assert waiting.done()
+    handler.load([3, 2], [2, 4], after=())
+    assert "wait for event" not in driver.pending()
+    driver.run()
+
+
+@stubbed
+def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    held = driver.hold(STREAM)
+    for j in range(3):
+        handler.store([j], [j])
+        handler.load([3], [3 + j], after=())
+        driver.run()
+        assert [(r.direction, r.job_id) for r in handler.finished()] == [("load", 2 * j + 1)]
+    driver.release(held)
+    driver.run()
+    assert [(r.direction, r.job_id) for r in handler.finished()] == [
+        ("store", 0),
+        ("store", 2),
+        ("store", 4),
+    ]
+
+
+@stubbed
+def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothing(
+    driver: Driver,
+) -> None:
+    handler = on_gpu(driver, "manual")
+    handler.store([0], [0])
+    driver.run()
+    driver.set_global_capture(True)
+    handler.load([1], [1])
+    assert [result.job_id for result in handler.finished()] == [0]
+    driver.run()
+    assert [result.job_id for result in handler.finished()] == [1]
+    assert driver.capture_spoilt == 0
+    with pytest.raises(CudaError):  # the control: not in our mode
+        driver.cuda.is_done(event=driver.cuda.create_event())
+    driver.set_global_capture(False)
+    driver.violations()
+
+
+def while_it_waits(driver: Driver, call: Any) -> threading.Thread:
+    """Calls it in another thread as soon as this one asks the driver again and again."""
+    asked = driver.calls("cuEventQuery")
+    looks = lambda: driver.calls("cuEventQuery") >= asked + 10  # noqa: E731
+    thread = threading.Thread(target=lambda: in_time(looks) and call())
+    thread.start()
+    return thread
+
+
+@stubbed
+def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> None:
+    handler = on_gpu(driver, "threaded")
+    held = driver.hold(STREAM)
+    job = handler.store([5], [3])
+    thread = while_it_waits(driver, lambda: driver.release(held))
+    pages = handler.pools[0].pages
+    handler.pools[0].close()
+    assert pages[3, 0].view(torch.int16).tolist() == list(range(30, 36))
+    assert job.result is not None
+    assert handler.finished() == [job.result]
+    thread.join()
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+@stubbed
+def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
+    driver: Driver, in_a_cycle: bool
+) -> None:
+    layout = PagedLayout([torch.ones(4, 6)])
+    place(driver, layout)
+    driver.set_mode("threaded")
+    driver.set_stream(0, STREAM)
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=4))
+    alive = [weakref.ref(layout), weakref.ref(handler.pools[0])]
+    del layout
+    held = driver.hold(STREAM)
+    seen = []
+
+    def release() -> None:
+        seen.append([reference() is not None for reference in alive])
+        driver.release(held)
+
+    handler.store([0], [0])
+    if in_a_cycle:
+        handler.itself = handler  # type: ignore[attr-defined]
+    thread = while_it_waits(driver, release)
+    del handler
+    gc.collect()
+    assert seen == [[True, True]]
+    thread.join()
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    assert (driver.live("events"), driver.live("streams")) == (0, 0)
+
+
+@stubbed
+def test_a_job_keeps_its_handler(driver: Driver) -> None:
+    job: Job = on_gpu(driver, "manual").store([0], [0])
+    gc.collect()
+    assert not job.done()
+    driver.run()
+    assert job.done()
+
+
+@simulated_driver.without_cuda
+def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
+    def body(driver):  # type: ignore[no-untyped-def]
+        import atexit
+        import threading
+
+        from simulated_driver import cache
+
+        atexit.unregister(driver.library.stub_reset)
+        layout, host = cache(driver)
+        driver.set_mode("threaded")
+        driver.set_stream(0, 42)
+        held = driver.hold(42)
+        global handler, job
+        from torch_kvswap import OffloadHandler
+
+        handler = OffloadHandler(layout, host)
+        job = handler.store([0], [0])
+
+        def release() -> None:
+            print("still at work", flush=True)
+            driver.release(held)
+
+        thread = threading.Timer(0.3, release)
+        thread.daemon = True  # or Python would wait for it by itself
+        thread.start()
+        print("ends", flush=True)
+
+    assert simulated_driver.run(body).splitlines() == ["ends", "still at work"]
+
+
+def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
+    script = """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        sys.stderr = sys.stdout  # of which nothing is expected
+        from test_handler import make_handler
+        handler = make_handler()
+        job = handler.store([0], [0])
+        child = os.fork()
+        if child == 0:
+            for call in (
+                lambda: handler.store([0], [0]), lambda: handler.load([0], [0]), handler.finished,
+                handler.wait, lambda: handler.wait(job), lambda: handler.cancel(job),
+                handler.drain, handler.metrics, lambda: handler.rebind(handler.layouts[0]),
+                handler.close, handler.pools[0].close, job.done, job.wait_on,
+                lambda: job.wait_layer(0), lambda: job.result, lambda: job.nbytes,
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "forked from it" in str(error), error
+                else:
+                    raise AssertionError("the call went on")
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        handler.close()
+        print("closed")
+    """
+    assert run_script(script, folder=Path(__file__).parent).split() == ["closed"]
+
+
+def test_importing_the_handler_leaves_cuda_alone() -> None:
+    script = "import torch, torch_kvswap.handler; print(torch.cuda.is_initialized())"
+    assert run_script(script).split() == ["False"]
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+@stubbed
+def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_closes(
+    driver: Driver, nth: int
+) -> None:
+    layout = place(driver, PagedLayout([torch.zeros(4, 6)]))
+    driver.fail("cuStreamCreateWithPriority", nth, code=2)
+    with (
+        pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: CUDA_ERROR_STUB"),
+        HostPool(layout, num_pages=1) as host,
+        OffloadHandler(layout, host),
+    ):
+        raise AssertionError("it was made")
+    assert driver.live("streams") == 0
+    with HostPool(layout, num_pages=1) as host, OffloadHandler(layout, host) as handler:
+        handler.wait(handler.store([0], [0]))
+
+
+def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = PagedLayout([torch.zeros(4, 6)])
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
+    handler.store([0], [0])
+    kept, handler_of_nobody = weakref.ref(handler.pools[0]), weakref.ref(handler)
+    close = handler.native.close
+
+    def cannot() -> None:
+        raise RuntimeError("no thread can be joined")
+
+    handler.native.close = cannot  # type: ignore[method-assign]
+    monkeypatch.setattr(native_handler, "_kept", [])
+    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
+        del handler
+    assert handler_of_nobody() is None
+    assert kept() is not None
+    close()

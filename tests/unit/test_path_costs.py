@@ -1,0 +1,209 @@
+"""The figures behind the choice of a path: where they are from, and what they predict."""
+
+from __future__ import annotations
+
+import json
+import pwd
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from torch_kvswap import copy_method_costs
+from torch_kvswap.copy_method import path_options
+from torch_kvswap.copy_method_costs import (
+    DIRECTIONS,
+    SHIPPED,
+    PathCosts,
+    cache_file,
+    read_figures,
+    write_figures,
+)
+
+COSTS = {
+    direction: {"strided": PathCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
+    for direction in DIRECTIONS
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVSWAP_PATH_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_size_in_between_lies_between_its_neighbours() -> None:
+    costs = PathCosts(0, 0, {1024: 1.0, 4096: 3.0})
+    sizes = (1, 1024, 2048, 4096, 8192)
+    assert [costs.fragment_seconds(size) for size in sizes] == [1.0, 1.0, 2.0, 3.0, 6.0]
+
+
+def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
+    assert PathCosts(100.0, 10.0, {512: 1.0}).seconds(3, 4, 512) == 100 + 3 * 10 + 12
+
+
+def test_the_native_table_has_the_same_figures() -> None:
+    native = COSTS["load"]["strided"].native()
+    assert native.start_seconds == 1e-5
+    assert native.block_seconds == 2e-6
+    expected = [COSTS["load"]["strided"].fragment_seconds(512 << power) for power in range(14)]
+    assert list(native.fragment_seconds) == expected
+
+
+def test_json_gives_back_what_it_was_given() -> None:
+    costs = COSTS["load"]["strided"]
+    again = PathCosts.from_json(json.loads(json.dumps(costs.to_json())))
+    assert again.fragment == pytest.approx(costs.fragment)
+    assert (again.start, again.block) == pytest.approx((costs.start, costs.block))
+
+
+# Where they are from
+
+
+def test_a_gpu_that_is_not_known_has_the_generic_figures() -> None:
+    figures = read_figures("Imaginary 9000")
+    assert figures.source == "copy_method_costs.json, NVIDIA H200"
+    for direction in DIRECTIONS:
+        assert {"strided", "batch"} <= set(figures.costs[direction])
+
+
+def test_every_shipped_table_can_be_read() -> None:
+    for name in json.loads(SHIPPED.read_text()):
+        assert read_figures(name).source == f"copy_method_costs.json, {name}"
+
+
+def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
+    file = write_figures("Imaginary 9000", COSTS)
+    assert file == cache_file("Imaginary 9000")
+    figures = read_figures("Imaginary 9000")
+    assert figures.source == str(file)
+    assert figures.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
+    assert read_figures("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
+
+
+def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def kvswap_driver_version(self) -> int:
+            return 12345
+
+    before = cache_file("A/B GPU 80GB")
+    assert before.name == "path-costs-A-B-GPU-80GB-0.json"
+    monkeypatch.setattr(copy_method_costs.loader, "library", Library)
+    assert cache_file("A/B GPU 80GB").name == "path-costs-A-B-GPU-80GB-12345.json"
+
+
+def test_a_file_that_is_named_comes_before_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_figures("Imaginary 9000", COSTS)
+    named = tmp_path / "mine.json"
+    named.write_text(cache_file("Imaginary 9000").read_text())
+    monkeypatch.setenv("KVSWAP_PATH_COSTS", str(named))
+    assert read_figures("Imaginary 9000").source == str(named)
+
+
+@pytest.mark.parametrize("kind", ["too long", "of another user", "without a home"])
+def test_a_cache_that_cannot_be_looked_at_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    if kind == "too long":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 5000)
+    elif kind == "without a home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    else:  # root may look at all
+        folder = cache_file("Imaginary 9000").parent
+
+        def denied(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def call(path: Path, *args: Any, **options: Any) -> Any:
+                if path.is_relative_to(folder):
+                    raise PermissionError(13, "Permission denied", str(path))
+                return inner(path, *args, **options)
+
+            return call
+
+        for name in ("stat", "open", "read_bytes", "read_text"):
+            monkeypatch.setattr(Path, name, denied(getattr(Path, name)))
+    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("shipped costs of the paths are used, the cache cannot")
+    assert path_options("auto", 0, torch.device("cuda", 0)).path == -1
+
+
+def test_a_cache_in_what_is_no_folder_is_empty(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("fails", ["write_text", "rename"])
+def test_figures_that_cannot_be_written_leave_no_file(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def full(path: Path, *args: object) -> None:
+        path.touch()  # a part was written
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, fails, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_figures("Imaginary 9000", COSTS)
+    assert list(cache_file("Imaginary 9000").parent.iterdir()) == []
+
+
+def with_cost(field: str, text: str) -> str:
+    fields = {"start_us": "1", "block_us": "1", "fragment_us": '{"512": 1}', field: text}
+    written = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    return f'{{"store": {{"strided": {{{written}}}}}, "load": {{}}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "JSONDecodeError"),
+        ("\xff", "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        (with_cost("start_us", "NaN"), "ValueError: store.strided.start_us is nan"),
+        (with_cost("start_us", "-1"), "ValueError: store.strided.start_us is -1"),
+        (with_cost("start_us", "true"), "TypeError: store.strided.start_us is a bool"),
+        (with_cost("block_us", "Infinity"), "ValueError: store.strided.block_us is inf"),
+        (with_cost("block_us", "1" + "0" * 400), "ValueError: store.strided.block_us is 1"),
+        (with_cost("block_us", '"1"'), "TypeError: store.strided.block_us is a str"),
+        (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
+        (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
+        (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
+        (with_cost("fragment_us", "[]"), "AttributeError"),
+        ("[]", "TypeError"),
+        ('{"store": {}}', "KeyError: 'load'"),
+        (
+            '{"store": {"strided": {"start_us": 1, "block_us": 1, "fragment_us": {}}}}',
+            "at least one",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, reason: str
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    monkeypatch.setenv("KVSWAP_PATH_COSTS", str(file))
+    with pytest.raises(ValueError, match=reason) as refusal:
+        read_figures("Imaginary 9000")
+    message = str(refusal.value)
+    assert message.startswith(f"the costs of the paths cannot be read from {file}: ")
+    assert message.endswith("remove it; `python -m torch_kvswap calibrate` writes another one")
+
+
+def test_a_file_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere/costs.json")
+    with pytest.raises(ValueError, match="/nowhere") as refusal:
+        read_figures("Imaginary 9000")
+    assert_expected_inline(
+        str(refusal.value),
+        """the costs of the paths cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it; `python -m torch_kvswap calibrate` writes another one""",
+    )

@@ -1,0 +1,44 @@
+import re
+from pathlib import Path
+
+import torch
+
+import torch_kvswap as kvs
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_readmes_example_runs_without_a_gpu(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    for large, small in (
+        ("(2, 1000, 16, 8, 128)", "(2, 30, 2, 1, 4)"),
+        ('"cuda"', '"cpu"'),
+        ("4000", "4"),
+        ("range(32)", "range(3)"),
+    ):
+        assert code.count(large) == 1
+        code = code.replace(large, small)
+    names = {}
+    exec(code, names)
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    bytes_moved = str(3 * 3 * 2 * 2 * 4 * 2)
+    assert lines == [["store", "True", bytes_moved], ["load", "True", bytes_moved]]
+    assert all(isinstance(tensor, torch.Tensor) for tensor in names["kv_tensors"])
+
+
+def test_the_examples_of_the_prefixes_run_without_a_gpu():
+    page = README.parent / "docs" / "prefixes.md"
+    code, lazy = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
+    names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
+    exec(code, names)
+    assert names["engine"].lookup(names["keys"]).ready == 6
+    with kvs.OffloadHandler(gpu, names["host"]) as handler:
+        engine = kvs.OffloadEngine(handler, storing="lazy")
+        exec(lazy, {"engine": engine, "keys": names["keys"], "gpu_block_ids": range(4, 10)})
+        engine.finished()
+        assert engine.lookup(names["keys"]).ready == 6
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150

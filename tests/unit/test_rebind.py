@@ -1,0 +1,175 @@
+"""A cache that moves: jobs that come after rebind() copy where it lies then, and nowhere else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from refusal import refusal
+from rigs import keep_busy
+from sim import CURRENT, needs_kernels
+from simulated_driver import Driver, on_device, stubbed
+from torch import Tensor
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make_cache(device: str, value: int, num_blocks: int = 6) -> Tensor:
+    return torch.full((num_blocks, 40), value, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_later_jobs_use_the_new_memory_and_leave_the_old_alone(device: str) -> None:
+    old, new = make_cache(device, 1), make_cache(device, 2)
+    pool = HostPool(PagedLayout([old]), num_pages=4)
+    with OffloadHandler(PagedLayout([old]), pool) as handler:
+        handler.wait(handler.store([0], [0]))
+        handler.rebind(PagedLayout([new]))
+        assert [layout.tensors for layout in handler.layouts] == [(new,)]
+        handler.wait([handler.store([5], [1]), handler.load([0], [3])])
+        assert pool.pages[1].unique().tolist() == [2]
+        assert new[3].unique().tolist() == [1]
+        assert old.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_new_cache_may_have_another_number_of_blocks(device: str) -> None:
+    old, new = make_cache(device, 1), make_cache(device, 2, num_blocks=9)
+    with OffloadHandler(PagedLayout([old]), HostPool(PagedLayout([old]), 4)) as handler:
+        handler.rebind(PagedLayout([new]))
+        handler.wait(handler.store([8], [0]))
+        assert handler.pools[0].pages[0].unique().tolist() == [2]
+        handler.rebind(PagedLayout([old]))
+        assert_expected_inline(
+            refusal(handler.store, [8], [0]),
+            """IndexError: gpu_block_ids[0] is 8; there are 6 GPU blocks, 0 to 5""",
+        )
+
+
+@pytest.mark.gpu
+def test_jobs_in_flight_end_where_the_cache_was() -> None:
+    old, new = make_cache("cuda", 1), make_cache("cuda", 2)
+    pool = HostPool(PagedLayout([old]), num_pages=4)
+    pool.pages.fill_(3)
+    with OffloadHandler(PagedLayout([old]), pool) as handler:
+        keep_busy(100)
+        load = handler.load([0], [4])
+        handler.rebind(PagedLayout([new]))
+        assert load.result is not None
+        assert old[4].unique().tolist() == [3]
+        assert new.unique().tolist() == [2]
+
+
+def test_a_tensor_that_has_moved_is_refused_until_it_is_rebound() -> None:
+    cache = make_cache("cpu", 1)
+    layout = PagedLayout([cache])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        cache.set_(make_cache("cpu", 7))
+        with pytest.raises(RuntimeError, match=r"tensors\[0\] has moved .* pass it to rebind"):
+            handler.store([0], [0])
+        assert handler.finished() == []
+        handler.rebind(PagedLayout([cache]))
+        handler.wait(handler.store([0], [0]))
+        assert handler.pools[0].pages[0].unique().tolist() == [7]
+
+
+def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
+    cache = make_cache("cpu", 1)
+    layout = PagedLayout([cache])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])
+        halves = PagedLayout([cache[:, :20], cache[:, 20:]])
+        assert_expected_inline(
+            "\n".join(
+                refusal(handler.rebind, moved) for moved in (wider, halves, [layout, layout])
+            ),
+            """\
+ValueError: a block has 41 bytes in plane 0 of the cache and 40 in the host pool; make
+the pool from this layout
+ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
+TypeError: pass a PagedLayout and a HostPool, or a list of each""",
+        )
+        handler.wait(handler.store([0], [0]))
+
+
+def test_a_closed_handler_cannot_be_rebound() -> None:
+    layout = PagedLayout([make_cache("cpu", 1)])
+    handler = OffloadHandler(layout, HostPool(layout, 4))
+    handler.close()
+    assert refusal(handler.rebind, layout) == (
+        "RuntimeError: the handler is closed; make a new one"
+    )
+
+
+@stubbed
+def test_a_job_of_another_thread_that_came_after_the_drain_keeps_the_cache(driver: Driver) -> None:
+    driver.set_mode("manual")
+    driver.set_stream(0, CURRENT)
+    old, new = torch.full((6, 40), 1, dtype=torch.uint8), torch.full((6, 40), 2, dtype=torch.uint8)
+    layout = on_device(driver, old.view(1, 6, 40))
+    with OffloadHandler(layout, HostPool(layout, num_pages=4)) as handler:
+        moved = handler.native.groups.moved_to(on_device(driver, new.view(1, 6, 40)))
+        hold = driver.hold(CURRENT)
+        handler.store([0], [0])  # after rebind() has drained
+        with pytest.raises(RuntimeError, match="another thread has submitted a job"):
+            handler.native.rebind(moved)
+        driver.release(hold)
+        driver.set_mode("immediate")
+        handler.drain()
+        assert handler.pools[0].pages[0].unique().tolist() == [1]
+        handler.native.rebind(moved)
+
+
+FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSynchronize")
+
+
+@pytest.mark.parametrize("call", FALLIBLE)
+@needs_kernels
+@stubbed
+def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, call: str) -> None:
+    old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
+    new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
+    before, layout, moved = old.clone(), on_device(driver, old), on_device(driver, new)
+    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+        allocations = driver.live("allocations")
+        refused = 0
+        for nth in itertools.count(1):
+            calls = driver.calls(call)
+            driver.fail(call, nth, code=2)
+            try:
+                handler.rebind(moved)
+            except RuntimeError as error:
+                if "CUDA_ERROR_STUB (2)" not in str(error):
+                    raise
+                refused += 1
+            else:
+                if driver.calls(call) - calls < nth:
+                    break  # the fault is still to come
+                handler.rebind(layout)  # that call only asked whether CUDA is in use
+            assert handler.layouts == (layout,)
+            assert driver.live("allocations") == allocations
+            with pytest.raises(IndexError, match=r"gpu_block_ids\[0\] is 2000; there are 16"):
+                handler.load([0], [2000])
+            handler.wait(handler.store([15], [3]))
+            assert torch.equal(handler.pools[0].pages[3, 0], before[:, 15].flatten())
+            handler.wait(handler.load([3], [0]))
+            assert torch.equal(old[:, 0], before[:, 15])
+        assert refused > 0
+        assert handler.layouts == (moved,)
+        assert driver.live("allocations") == allocations
+
+
+@needs_kernels
+@stubbed
+def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> None:
+    old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
+    new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
+    layout, moved = on_device(driver, old), on_device(driver, new)
+    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+        handler.rebind(moved)
+        handler.wait(handler.store([2000], [3]))
+        assert torch.equal(handler.pools[0].pages[3, 0], new[:, 2000].flatten())

@@ -1,0 +1,90 @@
+"""How a job has ended, and what is raised for those that have not ended well."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+from expecttest import assert_expected_inline
+
+from torch_kvswap._native import abi
+from torch_kvswap.result import Result, TransferError, result_of
+
+
+def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> abi.JobResult:
+    return abi.JobResult(
+        id=7,
+        nbytes=4096,
+        submit_seconds=1,
+        queue_seconds=2,
+        copy_seconds=3,
+        channel=channel,
+        path=2,
+        state=state,
+        error=error,
+    )
+
+
+def result(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> Result:
+    found = result_of(native(state, channel, error))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("state", [abi.QUEUED, abi.RUNNING])
+def test_a_job_that_has_not_ended_has_no_result(state: int) -> None:
+    assert result_of(native(state)) is None
+
+
+def test_a_result_has_what_the_native_side_says() -> None:
+    assert result(abi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
+    assert result(abi.DONE, abi.STORES).direction == "store"
+    assert result(abi.DONE, abi.EXPEDITED).direction == "load"
+
+
+@pytest.mark.parametrize(
+    ("state", "name"), [(abi.DONE, "done"), (abi.FAILED, "failed"), (abi.CANCELLED, "cancelled")]
+)
+def test_only_a_job_that_is_done_is_ok(state: int, name: str) -> None:
+    found = result(state)
+    assert (found.state, found.ok) == (name, name == "done")
+
+
+def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
+    results = [
+        result(abi.FAILED, abi.STORES, b"no copy engine"),
+        result(abi.CANCELLED),
+        result(abi.FAILED, abi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
+    ]
+    error = TransferError(results)
+    assert_expected_inline(
+        str(error),
+        """store 7 failed: no copy engine; load 7 was cancelled; load 7 failed: 7 µs too late""",
+    )
+    assert isinstance(error, RuntimeError)
+    assert isinstance(results[0].error, RuntimeError)
+    assert str(results[0].error) == "no copy engine"
+    assert error.results == results
+    assert error.results is not results
+
+
+@pytest.mark.parametrize("duplicate", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
+def test_the_error_of_jobs_can_be_sent_to_another_process(
+    duplicate: Callable[[TransferError], TransferError],
+) -> None:
+    error = TransferError([result(abi.FAILED, abi.STORES, b"no copy engine")])
+    error.request = 5  # type: ignore[attr-defined]
+    other = duplicate(error)
+    assert type(other) is TransferError
+    assert str(other) == str(error) == "store 7 failed: no copy engine"
+    assert other.results == error.results
+    assert str(other.results[0].error) == "no copy engine"
+    assert other.request == 5  # type: ignore[attr-defined]
+
+
+def test_results_may_come_from_an_iterator() -> None:
+    error = TransferError(iter([result(abi.CANCELLED)]))  # type: ignore[arg-type]
+    assert str(error) == "load 7 was cancelled"
+    assert len(error.results) == 1

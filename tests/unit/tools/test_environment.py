@@ -1,0 +1,425 @@
+"""tools/environment.py: with a pip and Pythons that only answer, and with the real pip and package
+indexes on disk."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from expecttest import assert_expected_inline
+
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "tools" / "environment.py"
+CUDA_BUILDS = ["2.15.0", "2.14.1", "2.9.0"]
+
+
+class Machine:
+    """Answers the questions that contain a key of `answers`, fails others, remembers them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answers: dict[str, str] = {"pip --version": "pip 23.0"}
+        self.asked: list[str] = []
+        self.ran: list[str] = []
+        self.folder = folder
+
+    def spell(self, command: tuple[object, ...]) -> str:
+        return " ".join(map(str, command)).replace(str(self.folder), "ROOT")
+
+    def ask(self, *command: object) -> subprocess.CompletedProcess[str]:
+        self.asked.append(self.spell(command))
+        for key, answer in self.answers.items():
+            if key in self.asked[-1]:
+                return subprocess.CompletedProcess(command, 0, answer, "")
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: no answer")
+
+    def run(self, *command: object) -> None:
+        self.ran.append(self.spell(command))
+
+
+def load(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("environment", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def environment() -> ModuleType:
+    return load(SOURCE)
+
+
+@pytest.fixture
+def machine(environment, monkeypatch, tmp_path) -> Machine:
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(environment, "ask", machine.ask)
+    monkeypatch.setattr(environment, "run", machine.run)
+    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(environment, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(sys, "executable", "ROOT/bin/python3")
+    monkeypatch.setattr(sys, "prefix", "ROOT")
+    monkeypatch.setattr(sys, "base_prefix", "ROOT")
+    return machine
+
+
+def make_venv(machine: Machine) -> Path:
+    python = machine.folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    (machine.folder / ".venv" / "pyvenv.cfg").touch()
+    return python
+
+
+class Index:
+    """A package index on disk, with wheels that hold nothing but their metadata."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url = folder, folder.as_uri()
+
+    def wheel(self, name: str, version: str) -> Path:
+        return self.folder / name / f"{name}-{version}-py3-none-any.whl"
+
+    def add(self, name: str, *versions: str, needs: str | None = None) -> None:
+        page = self.folder / name / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        for version in versions:
+            wheel, info = self.wheel(name, version), f"{name}-{version}.dist-info"
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            files = {
+                "METADATA": metadata + (f"Requires-Dist: {needs}\n" if needs else ""),
+                "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+                "RECORD": "".join(f"{info}/{file},,\n" for file in ("METADATA", "WHEEL", "RECORD")),
+            }
+            with zipfile.ZipFile(wheel, "w") as archive:
+                for file, text in files.items():
+                    archive.writestr(f"{info}/{file}", text)
+            with page.open("a") as links:
+                links.write(f'<a href="{wheel.name}">{wheel.name}</a>\n')
+
+
+class Checkout:
+    """A checkout whose .venv has only pip. pip sees no configuration but that of `monkeypatch`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.index = folder / "a checkout", Index(folder / "index")
+        (self.folder / "tools").mkdir(parents=True)
+        shutil.copy(SOURCE, self.folder / "tools")
+        shutil.copy(ROOT / "pyproject.toml", self.folder)
+        (self.folder / "setup.py").write_text("print('built')\n")
+        self.environment = load(self.folder / "tools" / "environment.py")
+        monkeypatch.setattr(self.environment, "has_nvidia_driver", lambda: False)
+        for name in ("setuptools", "ninja", "numpy", "needed"):
+            self.index.add(name, "99.0")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / ".venv"])
+        self.python = self.folder / ".venv" / "bin" / "python"
+        (packages,) = (self.folder / ".venv").glob("lib/python*/site-packages")
+        # Importing pip, or looking for its spec, would take setuptools' distutils from other tests.
+        (packages / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
+
+    def packages(self) -> dict[str, str]:
+        places = (self.folder / ".venv").glob("lib/python*/site-packages/*.dist-info")
+        return dict(place.stem.split("-") for place in places)
+
+    def install(self, name: str, version: str) -> None:
+        (packages,) = (self.folder / ".venv").glob("lib/python*/site-packages")
+        zipfile.ZipFile(self.index.wheel(name, version)).extractall(packages)
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path) -> Checkout:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("KVSWAP_TORCH_INDEX", raising=False)
+    checkout = Checkout(tmp_path, monkeypatch)
+    for name, value in {
+        "CONFIG_FILE": os.devnull,
+        "INDEX_URL": checkout.index.url,
+        "NO_CACHE_DIR": "1",
+        "DISABLE_PIP_VERSION_CHECK": "1",
+    }.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return checkout
+
+
+@pytest.fixture
+def constrain(monkeypatch, tmp_path) -> Callable[[str], None]:
+    def constrain(constraint: str) -> None:
+        (tmp_path / "constraints.txt").write_text(constraint)
+        monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
+
+    return constrain
+
+
+def torch_messages(capfd: pytest.CaptureFixture[str]) -> str:
+    """What the program itself said of torch on stderr, without what pip printed."""
+    lines = capfd.readouterr().err.splitlines()
+    return "".join(
+        f"{line}\n" for line in lines if re.match("torch_kvswap: (?!installing what)", line)
+    )
+
+
+def test_an_old_python_can_read_the_file_and_gets_a_clear_message():
+    ast.parse(SOURCE.read_text(), feature_version=(3, 6))
+    code = "import runpy, sys; sys.version_info = (3, 8, 1); runpy.run_path(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, SOURCE], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert_expected_inline(
+        done.stderr.replace(sys.executable, "python3"),
+        """\
+torch_kvswap: Python 3.10 or later is needed, python3 is 3.8. Name another one, such as make PYTHON=python3.12
+""",
+    )
+
+
+def test_the_lint_tools_are_pinned(environment):
+    pins = environment.requirements("lint")
+    assert [pin.partition("==")[0] for pin in pins] == ["ruff", "mypy", "clang-format"]
+    assert all("==" in pin for pin in pins)
+
+
+def test_every_list_that_is_installed_is_in_pyproject(environment):
+    for extras in environment.EXTRAS.values():
+        for name in ["requires", "dependencies", *extras]:
+            assert environment.requirements(name)
+
+
+def test_a_virtual_environment_with_torch_is_used_itself(environment, machine, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "ROOT/their_venv")
+    machine.answers["m.version('torch')"] = "2.11.0+cu130\n"
+    assert environment.find_python() == Path("ROOT/bin/python3")
+    assert machine.ran == []
+
+
+def test_a_virtual_environment_without_torch_is_left_alone(environment, machine, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "ROOT/their_venv")
+    assert environment.find_python() == machine.folder / ".venv/bin/python"
+    assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
+
+
+def test_a_system_python_with_torch_is_seen_by_a_venv(environment, machine, capsys):
+    machine.answers["m.version('torch')"] = "2.13.0\n"
+    assert environment.find_python() == machine.folder / ".venv/bin/python"
+    assert machine.ran == [
+        "ROOT/bin/python3 -m venv --clear --without-pip --system-site-packages ROOT/.venv"
+    ]
+    assert "which sees torch 2.13.0 of ROOT/bin/python3" in capsys.readouterr().err
+
+
+def test_a_venv_really_sees_the_torch_of_a_system_python(checkout, monkeypatch, tmp_path):
+    system = Path(sys._base_executable)
+    monkeypatch.delenv("PYTHONNOUSERSITE", raising=False)
+    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path / "user"))
+    where = subprocess.run([system, "-m", "site", "--user-site"], capture_output=True, text=True)
+    metadata = Path(where.stdout.strip(), "torch-2.11.5.dist-info", "METADATA")
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.5\n")
+    monkeypatch.setattr(sys, "executable", str(system))
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    shutil.rmtree(checkout.folder / ".venv")
+    python = checkout.environment.find_python()
+    assert python == checkout.python
+    assert checkout.environment.torch_version(python) == "2.11.5"
+
+
+def test_a_torch_that_is_too_old_counts_as_none(environment, machine, capsys):
+    machine.answers["m.version('torch')"] = "2.10.1+cpu\n"
+    environment.find_python()
+    assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
+    assert "torch 2.10.1+cpu of ROOT/bin/python3 is too old" in capsys.readouterr().err
+
+
+def test_a_venv_that_is_there_is_kept(environment, machine):
+    python = make_venv(machine)
+    assert environment.find_python() == python
+    assert machine.ran == []
+
+
+def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constrain, capfd):
+    checkout.index.add("torch", *CUDA_BUILDS, needs="needed")
+    constrain("torch<=2.14.1")
+    checkout.environment.ensure_packages(checkout.python, [])
+    assert checkout.packages() == {
+        "torch": "2.14.1",
+        "needed": "99.0",
+        "ninja": "99.0",
+        "numpy": "99.0",
+        "setuptools": "99.0",
+    }
+    assert_expected_inline(
+        torch_messages(capfd),
+        """\
+torch_kvswap: there is no NVIDIA driver, but pip can get no CPU build of torch (a version with +cpu). What it downloads now may be a CUDA build of several GB. To avoid that, interrupt, and put the address of a package index with CPU builds into KVSWAP_TORCH_INDEX.
+torch_kvswap: downloading torch>=2.11
+""",
+    )
+
+
+def test_without_a_driver_an_older_cpu_build_is_preferred_to_a_newer_cuda_build(checkout, capfd):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.9.0+cpu")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.13.0+cpu"
+    assert_expected_inline(
+        torch_messages(capfd),
+        """\
+torch_kvswap: downloading torch>=2.11,!=2.15.0,!=2.14.1,!=2.13.0+cu130
+""",
+    )
+
+
+def test_pip_chooses_among_the_cpu_builds_too(checkout, constrain):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.14.1+cpu", "2.13.0+cpu", "2.12.0+cpu")
+    constrain("torch!=2.14.1")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.13.0+cpu"
+
+
+def test_a_constraint_that_allows_no_cpu_build_is_obeyed(checkout, constrain, capfd):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
+    constrain("torch==2.14.1")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.14.1"
+    assert_expected_inline(
+        torch_messages(capfd),
+        """\
+torch_kvswap: downloading torch>=2.11,!=2.15.0,!=2.14.1
+torch_kvswap: there is no NVIDIA driver, but pip can get no CPU build of torch (a version with +cpu). What it downloads now may be a CUDA build of several GB. To avoid that, interrupt, and put the address of a package index with CPU builds into KVSWAP_TORCH_INDEX.
+torch_kvswap: downloading torch>=2.11
+""",
+    )
+
+
+def test_with_a_driver_the_newest_cuda_build_is_taken(checkout, monkeypatch, capfd):
+    monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
+    checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.15.0"
+    assert_expected_inline(
+        torch_messages(capfd),
+        """\
+torch_kvswap: downloading torch>=2.11,!=2.15.0+cpu
+""",
+    )
+
+
+def test_with_a_driver_a_cpu_build_is_better_than_none(checkout, monkeypatch):
+    monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
+    checkout.index.add("torch", "2.13.0+cpu")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.13.0+cpu"
+
+
+def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
+    checkout, monkeypatch, tmp_path, capfd
+):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
+    named = Index(tmp_path / "named")
+    named.add("torch", "2.12.0+cpu", needs="needed")
+    monkeypatch.setenv("KVSWAP_TORCH_INDEX", named.url)
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.12.0+cpu"
+    assert checkout.packages()["needed"] == "99.0"
+    assert_expected_inline(
+        torch_messages(capfd),
+        """\
+torch_kvswap: downloading torch>=2.11
+""",
+    )
+
+
+@pytest.mark.parametrize("versions", [[], ["2.9.0", "2.9.0+cpu"]])
+def test_where_no_torch_can_be_had_it_stops_with_the_way_out(checkout, versions):
+    checkout.index.add("torch", *versions)
+    with pytest.raises(SystemExit) as stop:
+        checkout.environment.install_torch(checkout.python)
+    assert checkout.packages() == {}
+    assert_expected_inline(
+        str(stop.value).replace(str(checkout.folder), "CHECKOUT"),
+        """torch_kvswap: pip finds no torch>=2.11 for CHECKOUT/.venv/bin/python; it said why above. Put the address of a package index that has one into KVSWAP_TORCH_INDEX, or use another Python, such as make PYTHON=python3.12""",
+    )
+
+
+def test_a_torch_of_ours_that_is_too_old_is_replaced(checkout):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
+    checkout.install("torch", "2.9.0")
+    checkout.environment.ensure_packages(checkout.python, [])
+    assert checkout.packages()["torch"] == "2.13.0+cpu"
+
+
+def test_a_torch_that_is_there_is_kept_whatever_the_constraints_allow(checkout, constrain):
+    checkout.index.add("torch", *CUDA_BUILDS)
+    checkout.install("torch", "2.15.0")
+    constrain("torch<=2.14.1")
+    checkout.environment.ensure_packages(checkout.python, [])
+    assert checkout.packages()["torch"] == "2.15.0"
+    assert checkout.packages()["setuptools"] == "99.0"
+
+
+def test_a_configuration_for_installs_into_the_home_folder_does_not_matter(checkout, monkeypatch):
+    checkout.index.add("torch", "2.13.0+cpu")
+    monkeypatch.setenv("PIP_USER", "1")
+    checkout.environment.install_torch(checkout.python)
+    assert checkout.packages()["torch"] == "2.13.0+cpu"
+
+
+def test_a_bare_machine_gets_all_and_the_second_time_asks_nobody(checkout, monkeypatch, capfd):
+    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
+    monkeypatch.setattr(checkout.environment, "find_python", lambda: checkout.python)
+    checkout.environment.main("build")
+    first = capfd.readouterr()
+    assert first.out == f"{checkout.python}\n"
+    assert "built\n" in first.err
+    monkeypatch.setattr(checkout.environment, "ensure_pip", lambda python: pytest.fail("used pip"))
+    checkout.environment.main("build")
+    assert capfd.readouterr().out == f"{checkout.python}\n"
+
+
+def test_pip_is_brought_by_a_python_that_has_it(environment, machine):
+    machine.answers = {"ROOT/bin/python3 -m pip --python python install --quiet pip": ""}
+    environment.ensure_pip(Path("python"))
+    assert "python -m ensurepip --default-pip" in machine.asked
+    machine.answers = {}
+    with pytest.raises(SystemExit, match="neither ensurepip nor pip"):
+        environment.ensure_pip(Path("python"))
+
+
+def test_the_second_time_nothing_is_installed_or_asked(environment, machine):
+    python = make_venv(machine)
+    machine.answers["m.version('torch')"] = "2.13.0\n"
+    environment.ensure_packages(python, ["test"])
+    assert len(machine.ran) == 1
+    assert "pytest" in machine.ran[0]
+    asked = len(machine.asked)
+    environment.ensure_packages(python, ["test"])
+    assert len(machine.ran) == 1
+    assert not any("pip" in question for question in machine.asked[asked:])
+    environment.ensure_packages(python, ["lint"])
+    assert "ruff" in machine.ran[1]
+
+
+def test_a_venv_that_was_made_again_is_filled_again(environment, machine):
+    python = make_venv(machine)
+    machine.answers["m.version('torch')"] = "2.13.0\n"
+    environment.ensure_packages(python, [])
+    (python.parent.parent / "pyvenv.cfg").unlink()
+    (python.parent.parent / "pyvenv.cfg").write_text("new")
+    environment.ensure_packages(python, [])
+    assert len(machine.ran) == 2
+
+
+def test_lint_builds_no_library_and_the_others_do(environment, machine, capsys):
+    python = make_venv(machine)
+    machine.answers["m.version('torch')"] = "2.13.0\n"
+    environment.main("lint")
+    assert not any("build_ext" in command for command in machine.ran)
+    environment.main("test")
+    assert machine.ran[-1].endswith("setup.py --quiet build_ext --inplace")
+    assert capsys.readouterr().out == f"{python}\n{python}\n"

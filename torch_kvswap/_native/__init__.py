@@ -1,0 +1,1 @@
+"""The native library, what it is called with, and its checks."""

@@ -1,0 +1,137 @@
+"""Measures what the ways of copying cost on this machine, for the choice between them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+
+from torch_kvswap.copy_method_costs import DIRECTIONS, Costs, PathCosts
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+SIZES = tuple(512 << power for power in range(13))  # of fragments, in bytes
+# A kernel that writes to the host all but stops the compute beside it: no choice falls on it.
+PATHS = {
+    "store": ("strided", "batch", "staged"),
+    "load": ("strided", "batch", "staged", "kernel"),
+}
+_SAMPLES = 5  # after one to warm up
+_BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
+
+_FASTEST = 0.97  # of the time that the link's share of a fragment takes
+
+# Seconds of a transfer: path, direction, bytes of a fragment, planes, blocks.
+Seconds = Callable[[str, str, int, int, int], float]
+
+
+def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -> Costs:
+    """The costs of all paths. progress: is called STEPS times."""
+    times = {}
+    for size, planes, blocks in _SHAPES:
+        for direction in DIRECTIONS:
+            for path in PATHS[direction]:
+                one = seconds(path, direction, size, planes, 1)
+                more = seconds(path, direction, size, planes, blocks) - one
+                times[direction, path, size, planes] = one, max(more, 0.0) / (blocks - 1)
+                progress()
+    return {
+        direction: {
+            path: _costs(
+                {key[2:]: time for key, time in times.items() if key[:2] == (direction, path)},
+                _link(direction, times),
+            )
+            for path in PATHS[direction]
+        }
+        for direction in DIRECTIONS
+    }
+
+
+def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float, float]]) -> float:
+    """Seconds for a byte, of the best path with the largest fragments."""
+    size, planes = SIZES[-1], _planes(SIZES[-1])
+    blocks = (times[direction, path, size, planes][1] for path in PATHS[direction])
+    return min(blocks) / (size * planes)
+
+
+def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> PathCosts:
+    """From what one block takes, and each one more, by fragment bytes and planes."""
+    # What a block of few fragments takes, and one of many: block + planes * fragment.
+    few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _planes(_SPLIT_SIZE)][1]
+    share = _FEW / _planes(_SPLIT_SIZE)
+    block = (few - share * many) / (1 - share)
+    # No fragment is much faster than the link, whatever a disturbed measurement says.
+    least = _FASTEST * link
+    block = min([block, *(more - least * math.prod(key) for key, (_, more) in times.items())])
+    block = max(block, 0.0)
+    fragment = {
+        size: max(times[size, _planes(size)][1] - block, 0.0) / _planes(size) for size in SIZES
+    }
+    start = median(one - more for one, more in times.values())
+    return PathCosts(max(start, 0.0), block, fragment)
+
+
+def _planes(size: int) -> int:
+    return max(2, min(64, _BLOCK_BYTES // size))
+
+
+def _blocks(size: int) -> int:
+    return max(2, min(_MOST_BLOCKS, _TRANSFER_BYTES // (size * _planes(size))))
+
+
+# Of blocks of both kinds the link is busy for longer than a copy takes to start.
+_SPLIT_SIZE, _FEW = 4096, 32
+_SHAPES = [(size, _planes(size), _blocks(size)) for size in SIZES]
+_SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
+STEPS = len(_SHAPES) * sum(map(len, PATHS.values()))
+
+
+class Machine:
+    """Measures transfers on `device`, which should have nothing else to do. Its memory, and that of
+    the host, take _TRANSFER_BYTES twice."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._bytes = torch.zeros(2 * _TRANSFER_BYTES, dtype=torch.uint8, device=device)
+        self._shape: tuple[int, int] | None = None
+        self._handlers: dict[str, OffloadHandler] = {}
+
+    def seconds(self, path: str, direction: str, size: int, planes: int, blocks: int) -> float:
+        """From the call until the host sees the end, scattered ids; the fastest, because what
+        disturbs only ever adds to it."""
+        handler = self._handler(path, size, planes)
+        count = handler.layouts[0].num_blocks
+        samples = []
+        for _ in range(_SAMPLES + 1):
+            block_ids, page_ids = (torch.randperm(count)[:blocks].tolist() for _ in range(2))
+            start = time.perf_counter()
+            if direction == "store":
+                job = handler.store(block_ids, page_ids, after=())
+            else:
+                job = handler.load(page_ids, block_ids, after=())
+            handler.wait(job)
+            samples.append(time.perf_counter() - start)
+            handler.finished()
+        return min(samples[1:])
+
+    def close(self) -> None:
+        for handler in self._handlers.values():
+            handler.close()
+        for pool in {id(h.pools[0]): h.pools[0] for h in self._handlers.values()}.values():
+            pool.close()
+        self._handlers.clear()
+
+    def _handler(self, path: str, size: int, planes: int) -> OffloadHandler:
+        if (size, planes) != self._shape:
+            self.close()
+            self._shape = size, planes
+            blocks = min(len(self._bytes) // (size * planes), 4 * _MOST_BLOCKS)
+            whole = self._bytes[: planes * blocks * size].view(planes, blocks, size)
+            self._layout = PagedLayout(list(whole))
+            self._pool = HostPool(self._layout, blocks)
+        if path not in self._handlers:
+            self._handlers[path] = OffloadHandler(self._layout, self._pool, path=path)
+        return self._handlers[path]

@@ -1,0 +1,187 @@
+"""What the ways of copying cost: figures that were measured, and where they are kept."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.arguments import INT64_MAX, read_int
+
+DIRECTIONS = ("store", "load")
+SHIPPED = Path(__file__).with_suffix(".json")
+GENERIC = "NVIDIA H200"  # of the shipped figures, for a GPU that has none
+_SMALLEST = 512  # bytes of a fragment: the first entry of the native table
+_MOST_MICROSECONDS = 1e12
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PathCosts:
+    """Predicted seconds of a transfer: start, and so much for each block and for each fragment.
+
+    fragment: seconds by size in bytes, at least one size. In between they are interpolated in the
+    logarithm of the size; above the largest size they grow with it, below the smallest they stay.
+    """
+
+    start: float
+    block: float
+    fragment: Mapping[int, float]
+
+    def fragment_seconds(self, nbytes: int) -> float:
+        sizes = sorted(self.fragment)
+        if nbytes <= sizes[0]:
+            return self.fragment[sizes[0]]
+        if nbytes >= sizes[-1]:
+            return self.fragment[sizes[-1]] * nbytes / sizes[-1]
+        above = next(index for index, size in enumerate(sizes) if size > nbytes)
+        low, high = sizes[above - 1], sizes[above]
+        share = math.log2(nbytes / low) / math.log2(high / low)
+        return self.fragment[low] * (1 - share) + self.fragment[high] * share
+
+    def seconds(self, blocks: int, planes: int, fragment_bytes: int) -> float:
+        fragments = blocks * planes * self.fragment_seconds(fragment_bytes)
+        return self.start + blocks * self.block + fragments
+
+    def native(self) -> abi.PathCosts:
+        sizes = (_SMALLEST << power for power in range(abi.FRAGMENT_SIZES))
+        table = (ctypes.c_double * abi.FRAGMENT_SIZES)(*map(self.fragment_seconds, sizes))
+        return abi.PathCosts(self.start, self.block, table)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> PathCosts:
+        """The costs that to_json() has written.
+
+        Args:
+            name (str): where they are in the file, for errors.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: they cannot be read.
+        """
+        start, block = (
+            _read_microseconds(f"{name}.{field}", content[field]) / 1e6
+            for field in ("start_us", "block_us")
+        )
+        fragment = {}
+        for size, microseconds in content["fragment_us"].items():
+            field = f"{name}.fragment_us.{size}"
+            nbytes = read_int(f"the size of {field}", int(size), 1, INT64_MAX)
+            fragment[nbytes] = _read_microseconds(field, microseconds) / 1e6
+        if not fragment:
+            raise ValueError(f"{name}.fragment_us needs at least one size, in bytes")
+        return cls(start, block, fragment)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "start_us": round(self.start * 1e6, 3),
+            "block_us": round(self.block * 1e6, 4),
+            "fragment_us": {
+                str(size): round(seconds * 1e6, 4)
+                for size, seconds in sorted(self.fragment.items())
+            },
+        }
+
+
+Costs = dict[str, dict[str, PathCosts]]  # by direction, then by path
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The costs of all paths that were measured, and where they are from, for people."""
+
+    costs: Costs
+    source: str
+
+
+def read_figures(gpu: str) -> Figures:
+    """The figures of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else
+    for GENERIC. A cache that this process cannot look at is passed over, with a warning in the log.
+
+    Raises:
+        ValueError: KVSWAP_PATH_COSTS names a file that cannot be opened, or a file has no costs.
+    """
+    given = os.environ.get("KVSWAP_PATH_COSTS")
+    if given:
+        try:
+            content = Path(given).read_bytes()
+        except OSError as error:
+            raise _unreadable(Path(given), error) from error
+        return Figures(_read(Path(given), content), given)
+    try:
+        cached = cache_file(gpu)
+        content = cached.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # nothing was measured here
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        _log.warning("shipped costs of the paths are used, the cache cannot be read: %s", error)
+    else:
+        return Figures(_read(cached, content), str(cached))
+    shipped = json.loads(SHIPPED.read_text())
+    name = gpu if gpu in shipped else GENERIC
+    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}")
+
+
+def write_figures(gpu: str, costs: Costs) -> Path:
+    """Keeps them in the cache, for every process from now on."""
+    content = {
+        direction: {path: of_path.to_json() for path, of_path in costs[direction].items()}
+        for direction in DIRECTIONS
+    }
+    file = cache_file(gpu)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.rename(file)  # at once: another process may read it
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def cache_file(gpu: str) -> Path:
+    """Of this GPU and this driver, in XDG_CACHE_HOME. Raises RuntimeError when there is no home."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
+    driver = loader.library().kvswap_driver_version()
+    return folder / "torch_kvswap" / f"path-costs-{name}-{driver}.json"
+
+
+def _read(file: Path, content: bytes) -> Costs:
+    try:
+        return _parse(json.loads(content))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"the costs of the paths cannot be read from {file}: {type(error).__name__}: {error}; "
+        "remove it; `python -m torch_kvswap calibrate` writes another one"
+    )
+
+
+def _parse(content: Mapping[str, Any]) -> Costs:
+    return {
+        direction: {
+            path: PathCosts.from_json(of_path, f"{direction}.{path}")
+            for path, of_path in content[direction].items()
+        }
+        for direction in DIRECTIONS
+    }
+
+
+def _read_microseconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of microseconds")
+    if not 0 <= value <= _MOST_MICROSECONDS:  # nor is NaN
+        raise ValueError(f"{name} is {value}; it must be 0 to {_MOST_MICROSECONDS:g} microseconds")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Host memory for pages of a KV cache."""

@@ -1,0 +1,219 @@
+"""Pins the pages of a host pool, chunk after chunk, at once or in the background."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from torch_kvswap._native import loader
+from torch_kvswap._native.abi import UsablePages
+from torch_kvswap._native.arguments import read_int
+from torch_kvswap._native.fork_guard import Process
+from torch_kvswap.host_pool.memory import Mapping
+from torch_kvswap.host_pool.memory_limits import advice
+from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.host_pool.registration import Registration
+from torch_kvswap.layout import PagedLayout
+
+MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one piece
+_LEAST_CHUNK_BYTES = 16 << 20
+Progress = Callable[[int, int], object]
+
+
+class Pinning:
+    """Touches and registers the pages of a process, and says in `usable` which of them are ready.
+
+    start() pins; where the driver refuses, it lets all go again and raises RuntimeError if
+    `required`, else it warns, and the pages are usable as they are. In the background it returns
+    after the first chunk; pages that a thread cannot pin later on are never ready. A chunk that is
+    refused is tried again in halves. close() lets all go; a forked child has none.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        device: torch.device,
+        pages: Pages,
+        usable: UsablePages,
+    ) -> None:
+        self.registration = Registration(mapping.tensor, device)
+        self._mapping = mapping
+        self._device = device
+        self._pages = pages
+        self._usable = usable
+        self._chunk = 1
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._process = Process()
+
+    def start(
+        self, required: bool, background: bool, chunk_bytes: int, on_progress: Progress | None
+    ) -> None:
+        """on_progress: is not kept here. A finalizer keeps this object, and a callback that refers
+        to the pool would keep that for ever."""
+        pages, own = self._pages, self._pages.own
+        self._chunk = min(pages.chunk_of(chunk_bytes), 1 << (own.stop - 1).bit_length())
+        self._publish(own.start)
+        chunks = self._chunks(on_progress)
+        try:
+            next(chunks)
+            if not background:
+                for _ in chunks:
+                    pass
+        except _RefusedError as error:
+            self.registration.remove()
+            if required:
+                raise RuntimeError(self._refusal(error)) from None
+            self._degrade(error)
+        except BaseException:
+            self.close()
+            raise
+        else:
+            if background:
+                self._go_on(chunks)
+
+    def wait(self, page: int, timeout: float | None) -> bool:
+        """Waits until all pages before `page` are ready; False when they are not in time. Raises
+        RuntimeError when they never will be."""
+
+        def is_over() -> bool:
+            return self._usable.last_page >= page or self._error is not None or self._stopping
+
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        with self._changed:
+            in_time = self._changed.wait_for(is_over, timeout)
+        if in_time and self._usable.last_page < page:
+            why = "the pool was closed" if self._error is None else _words(self._error)
+            raise RuntimeError(f"{self._state()}, and no more will be: {why}") from self._error
+        return in_time
+
+    def close(self) -> None:
+        if not self._process.is_current:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.registration.remove()
+
+    def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
+        """Stops after each chunk that has been pinned."""
+        own, begin = self._pages.own, self._pages.own.start
+        with ThreadPoolExecutor(1, "torch_kvswap touching") as ahead:
+            touched = ahead.submit(self._touch, begin, self._end_of(begin))
+            while begin < own.stop and not self._stopping:
+                end = self._end_of(begin)
+                touched.result()
+                # The kernel clears the next pages while the driver registers these.
+                touched = ahead.submit(self._touch, end, self._end_of(end))
+                begin = self._register(begin, end)
+                with self._changed:
+                    self._publish(begin)
+                    self._changed.notify_all()
+                if on_progress is not None:
+                    on_progress(begin - own.start, len(own))
+                yield
+
+    def _publish(self, last_page: int, chunk_blocks: int | None = None) -> None:
+        """Lets jobs use the pages before last_page, and tells them in what pieces these are pinned.
+        Only native stores order what was registered before them, on every machine."""
+        blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
+        usable = ctypes.byref(self._usable)
+        loader.library().kvswap_usable_pages_publish(usable, last_page, blocks)
+
+    def _end_of(self, begin: int) -> int:
+        """Where the chunk ends in which this page is."""
+        return min(begin - begin % self._chunk + self._chunk, self._pages.own.stop)
+
+    def _touch(self, begin: int, end: int) -> None:
+        if begin < end:
+            self._mapping.touch(begin * self._pages.size, end * self._pages.size)
+
+    def _register(self, begin: int, end: int) -> int:
+        """Returns the end of what was registered: halved until the driver takes it."""
+        while True:
+            reason = self.registration.add(begin * self._pages.size, end * self._pages.size)
+            if reason is None:
+                return end
+            if self._chunk <= self._pages.chunk_of(_LEAST_CHUNK_BYTES):
+                raise _RefusedError(reason)
+            self._chunk //= 2
+            end = self._end_of(begin)
+
+    def _go_on(self, chunks: Iterator[None]) -> None:
+        name = "torch_kvswap pinning"
+        self._thread = threading.Thread(
+            target=self._pin_rest, args=(chunks,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _pin_rest(self, chunks: Iterator[None]) -> None:
+        """What the thread does."""
+        try:
+            for _ in chunks:
+                pass
+        except BaseException as error:  # SystemExit too: else wait() would wait for ever
+            self._fail(error.with_traceback(None))  # whose frames hold the callback
+        finally:
+            if self._stopping:  # a finalizer that ran in this thread could not wait for it
+                self.registration.remove()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        warnings.warn(
+            f"{self._state()}, and the others cannot be used: {_words(error)}; {self._advice()}",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+    def _state(self) -> str:
+        own, last = self._pages.own, self._usable.last_page
+        return f"{last - own.start} of {len(own)} host pages are pinned"
+
+    def _refusal(self, error: Exception) -> str:
+        nbytes = len(self._pages.own_bytes)
+        return (
+            f"the driver did not pin {nbytes} bytes of host memory for {self._device}: {error}; "
+            f"{self._advice()}, or pass pinned=False for pageable memory"
+        )
+
+    def _advice(self) -> str:
+        return advice(len(self._pages.own_bytes))
+
+    def _degrade(self, error: Exception) -> None:
+        """All pages are usable, and every copy is the driver's to stage."""
+        self._publish(self._pages.own.stop, 1 << 62)
+        warnings.warn(
+            f"{self._refusal(error)}. The pages are pageable now: the driver copies them through "
+            "memory of its own and holds up the thread that submits, and no kernel reaches them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class _RefusedError(RuntimeError):
+    """The driver registers no more."""
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, RuntimeError) else repr(error)
+
+
+def check_pinned(layout: PagedLayout, pinned: bool | None, chunk_bytes: object) -> int:
+    """The bytes of a chunk. Raises TypeError and ValueError for what cannot be asked for."""
+    if pinned and layout.device.type != "cuda":
+        raise ValueError(
+            f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
+        )
+    return read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)

@@ -1,0 +1,197 @@
+"""Preempted requests: parked on the host, loading, and back among those that run."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from torch_kvswap.handler import Job
+from torch_kvswap.integrations.transformers.cache import Cache
+from torch_kvswap.integrations.transformers.swap import Stored, Swap
+
+FAILED, RUNNING, DONE = range(3)
+logger = logging.getLogger("ContinuousBatchingLogger")  # transformers' own
+
+
+@dataclass
+class Parked:
+    """stored: where the blocks of the request are. load: the job that brings them back, once the
+    request has blocks on the GPU again."""
+
+    state: Any
+    stored: Stored
+    load: Job | None = None
+
+
+def least(helper: Any, numbers: list[int]) -> list[int]:
+    """The least of each number among the ranks of a model in parts, which must decide alike."""
+    if helper.tp_size == 1:
+        return numbers
+    of_all = helper.tp_all_reduce_min(torch.tensor(numbers, dtype=torch.int64), on_cpu=True)
+    result: list[int] = of_all.tolist()
+    return result
+
+
+class ParkedRequests:
+    """Where a preempted request goes: it is parked; when there is room it gets blocks and is
+    loaded; then it runs. One whose blocks are lost begins anew. Dropped, it leaves no page."""
+
+    def __init__(self, view: Cache, scheduler: Any, swap: Swap, helper: Any) -> None:
+        self.view, self.scheduler, self.swap, self._helper = view, scheduler, swap, helper
+        self.requests: dict[str, Parked] = {}
+        self._back: set[str] = set()  # loaded, and in no batch yet
+
+    def answer_the_scheduler(self) -> None:
+        """Lets ready() choose among the waiting requests that the scheduler finds."""
+        parked, scheduler = weakref.ref(self), weakref.ref(self.scheduler)
+        find = type(self.scheduler)._get_waiting_candidates
+
+        def candidates() -> list[Any]:
+            found: list[Any] = find(scheduler())
+            here = parked()
+            return found if here is None else here.ready(found)
+
+        self.scheduler._get_waiting_candidates = candidates
+
+    def park(self, state: Any, tables: Sequence[Sequence[int]]) -> bool:
+        """Starts to store a request that ran; False when there is no room."""
+        self._back.discard(state.request_id)
+        stored = self.swap.store(self.view.units(tables)) if any(tables) else None
+        if stored is None:
+            return False
+        self.requests[state.request_id] = Parked(state, stored)
+        state.is_cpu_offloaded = True
+        return True
+
+    def ready(self, candidates: Sequence[Any]) -> list[Any]:
+        """Those of the waiting requests that may be in the next batch. Starts to load others."""
+        if not self.requests:
+            return list(candidates)
+        ready = self._settle(candidates)
+        self._start_loading(candidates)
+        waiting = [state for state in candidates if state.request_id in self.requests]
+        if self.scheduler.active_requests or not waiting:
+            return ready
+        loads = [self.requests[state.request_id].load for state in waiting]
+        load = next((load for load in loads if load is not None), None)
+        if load is None:
+            return ready or waiting  # alone, and too large: it is for the scheduler to say so
+        # Others may not fit beside it; taking its blocks for them would load it again and again.
+        self.swap.wait(load)
+        return self._settle(waiting + ready)
+
+    def stop_loading(self) -> bool:
+        """Takes the blocks of all requests that are being loaded away from them, for others; the
+        copies go on. Whether there were any."""
+        loading = [parked for parked in self.requests.values() if parked.load is not None]
+        for parked in loading:
+            self.view.release(parked.state)
+            parked.load = None
+        if loading and self.scheduler.active_requests:
+            self.scheduler.block_new_requests = True  # until one of those that run has ended
+        return bool(loading)
+
+    def enter(self, requests_in_batch: Sequence[Any]) -> None:
+        """These requests are in the next batch."""
+        for future in requests_in_batch:
+            parked = self.requests.get(future.state.request_id)
+            if parked is not None:  # the scheduler gave it blocks by itself
+                self.swap.handler.wait(self._load(parked))
+                self._activate(parked)
+            if future.state.request_id in self._back:
+                self._back.remove(future.state.request_id)
+                self.view.mark_restored(future)
+
+    def drop(self, state: Any) -> None:
+        """Forgets a request: nothing of it is left on the host or, if it waits, on the GPU."""
+        self._back.discard(state.request_id)
+        parked = self.requests.pop(state.request_id, None)
+        if parked is not None:
+            self.swap.discard(parked.stored)
+            self.view.release(state)
+            state.is_cpu_offloaded = False
+
+    def drop_all(self) -> None:
+        for parked in list(self.requests.values()):
+            self.drop(parked.state)
+        self._back.clear()
+
+    def _start_loading(self, candidates: Sequence[Any]) -> None:
+        """Of all that fit, those that were preempted first before others."""
+        of_all = [self.requests.get(state.request_id) for state in candidates]
+        waiting = [parked for parked in of_all if parked and parked.load is None]
+        demand = self.view.demand(self.scheduler) if waiting else None
+        if demand is None:
+            return
+        for parked in waiting:
+            if self.view.allocate(parked.state, demand):
+                self._load(parked)
+
+    def _load(self, parked: Parked) -> Job:
+        units = self.view.units(self.view.tables(parked.state.request_id))
+        parked.load = self.swap.load(parked.stored, units)
+        return parked.load
+
+    def _settle(self, candidates: Sequence[Any]) -> list[Any]:
+        """The candidates that wait for nothing, with those that have come back or begin anew."""
+        of_all = [self.requests.get(state.request_id) for state in candidates]
+        loading = [parked for parked in of_all if parked and parked.load]
+        outcomes = []
+        if loading:
+            self.swap.collect()
+            outcomes = least(self._helper, [self._outcome(one.load) for one in loading])
+        ended = dict(zip((one.state.request_id for one in loading), outcomes, strict=True))
+        ready = []
+        for state, parked in zip(candidates, of_all, strict=True):
+            if parked is None:
+                ready.append(state)
+            elif ended.get(state.request_id) == DONE:
+                self._activate(parked)
+                ready.append(state)
+            elif ended.get(state.request_id) == FAILED:
+                ready.append(self._begin_anew(parked))
+        return ready
+
+    def _outcome(self, load: Job | None) -> int:
+        if load is None or self.swap.is_running(load):
+            return RUNNING
+        return FAILED if self.swap.has_failed(load) else DONE
+
+    def _activate(self, parked: Parked) -> None:
+        state, scheduler = parked.state, self.scheduler
+        name = state.request_id
+        if scheduler.waiting_requests.pop(name, None) is not None:
+            scheduler.waiting_requests_order.remove(name)
+            scheduler.active_requests[name] = state
+            if len(state.remaining_prefill_tokens) == 1 and not state.num_children:
+                state.tokens_to_process, state.remaining_prefill_tokens = (
+                    state.remaining_prefill_tokens,
+                    [],
+                )
+                state.status = RequestStatus.DECODING
+            else:
+                state.status = RequestStatus.PREFILLING
+        self._free_pages(parked)
+        self._back.add(name)
+
+    def _begin_anew(self, parked: Parked) -> Any:
+        assert parked.load is not None
+        why = parked.load.result.error if parked.load.result else "it failed on another rank"
+        name = parked.state.request_id
+        logger.warning(f"request {name} is computed again: its blocks are lost ({why})")
+        self.drop(parked.state)
+        anew = parked.state.create_equivalent_initial_request()
+        parked.state._status = RequestStatus.FINISHED  # for a batch that it may still be in
+        self.scheduler.waiting_requests[name] = anew
+        return anew
+
+    def _free_pages(self, parked: Parked) -> None:
+        del self.requests[parked.state.request_id]
+        self.swap.free(parked.stored)
+        parked.state.is_cpu_offloaded = False

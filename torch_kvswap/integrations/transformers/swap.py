@@ -1,0 +1,190 @@
+"""Host memory for preempted requests: which pages are free, and what is on its way."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+
+from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.layout import PagedLayout
+
+
+@dataclass(frozen=True)
+class Options:
+    """path, background: as of `OffloadHandler` and `OffloadHandler.store`. store_bytes: the first
+    part of a request that is stored has at most so many. Each further part has four times as many
+    as the one before: there are few, and a batch that takes the first blocks waits for few."""
+
+    path: str | None = None
+    background: bool = False
+    store_bytes: int = 32 << 20
+
+
+@dataclass
+class Stored:
+    """Where the blocks of one request are: for each group of layers, the pages of its blocks in the
+    order of the blocks. stores: the jobs that fill them."""
+
+    pages: list[Sequence[int]]
+    stores: list[Job] = field(default_factory=list)
+
+
+class Swap:
+    """Moves blocks of the layout to host pages and back, one block a page.
+
+    stream: the one that the model runs on, None for a cache on the CPU. Both directions start
+    behind what it was given so far, and never hold it up by themselves: who is about to write
+    blocks that may still be read or written here calls guard(). For one thread at a time.
+    """
+
+    def __init__(
+        self,
+        layout: PagedLayout,
+        num_pages: int,
+        stream: torch.cuda.Stream | None,
+        options: Options,
+    ) -> None:
+        self.pool = HostPool(layout, num_pages)
+        # Whoever calls this also launches the model's kernels, and that is dearer than the copies.
+        self.handler = OffloadHandler(layout, self.pool, path=options.path, threaded=True)
+        self._stream = stream
+        self._background = options.background
+        self._part = max(1, options.store_bytes // layout.block_bytes)
+        # A stack: pages that were freed together, and lie side by side, are taken together.
+        self._free = list(range(num_pages))[::-1]
+        # Asking the handler costs tens of microseconds: for all jobs at once, and only when an
+        # answer is needed. Until then a job counts as running.
+        self._running: dict[int, Job] = {}
+        self._failed: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._busy: list[tuple[Job, set[int]]] = []  # with the blocks that it reads or writes
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def store(self, groups: Sequence[Sequence[int]]) -> Stored | None:
+        """Starts to store the blocks of a request; None when too few pages are free. Raises what
+        `OffloadHandler.store` does; then no page is taken."""
+        blocks = list(chain.from_iterable(groups))
+        if len(blocks) > len(self._free):
+            return None
+        self.collect()
+        pages = self._take(len(blocks))
+        stored = Stored(_split(pages, groups))
+        begin, size = 0, self._part
+        try:
+            while begin < len(blocks):
+                part = slice(begin, begin + size)
+                job = self.handler.store(
+                    blocks[part], pages[part], after=self._stream, background=self._background
+                )
+                stored.stores.append(job)
+                self._add(job, blocks[part])
+                begin, size = begin + size, 4 * size
+        except BaseException:
+            self.discard(stored)
+            raise
+        return stored
+
+    def load(self, stored: Stored, groups: Sequence[Sequence[int]]) -> Job:
+        """Starts to load what is stored into these blocks. A group that has fewer blocks now, or
+        more, is loaded as far as both go. The pages stay taken."""
+        pages: list[int] = []
+        blocks: list[int] = []
+        for held, wanted in zip(stored.pages, groups, strict=True):
+            count = min(len(held), len(wanted))
+            pages += held[:count]
+            blocks += wanted[:count]
+        job = self.handler.load(pages, blocks, after=self._stream, background=self._background)
+        self._add(job, blocks)
+        return job
+
+    def free(self, stored: Stored) -> None:
+        """Gives the pages back. Whatever uses them next comes behind the jobs that still do."""
+        self._free += chain.from_iterable(reversed(pages) for pages in reversed(stored.pages))
+
+    def discard(self, stored: Stored) -> None:
+        """Gives the pages back, of which nobody wants to know what is in them. What has not begun
+        to fill them never will."""
+        for job in stored.stores:
+            self.handler.cancel(job)
+        self.free(stored)
+
+    def collect(self) -> None:
+        """Finds out which jobs have ended, and lets the handler forget them. Needed before blocks
+        whose load failed are stored."""
+        if self._running:
+            for result in self.handler.finished():
+                job = self._running.pop(result.job_id)
+                if not result.ok:
+                    self._failed.add(job)
+            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
+
+    def is_running(self, job: Job) -> bool:
+        """As collect() has found it."""
+        return job.id in self._running
+
+    def has_failed(self, job: Job) -> bool:
+        """Whether it has ended, and not well."""
+        return job in self._failed
+
+    def guard(self, written: Iterable[int] | None) -> None:
+        """Makes the stream wait for the jobs that read or write one of these blocks; None is any.
+        They are not waited for again. Iterates over the blocks only while a job may be running."""
+        if not self._busy:
+            return
+        wanted = None if written is None else set(written)
+
+        def is_in_the_way(blocks: set[int]) -> bool:
+            return wanted is None or not blocks.isdisjoint(wanted)
+
+        if not any(is_in_the_way(blocks) for _, blocks in self._busy):
+            return
+        self.collect()
+        for job, blocks in self._busy:
+            if is_in_the_way(blocks):
+                self._wait_on(job)
+        self._busy = [busy for busy in self._busy if not is_in_the_way(busy[1])]
+
+    def wait(self, job: Job) -> None:
+        """Blocks the host until the job has ended, well or not: `Job.result` says how."""
+        try:
+            self.handler.wait(job)
+        except TransferError:
+            assert job.result is not None
+
+    def reset(self) -> None:
+        """Blocks the host until all jobs have ended, and forgets them."""
+        self.handler.drain()
+        self.collect()
+
+    def _wait_on(self, job: Job) -> None:
+        try:
+            job.wait_on(self._stream)
+        except TransferError:  # it has ended meanwhile, so that there is nothing to wait for
+            assert job.done()
+
+    def _add(self, job: Job, blocks: Sequence[int]) -> None:
+        self._busy.append((job, set(blocks)))
+        self._running[job.id] = job
+
+    def _take(self, count: int) -> list[int]:
+        first = len(self._free) - count
+        pages = self._free[first:][::-1]
+        del self._free[first:]
+        return pages
+
+
+def _split(pages: list[int], groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """As many pages for each group as it has blocks."""
+    parts: list[Sequence[int]] = []
+    begin = 0
+    for blocks in groups:
+        parts.append(pages[begin : begin + len(blocks)])
+        begin += len(blocks)
+    return parts

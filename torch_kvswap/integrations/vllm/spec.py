@@ -1,0 +1,109 @@
+"""What vLLM is configured with: it makes the manager and the workers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from typing import Any
+
+from torch_kvswap.integrations.vllm.options import Options, read_options
+from torch_kvswap.integrations.vllm.pool import Replicas
+
+try:
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        OffloadingManager,
+        OffloadingSpec,
+        OffloadingWorker,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+except ImportError as error:
+    raise ImportError(
+        "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install torch_kvswap[vllm]"
+    ) from error
+
+RUN_WITH = ("0.26.0", "0.33.0")  # the releases that the tests have run with
+_log = logging.getLogger(__name__)
+
+
+class KVSwapOffloadingSpec(OffloadingSpec):
+    """What vLLM makes once in the scheduler, which asks for the manager, and once in each worker.
+
+    Raises ValueError for options that are wrong or unknown.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.options: Options = read_options(config.extra_config)
+        # The caches of all workers are the same (0.33). vLLM reads it: then only rank 0 stores.
+        self.replicated_layout = bool(getattr(config, "replicated_layout", False))
+        copies = 1 if self.replicated_layout else config.parallel.world_size
+        self.num_pages = _num_pages(config, copies, self.options.cpu_bytes_to_use)
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
+        version = importlib.metadata.version("vllm")
+        if version.partition("+")[0] not in RUN_WITH:
+            _log.warning(
+                "KVSwapOffloadingSpec was tested with vLLM %s, this is %s",
+                " and ".join(RUN_WITH),
+                version,
+            )
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
+        """Those of vLLM's own spec, whose names our manager uses too."""
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+        return CPUOffloadingSpec.build_metric_definitions(extra_config)
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            from torch_kvswap.integrations.vllm.worker import KVSwapWorker
+
+            self._worker = KVSwapWorker(
+                kv_caches, self.num_pages, self.blocks_per_chunk, self.options, self._replicas()
+            )
+        return self._worker
+
+    def _replicas(self) -> Replicas | None:
+        parallel = self.config.parallel
+        if not self.replicated_layout or parallel.world_size == 1:
+            return None
+        return Replicas(parallel.rank, parallel.world_size, self.config.engine_id)
+
+    def _make_manager(self) -> OffloadingManager:
+        options = self.options
+        events = self.kv_events_config.enable_kv_cache_events
+        if options.manager == "vllm":
+            from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+            return CPUOffloadingManager(  # releases differ in the name of the first one
+                self.num_pages,
+                cache_policy=options.eviction_policy,
+                enable_events=events,
+                store_threshold=options.store_threshold,
+            )
+        from torch_kvswap.integrations.vllm.manager import KVSwapManager
+
+        return KVSwapManager(
+            self.num_pages, options.eviction_policy, options.store_threshold, events
+        )
+
+
+def _num_pages(config: OffloadingConfig, copies: int, nbytes: int) -> int:
+    """How many chunks go into so many bytes of all workers together: the same number for each of
+    them and for the scheduler. copies: how many workers keep a chunk."""
+    chunk = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk * copies
+    if chunk == 0:
+        raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
+    if nbytes < chunk:
+        raise ValueError(
+            f"cpu_bytes_to_use is {nbytes}, but one chunk of {config.cache.blocks_per_chunk} "
+            f"blocks takes {chunk} bytes in all workers together"
+        )
+    return int(nbytes // chunk)

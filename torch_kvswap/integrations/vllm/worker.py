@@ -1,0 +1,152 @@
+"""The worker's side of KVSwapOffloadingSpec: moves blocks with an OffloadHandler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_offload import base
+
+from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.options import Options
+from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
+from torch_kvswap.integrations.vllm.retry import Retry
+from torch_kvswap.result import Direction
+
+_log = logging.getLogger(__name__)
+
+
+class _Open(NamedTuple):
+    """A transfer that vLLM was not told the end of."""
+
+    number: int  # vLLM's
+    direction: Direction
+    move: Move
+    job: Job
+
+
+class KVSwapWorker(base.OffloadingWorker):
+    """Called by the thread that runs the model, on the stream that it runs on.
+
+    Stores and loads wait for all that this stream has been given until then. What a store reads was
+    written there. What a load overwrites may still be zeroed there: by its own step before a
+    synchronous load, or by an earlier step, for a request that had the block before.
+
+    A copy that fails is done once more by a Retry. When that fails too, the error is logged and the
+    result says so, which ends the engine: vLLM asserts that transfers succeed.
+
+    replicas: the caches of all workers are the same, and so they have one pool. vLLM gives stores
+    to rank 0 only, loads to all of them, and says when rank 0 has ended a store before anybody
+    loads its pages.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Any,
+        num_pages: int,
+        blocks_per_page: int,
+        options: Options,
+        replicas: Replicas | None = None,
+    ) -> None:
+        layouts = group_layouts(kv_caches)
+        largest = max(layouts, key=lambda layout: layout.block_bytes)
+        self._blocks_per_page = blocks_per_page
+        if replicas is None:
+            self._pool = HostPool(largest, num_pages, blocks_per_page)
+        else:
+            self._pool = replicated_pool(largest, num_pages, blocks_per_page, replicas)
+        pools = [self._pool.seen_by(layout) for layout in layouts]
+        self._handler = OffloadHandler(
+            layouts, pools, path=options.path, staging_bytes=options.staging_bytes
+        )
+        self._open: dict[int, _Open] = {}  # by vLLM's number
+        self._number: dict[int, int] = {}  # vLLM's, by ours
+        self._retries: dict[int, Retry] = {}  # by vLLM's number
+        self._ended: list[base.TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        move = self._read(src_spec, dst_spec)
+        if self._has_blocks(job_id, move):
+            blocks, pages, first = move
+            job = self._handler.store(blocks, pages, first_block=first)
+            self._opened(_Open(job_id, "store", move, job))
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """expedited: 0.33 waits for such a load before it goes on."""
+        move = self._read(dst_spec, src_spec)
+        if self._has_blocks(job_id, move):
+            blocks, pages, first = move
+            job = self._handler.load(pages, blocks, first_block=first, expedited=expedited)
+            self._opened(_Open(job_id, "load", move, job))
+        return True
+
+    def get_finished(self) -> list[base.TransferResult]:
+        """Each transfer once, with the bytes that it copied and the seconds that it took."""
+        if self._open:  # vLLM asks in every step
+            self._collect()
+        for number, retry in list(self._retries.items()):
+            if retry.has_ended():
+                self._end_retry(number)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Blocks the host until the transfers have ended, also those that have to be done again;
+        other numbers are ignored. get_finished() still reports them."""
+        known = job_ids & self._open.keys()
+        # Of those that fail the handler's finished() tells, too.
+        with contextlib.suppress(TransferError):
+            self._handler.wait([self._open[number].job for number in known])
+        self._collect()
+        for number in job_ids & self._retries.keys():
+            self._retries[number].wait()
+            self._end_retry(number)
+
+    def shutdown(self) -> None:
+        """Waits for what runs, then lets the host memory go."""
+        for retry in self._retries.values():
+            retry.wait()
+        self._pool.close()
+
+    def _read(self, gpu: Any, host: Any) -> Move:
+        return read_move(gpu, host, len(self._handler.layouts), self._blocks_per_page)
+
+    def _has_blocks(self, number: int, move: Move) -> bool:
+        if any(map(len, move.blocks)):
+            return True
+        self._ended.append(base.TransferResult(number, True, 0, 0.0))
+        return False
+
+    def _opened(self, one: _Open) -> None:
+        self._open[one.number] = one
+        self._number[one.job.id] = one.number
+
+    def _collect(self) -> None:
+        """Hears from the handler what has ended; what has failed is begun once more."""
+        for result in self._handler.finished():
+            one = self._open.pop(self._number.pop(result.job_id))
+            if result.ok:
+                self._report(one.number, True, result.nbytes, result.copy_seconds)
+                continue
+            _log.error("%s; it is done once more by plain copies", TransferError([result]))
+            retry = Retry(self._handler.layouts, self._pool.pages, one.direction, one.move)
+            self._retries[one.number] = retry
+
+    def _end_retry(self, number: int) -> None:
+        retry = self._retries.pop(number)
+        if retry.error is not None:
+            _log.error(
+                "plain copies of %s %d failed too: %s; the blocks are lost, and vLLM ends the "
+                "engine because it takes every transfer to succeed",
+                *(retry.direction, number, retry.error),
+            )
+        self._report(number, retry.error is None, retry.nbytes, retry.seconds)
+
+    def _report(self, number: int, ok: bool, nbytes: int, seconds: float) -> None:
+        self._ended.append(base.TransferResult(number, ok, nbytes, seconds))

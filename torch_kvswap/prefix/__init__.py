@@ -1,0 +1,1 @@
+"""Which prefixes of prompts are on which host pages."""
