@@ -21,8 +21,8 @@ namespace {
 using kvswap::Handler;
 using kvswap::Job;
 using kvswap::JobRef;
-using kvswap::blocks::Keys;
-using kvswap::blocks::Manager;
+using kvswap::prefix::Keys;
+using kvswap::prefix::Manager;
 
 // Errors. No exception may leave a C function: the calling thread's last one is kept for Python.
 
@@ -351,8 +351,8 @@ bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics)
 
 namespace {
 
-static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::blocks::Event));
-static_assert(KVSWAP_DIGEST_BYTES == kvswap::blocks::kDigestBytes);
+static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::Event));
+static_assert(KVSWAP_DIGEST_BYTES == kvswap::prefix::kDigestBytes);
 static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
 
 Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
@@ -368,16 +368,16 @@ int64_t answer(const Call& call) {
   succeeds([&] {
     try {
       value = static_cast<int64_t>(call());
-    } catch (const kvswap::blocks::Busy&) {
+    } catch (const kvswap::prefix::Busy&) {
       value = KVSWAP_BLOCKS_BUSY;
     }
   });
   return value;
 }
 
-std::vector<kvswap::blocks::GroupOptions> read_groups(const kvswap_blocks_group* groups,
+std::vector<kvswap::prefix::GroupOptions> read_groups(const kvswap_blocks_group* groups,
                                                       int count) {
-  std::vector<kvswap::blocks::GroupOptions> read;
+  std::vector<kvswap::prefix::GroupOptions> read;
   for (int i = 0; i < count; ++i) {
     const auto [num_pages, ratio, window] = groups[i];
     read.push_back({size_t(num_pages), size_t(ratio), size_t(window)});
@@ -392,7 +392,7 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
   void* made = nullptr;
   succeeds([&] {
     made = new Manager(read_groups(groups, count),
-                       {static_cast<kvswap::blocks::PolicyKind>(options->policy),
+                       {static_cast<kvswap::prefix::PolicyKind>(options->policy),
                         static_cast<uint32_t>(options->store_threshold),
                         static_cast<size_t>(options->asked_capacity), options->events});
   });
@@ -471,7 +471,7 @@ bool kvswap_blocks_reset(void* blocks) {
 int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
   int64_t taken = -1;
   succeeds([&] {
-    auto* into = reinterpret_cast<kvswap::blocks::Event*>(events);
+    auto* into = reinterpret_cast<kvswap::prefix::Event*>(events);
     taken = static_cast<int64_t>(manager_at(blocks).take_events(into, size_t(capacity)));
   });
   return taken;

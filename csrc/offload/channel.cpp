@@ -35,13 +35,13 @@ bool Channel::has_room_for(size_t entries) const {
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
-Moment* Channel::moment_of_event(cuda::Event event) {
+StreamPoint* Channel::point_of_event(cuda::Event event) {
   const cuda::Result state = cuda::driver().query_event(event);
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(waiting_, event, 0),
                       "cuStreamWaitEvent for the event that the job starts behind");
-  return moment_of_stream(waiting_);
+  return point_of_stream(waiting_);
 }
 
 Transfers Channel::make_transfer(int layer_groups) {
@@ -150,7 +150,7 @@ void Channel::close() {
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
-  moments_.destroy();
+  points_.destroy();
   if (copier_ != nullptr) copier_->close();
   for (cuda::Stream* stream : {&stream_, &waiting_}) {
     if (*stream != nullptr) cuda::driver().destroy_stream(*stream);

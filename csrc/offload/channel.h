@@ -42,10 +42,10 @@ class Channel {
 
   // What a job starts behind: all that the stream, or the event, stands for now. Null when that is
   // over. Events are waited for in the order of these calls.
-  Moment* moment_of_stream(cuda::Stream stream) { return moments_.take(stream); }
-  Moment* moment_of_event(cuda::Event event);
-  void give_moment(Moment* moment) noexcept { moments_.give(moment); }
-  bool is_over(const Moment& moment) const { return moments_.is_over(moment); }
+  StreamPoint* point_of_stream(cuda::Stream stream) { return points_.take(stream); }
+  StreamPoint* point_of_event(cuda::Event event);
+  void give_point(StreamPoint* point) noexcept { points_.give(point); }
+  bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
 
   // Of the copies; null where both sides are host memory.
   cuda::Stream stream() const { return stream_; }
@@ -82,7 +82,7 @@ class Channel {
   bool is_alive() const;
 
   size_t streams() const { return stream_ == nullptr ? 0 : 2 + copier_->streams(); }
-  size_t events() const { return moments_.created() + events_.created() + copier_->events(); }
+  size_t events() const { return points_.created() + events_.created() + copier_->events(); }
   // Lets streams and events go; nothing runs any more, or the device is lost.
   void close();
 
@@ -95,7 +95,7 @@ class Channel {
   cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
   std::unique_ptr<Copier> copier_;
   EventPool events_{cuda::kEventDefault};  // with a time
-  Moments moments_;
+  StreamPoints points_;
   Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
   Transfers retired_;   // somebody is about to wait for them

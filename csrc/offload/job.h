@@ -28,7 +28,7 @@ inline const char* path_name(Path path) {
 
 struct Transfer;
 class Gate;
-struct Moment;
+struct StreamPoint;
 struct Job;
 
 // A counted reference: a job has many holders (the queue, those who wait for it, Python), and a
@@ -79,9 +79,9 @@ struct Work {
   bool cancelled = false;     // after that
   bool background = false;    // copies without kernels
   std::vector<Part> parts;
-  std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each
-  Moment* after = nullptr;   // what it starts behind; null: nothing
-  Gate* gate = nullptr;      // that was closed for it
+  std::vector<int64_t> ids;      // all GPU blocks, then the slot of a host page for each
+  StreamPoint* after = nullptr;  // what it starts behind; null: nothing
+  Gate* gate = nullptr;          // that was closed for it
 
   // By data: the number, in each channel, of the latest job that must not overlap with this one;
   // -1 for none.

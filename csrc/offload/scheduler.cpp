@@ -71,15 +71,15 @@ Reason Scheduler::prepare(const Lock&, Job& job) {
 }
 
 void Scheduler::start_after_stream(const Lock&, Job& job, cuda::Stream stream) {
-  job.work->after = queue_of(job).channel.moment_of_stream(stream);
+  job.work->after = queue_of(job).channel.point_of_stream(stream);
 }
 
 void Scheduler::start_after_event(const Lock&, Job& job, cuda::Event event) {
-  job.work->after = queue_of(job).channel.moment_of_event(event);
+  job.work->after = queue_of(job).channel.point_of_event(event);
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
-  queue_of(job).channel.give_moment(std::exchange(job.work->after, nullptr));
+  queue_of(job).channel.give_point(std::exchange(job.work->after, nullptr));
 }
 
 void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
@@ -310,7 +310,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made, double seconds) noexc
   const std::shared_ptr<Transfer>& transfer = made.front();
   table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
-    queue.channel.give_moment(std::exchange(job.work->after, nullptr));
+    queue.channel.give_point(std::exchange(job.work->after, nullptr));
     if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
     job.copy_seconds = seconds;
     job.path = static_cast<int>(path_of(*transfer, job.path));
@@ -406,7 +406,7 @@ bool Scheduler::can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t 
   // What it starts behind may be behind the end of one of the others.
   if (work.after == nullptr) return true;
   if (!queue.channel.is_over(*work.after)) return false;
-  queue.channel.give_moment(std::exchange(work.after, nullptr));
+  queue.channel.give_point(std::exchange(work.after, nullptr));
   return true;
 }
 
@@ -488,7 +488,7 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
   }
   Queue& queue = queue_of(job);
   queue.num_waiting -= work.queued && !work.enqueuing;
-  queue.channel.give_moment(work.after);
+  queue.channel.give_point(work.after);
   const bool cancelled = state == State::kCancelled || work.cancelled;
   table_.finish(job, cancelled ? State::kCancelled : state, error);
   progress_.notify_all();
