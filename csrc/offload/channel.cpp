@@ -88,8 +88,8 @@ void Channel::give_events(Transfer& transfer) noexcept {
   for (const cuda::Event end : transfer.ends) events_.give(end);
 }
 
-Reason Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
-                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
+Reason Channel::submit(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                       const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
     const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
@@ -98,17 +98,17 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behi
     }
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
     copying = true;
-    copy(transfer, {0, transfer.later}, groups, layers);
+    copy(transfer, {0, transfer.remainder}, groups, layers);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);
   }
 }
 
-Reason Channel::enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
-                              int64_t layers) noexcept {
+Reason Channel::submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
+                                 int64_t layers) noexcept {
   try {
-    copy(transfer, {transfer.later, transfer.parts.size()}, groups, layers);
+    copy(transfer, {transfer.remainder, transfer.parts.size()}, groups, layers);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);

@@ -54,9 +54,9 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
       stage(part, transfer, groups, planes);
       continue;
     }
-    // An edge of a load is made only where no load before it is still unpacked, and is there to be
-    // copied while its own is.
-    if (!part.is_edge) order_behind_unpacking();
+    // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
+    // unpacked then.
+    if (!part.is_unstaged) order_behind_unpacking();
     if (part.path == Path::kStrided) {
       copy_strided(paged(part, group), group.runs_of(planes), copies_);
     } else if (part.path == Path::kKernel) {

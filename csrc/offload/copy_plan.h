@@ -83,7 +83,7 @@ class Planner {
   void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
   Path choose(const Job& job, int group, size_t blocks) const;
-  size_t edge_blocks(const Job& job) const;
+  size_t unstaged_blocks(const Job& job) const;
   double without_kernels(const PathChooser::Transfer& transfer) const;  // seconds
 
   std::vector<Group>& groups_;
@@ -99,6 +99,6 @@ class Planner {
 
 // Leaves what would cost the submitting thread more than `seconds`. Returns the first part of that;
 // the number of parts where nothing is left.
-size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds);
+size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds);
 
 }  // namespace kvswap

@@ -28,7 +28,7 @@ constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 // The path that a result names: that of the first part which is no unstaged head or tail.
 Path path_of(const Transfer& transfer, int planned) {
   for (const TransferPart& part : transfer.parts) {
-    if (!part.is_edge) return part.path;
+    if (!part.is_unstaged) return part.path;
   }
   return static_cast<Path>(planned);
 }
@@ -130,7 +130,7 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   if (queue.channel.num_running() > kMostRunning / 4) advance(lock, 2);
   if (!lost_.empty()) return end_unsubmitted(*job, State::kFailed, lost_);
   const bool starts = !submit_thread_ && queue.jobs.empty() && can_submit(queue, *job);
-  const bool is_small = job->work->enqueue_seconds <= kSmallSeconds;
+  const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!(starts && is_small) && !ensure_worker(queue, *job)) return;
   if (starts && (is_small || can_submit_partially(*job))) {
     queue.submitting = job->id;
@@ -167,7 +167,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double second
   JobRow ready;
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
-    job->work->enqueuing = true;
+    job->work->submission_started = true;
     const Reason reason = table_.failed_source(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
@@ -209,14 +209,14 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double second
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   bool copying = false;
-  Reason error = queue.channel.enqueue(transfer, behind, groups_, layers_, copying);
+  Reason error = queue.channel.submit(transfer, behind, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_behind(transfer);
   const double took = device_ < 0 ? now() - began : 0;
-  if (!error.empty() || transfer.later == transfer.parts.size()) {
+  if (!error.empty() || transfer.remainder == transfer.parts.size()) {
     return end_attempt(lock, queue, std::move(made), std::move(error), copying, took, jobs);
   }
   lock.lock();
-  transfer.begun_at = now();
+  transfer.partially_submitted_at = now();
   queue.partially_submitted = std::move(made);
   return true;
 }
@@ -238,12 +238,12 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& 
 Transfers Scheduler::make_transfer(Queue& queue, const JobRow& jobs, double seconds) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const size_t entries = planner_.entries_of(parts);
-  size_t later = parts.size();
-  if (seconds < kNoLimit) later = split_later(parts, groups_[parts.front().group], seconds);
+  size_t remainder = parts.size();
+  if (seconds < kNoLimit) remainder = split_remainder(parts, groups_[parts.front().group], seconds);
   Transfers made = queue.channel.make_transfer(jobs.front().layer_groups);
   Transfer& transfer = *made.front();
   transfer.parts = std::move(parts);
-  transfer.later = later;
+  transfer.remainder = remainder;
   transfer.entries = entries;
   return made;
 }
@@ -252,7 +252,7 @@ bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
   for (Queue& queue : queues_) {
     if (queue.partially_submitted.empty()) continue;
     const Transfer& transfer = *queue.partially_submitted.front();
-    if (transfer.jobs.front().work->enqueue_seconds > seconds) continue;
+    if (transfer.jobs.front().work->predicted_submit_seconds > seconds) continue;
     if (transfer.entries > kMostEntries) continue;  // the driver may block who submits it
     std::optional<cuda::ContextGuard> context;
     try {
@@ -270,10 +270,10 @@ bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
 void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
   Transfers made = std::exchange(queue.partially_submitted, {});
   Transfer& transfer = *made.front();
-  transfer.late_seconds = now() - transfer.begun_at;
+  transfer.remainder_delay = now() - transfer.partially_submitted_at;
   Reason error = lost_;
   lock.unlock();
-  if (error.empty()) error = queue.channel.enqueue_later(transfer, groups_, layers_);
+  if (error.empty()) error = queue.channel.submit_remainder(transfer, groups_, layers_);
   JobRow jobs;
   end_attempt(lock, queue, std::move(made), std::move(error), true, 0, jobs);
   queue.submitting = -1;
@@ -381,7 +381,7 @@ JobRow Scheduler::take_jobs(Queue& queue) noexcept {
     bytes += next.nbytes;
     entries += next.work->entries;
     --queue.num_waiting;
-    next.work->enqueuing = true;
+    next.work->submission_started = true;
     jobs.push_back(queue.jobs.pop_front());
   }
   return jobs;
@@ -399,7 +399,7 @@ bool Scheduler::can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t 
   for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
     if (job->layer_groups > 1 || job->work->gate != nullptr) return false;
   }
-  if (work.background != first.work->background) return false;
+  if (work.copy_engines_only != first.work->copy_engines_only) return false;
   // Nothing may be written twice in one copy.
   if (work.behind[queue.channel.number()] >= first.id) return false;
   if (!all_before_are_submitted(queue, work)) return false;
@@ -487,7 +487,7 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
     work.gate->open();  // if it is not, advance() tries again
   }
   Queue& queue = queue_of(job);
-  queue.num_waiting -= work.queued && !work.enqueuing;
+  queue.num_waiting -= work.queued && !work.submission_started;
   queue.channel.give_point(work.after);
   const bool cancelled = state == State::kCancelled || work.cancelled;
   table_.finish(job, cancelled ? State::kCancelled : state, error);
@@ -498,7 +498,7 @@ bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
   if (job.ended()) return false;
   job.work->cancelled = true;
-  if (!job.work->enqueuing) end_unsubmitted(job, State::kCancelled, {});
+  if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
   return true;
 }
 

@@ -21,8 +21,9 @@ struct StreamPoint {
 //
 // A channel keeps up to kMaxStreamPoints events, one for each job. Beyond that, jobs that start
 // after the same stream share an event, which is recorded again at each submission: an earlier job
-// may then wait for slightly later work. This cannot deadlock: a job is put on the device before any
-// stream can wait for it, and from then on it waits for the event as it was recorded at that time.
+// may then wait for slightly later work. This cannot deadlock: a job is put on the device before
+// any stream can wait for it, and from then on it waits for the event as it was recorded at that
+// time.
 //
 // Not thread safe: the scheduler's lock guards it. All streams are of the handler's device, whose
 // context is current.
