@@ -307,7 +307,8 @@ int kvswap_handler_close(void* handler, double seconds) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
-  return succeeds([&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), describe); });
+  return succeeds(
+      [&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), describe); });
 }
 
 int kvswap_job_done(void* handler, void* job) {

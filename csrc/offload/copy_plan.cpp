@@ -103,14 +103,14 @@ PathChooser::PathChooser(const kvswap_path_options& options,
     Group& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
-    const auto planes = static_cast<double>(group.gpu.count());
+    const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
       for (int path = 0; path < KVSWAP_PATHS; ++path) {
         kvswap_path_costs costs = options.costs[direction][path];
         const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
         costs.block_seconds +=
-            planes * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / planes);
+            slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
         fitted.costs[direction][path] = costs;
       }
     }
@@ -207,7 +207,7 @@ void Planner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
-    group.table = std::make_shared<PlaneTable>(group.gpu, group.host, stream_);
+    group.table = std::make_shared<SlabTable>(group.gpu, group.host, stream_);
   }
 }
 

@@ -41,7 +41,7 @@ class PathChooser {
   std::vector<Group> groups_;
 };
 
-// Says how jobs are copied, and owns what that takes on the GPU: tables of planes, and the memory
+// Says how jobs are copied, and owns what that takes on the GPU: tables of slabs, and the memory
 // of the staging buffers. The context of the device is current.
 class Planner {
  public:
