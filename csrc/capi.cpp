@@ -21,8 +21,8 @@ namespace {
 using kvswap::Handler;
 using kvswap::Job;
 using kvswap::JobRef;
-using kvswap::blocks::Keys;
-using kvswap::blocks::Manager;
+using kvswap::prefix::Keys;
+using kvswap::prefix::Manager;
 
 // Errors. No exception may leave a C function: the calling thread's last one is kept for Python.
 
@@ -184,7 +184,7 @@ bool succeeds_in(void* handler, const Body& body) {
     try {
       if (of.device() >= 0) context.emplace(of.device());
     } catch (const std::exception& error) {
-      of.lose(kvswap::Reason(error));
+      of.on_context_error(kvswap::Reason(error));
     }
     body(of);
   });
@@ -294,7 +294,7 @@ int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seco
 int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
   Results found(results);
   const bool well =
-      succeeds([&] { handler_at(handler).look_at_failures(capacity, std::ref(found)); });
+      succeeds([&] { handler_at(handler).read_unreported_failures(capacity, std::ref(found)); });
   return well ? found.count : -1;
 }
 
@@ -307,7 +307,8 @@ int kvswap_handler_close(void* handler, double seconds) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
-  return succeeds([&] { *result = handler_at(handler).look(static_cast<Job*>(job), describe); });
+  return succeeds(
+      [&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), describe); });
 }
 
 int kvswap_job_done(void* handler, void* job) {
@@ -351,8 +352,8 @@ bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics)
 
 namespace {
 
-static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::blocks::Event));
-static_assert(KVSWAP_DIGEST_BYTES == kvswap::blocks::kDigestBytes);
+static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::Event));
+static_assert(KVSWAP_DIGEST_BYTES == kvswap::prefix::kDigestBytes);
 static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
 
 Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
@@ -368,16 +369,16 @@ int64_t answer(const Call& call) {
   succeeds([&] {
     try {
       value = static_cast<int64_t>(call());
-    } catch (const kvswap::blocks::Busy&) {
+    } catch (const kvswap::prefix::Busy&) {
       value = KVSWAP_BLOCKS_BUSY;
     }
   });
   return value;
 }
 
-std::vector<kvswap::blocks::GroupOptions> read_groups(const kvswap_blocks_group* groups,
+std::vector<kvswap::prefix::GroupOptions> read_groups(const kvswap_blocks_group* groups,
                                                       int count) {
-  std::vector<kvswap::blocks::GroupOptions> read;
+  std::vector<kvswap::prefix::GroupOptions> read;
   for (int i = 0; i < count; ++i) {
     const auto [num_pages, ratio, window] = groups[i];
     read.push_back({size_t(num_pages), size_t(ratio), size_t(window)});
@@ -392,7 +393,7 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
   void* made = nullptr;
   succeeds([&] {
     made = new Manager(read_groups(groups, count),
-                       {static_cast<kvswap::blocks::PolicyKind>(options->policy),
+                       {static_cast<kvswap::prefix::PolicyKind>(options->policy),
                         static_cast<uint32_t>(options->store_threshold),
                         static_cast<size_t>(options->asked_capacity), options->events});
   });
@@ -471,7 +472,7 @@ bool kvswap_blocks_reset(void* blocks) {
 int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
   int64_t taken = -1;
   succeeds([&] {
-    auto* into = reinterpret_cast<kvswap::blocks::Event*>(events);
+    auto* into = reinterpret_cast<kvswap::prefix::Event*>(events);
     taken = static_cast<int64_t>(manager_at(blocks).take_events(into, size_t(capacity)));
   });
   return taken;

@@ -26,7 +26,7 @@ extern "C" __global__ void kvswap_pack_bulk(const __grid_constant__ PackArgument
   const auto barrier = static_cast<unsigned>(__cvta_generic_to_shared(&barriers[threadIdx.x]));
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  const uint32_t count = a.block_count * a.plane_count * a.chunks_per_plane;
+  const uint32_t count = a.block_count * a.slab_count * a.chunks_per_slab;
   unsigned phase = 0;
   for (uint32_t n = blockIdx.x * blockDim.x + threadIdx.x; n < count; n += gridDim.x * blockDim.x) {
     const PackChunk chunk = pack_chunk(a, n);
@@ -67,7 +67,7 @@ extern "C" __global__ void kvswap_pack_bulk(const __grid_constant__ PackArgument
 
 // Each warp moves chunks with loads and stores of word_bytes: for older GPUs and odd addresses.
 extern "C" __global__ void kvswap_pack_words(const __grid_constant__ PackArguments a) {
-  const uint32_t count = a.block_count * a.plane_count * a.chunks_per_plane;
+  const uint32_t count = a.block_count * a.slab_count * a.chunks_per_slab;
   const unsigned lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
   for (uint32_t n = (blockIdx.x * blockDim.x + threadIdx.x) / 32; n < count; n += warps) {
     const PackChunk chunk = pack_chunk(a, n);

@@ -6,27 +6,27 @@
 // numbers.
 namespace kvswap {
 
-// A plane of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. Packed,
+// A slab of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. Packed,
 // which is how a host page has them, they lie `offset` behind the first byte of the block.
-struct PlaneEntry {
+struct SlabEntry {
   uint64_t base, stride, offset, bytes;
 };
 
 // Blocks in one launch: arguments have 4 KiB in all.
 constexpr unsigned kPackBlocks = 496;
 
-// Copies blocks between the planes and where they are packed: block blocks[i] and the bytes at
+// Copies blocks between the slabs and where they are packed: block blocks[i] and the bytes at
 // packed + slots[i] * packed_stride.
 struct PackArguments {
-  uint64_t planes;  // address of the PlaneEntry of the first plane of `plane_count`
+  uint64_t slabs;  // address of the SlabEntry of the first slab of `slab_count`
   uint64_t packed, packed_stride;
   // Of all bytes, counted block after block, those that are copied: a large block is moved piece by
   // piece.
   uint64_t begin, end, block_bytes;
-  uint32_t plane_count, block_count;
-  uint32_t chunk_bytes, chunks_per_plane;  // what a thread or a warp moves at a time
-  uint32_t to_packed;                      // else from there
-  uint32_t word_bytes;                     // all addresses and sizes are multiples of it
+  uint32_t slab_count, block_count;
+  uint32_t chunk_bytes, chunks_per_slab;  // what a thread or a warp moves at a time
+  uint32_t to_packed;                     // else from there
+  uint32_t word_bytes;                    // all addresses and sizes are multiples of it
   int32_t blocks[kPackBlocks];
   int32_t slots[kPackBlocks];
 };
@@ -43,22 +43,21 @@ struct PackChunk {
 #define KVSWAP_HOST_DEVICE
 #endif
 
-// Chunk `number` of block_count * plane_count * chunks_per_plane. Neighbours in number are
+// Chunk `number` of block_count * slab_count * chunks_per_slab. Neighbours in number are
 // neighbours in memory.
 KVSWAP_HOST_DEVICE inline PackChunk pack_chunk(const PackArguments& a, uint32_t number) {
-  const uint32_t fragment = number / a.chunks_per_plane;
-  const uint32_t i = fragment / a.plane_count;
-  const auto* planes = reinterpret_cast<const PlaneEntry*>(a.planes);
-  const PlaneEntry plane = planes[fragment - i * a.plane_count];
-  const uint64_t offset =
-      plane.offset - planes[0].offset;                // in the part of the block that is moved
-  const uint64_t first = i * a.block_bytes + offset;  // of all bytes
-  uint64_t from = uint64_t{number - fragment * a.chunks_per_plane} * a.chunk_bytes;
-  uint64_t to = from + a.chunk_bytes < plane.bytes ? from + a.chunk_bytes : plane.bytes;
+  const uint32_t fragment = number / a.chunks_per_slab;
+  const uint32_t i = fragment / a.slab_count;
+  const auto* slabs = reinterpret_cast<const SlabEntry*>(a.slabs);
+  const SlabEntry slab = slabs[fragment - i * a.slab_count];
+  const uint64_t offset = slab.offset - slabs[0].offset;  // in the part of the block that is moved
+  const uint64_t first = i * a.block_bytes + offset;      // of all bytes
+  uint64_t from = uint64_t{number - fragment * a.chunks_per_slab} * a.chunk_bytes;
+  uint64_t to = from + a.chunk_bytes < slab.bytes ? from + a.chunk_bytes : slab.bytes;
   if (first + from < a.begin) from = a.begin > first ? a.begin - first : 0;
   if (first + to > a.end) to = a.end > first ? a.end - first : 0;
   if (from >= to) return {0, 0, 0};
-  return {plane.base + static_cast<uint64_t>(a.blocks[i]) * plane.stride + from,
+  return {slab.base + static_cast<uint64_t>(a.blocks[i]) * slab.stride + from,
           a.packed + static_cast<uint64_t>(a.slots[i]) * a.packed_stride + offset + from,
           to - from};
 }

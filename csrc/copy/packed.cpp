@@ -19,11 +19,11 @@ struct PackLaunch {
 constexpr PackLaunch kOnDevice{64, 16, 2048}, kOverLink{8, 16, 4096};
 constexpr unsigned kWarpsPerCta = 8;  // of the kernel without bulk copies
 
-uint32_t common_alignment(const Planes& gpu, const Planes& host) {
+uint32_t common_alignment(const Slabs& gpu, const Slabs& host) {
   uint64_t bits = 16;
-  for (const Planes* side : {&gpu, &host}) {
-    for (size_t p = 0; p < side->count(); ++p) {
-      bits |= side->bases[p] | side->strides[p] | side->sizes[p];
+  for (const Slabs* side : {&gpu, &host}) {
+    for (size_t s = 0; s < side->count(); ++s) {
+      bits |= side->bases[s] | side->strides[s] | side->sizes[s];
     }
   }
   return static_cast<uint32_t>(bits & -bits);
@@ -32,8 +32,7 @@ uint32_t common_alignment(const Planes& gpu, const Planes& host) {
 void launch(PackArguments& arguments, const PackLaunch& shape, const cuda::Kernels& kernels,
             cuda::Stream stream) {
   const bool bulk = kernels.pack_bulk != nullptr && arguments.word_bytes == 16;
-  const unsigned chunks =
-      arguments.block_count * arguments.plane_count * arguments.chunks_per_plane;
+  const unsigned chunks = arguments.block_count * arguments.slab_count * arguments.chunks_per_slab;
   const unsigned at_once = bulk ? shape.threads : kWarpsPerCta;
   const unsigned ctas = std::min(shape.ctas, (chunks + at_once - 1) / at_once);
   const unsigned threads = bulk ? shape.threads : 32 * kWarpsPerCta;
@@ -43,19 +42,19 @@ void launch(PackArguments& arguments, const PackLaunch& shape, const cuda::Kerne
       cuda::driver().launch(bulk ? kernels.pack_bulk : kernels.pack_words, ctas, 1, 1, threads, 1,
                             1, shared, stream, pointers, nullptr);
   KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel of ", arguments.to_packed ? "pack" : "unpack", ", ",
-                      arguments.block_count, " blocks of ", arguments.plane_count, " planes");
+                      arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
 }
 
 // What is the same in every launch.
 PackArguments arguments_of(const PackedCopy& copy, const PackLaunch& shape) {
   PackArguments arguments{};
-  arguments.planes = copy.table->entry(copy.planes.begin);
+  arguments.slabs = copy.table->entry(copy.slabs.begin);
   arguments.block_bytes = copy.block_bytes();
-  arguments.plane_count = static_cast<uint32_t>(copy.planes.end - copy.planes.begin);
+  arguments.slab_count = static_cast<uint32_t>(copy.slabs.end - copy.slabs.begin);
   const auto first = copy.gpu->sizes.begin();
-  const uint64_t longest = *std::max_element(first + copy.planes.begin, first + copy.planes.end);
+  const uint64_t longest = *std::max_element(first + copy.slabs.begin, first + copy.slabs.end);
   arguments.chunk_bytes = shape.chunk_bytes;
-  arguments.chunks_per_plane =
+  arguments.chunks_per_slab =
       static_cast<uint32_t>((longest + shape.chunk_bytes - 1) / shape.chunk_bytes);
   arguments.to_packed = copy.to_host;
   arguments.word_bytes = copy.table->word_bytes();
@@ -64,40 +63,40 @@ PackArguments arguments_of(const PackedCopy& copy, const PackLaunch& shape) {
 
 }  // namespace
 
-PlaneTable::PlaneTable(const Planes& gpu, const Planes& host, cuda::Stream stream)
+SlabTable::SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream)
     : word_bytes_(common_alignment(gpu, host)) {
-  std::vector<PlaneEntry> entries;
-  for (size_t p = 0; p < gpu.count(); ++p) {
-    entries.push_back({gpu.bases[p], gpu.strides[p], host.bases[p] - host.bases[0], gpu.sizes[p]});
+  std::vector<SlabEntry> entries;
+  for (size_t s = 0; s < gpu.count(); ++s) {
+    entries.push_back({gpu.bases[s], gpu.strides[s], host.bases[s] - host.bases[0], gpu.sizes[s]});
   }
   const cuda::Driver& driver = cuda::driver();
-  const size_t bytes = entries.size() * sizeof(PlaneEntry);
+  const size_t bytes = entries.size() * sizeof(SlabEntry);
   KVSWAP_DRIVER_CHECK(driver.allocate(&address_, bytes), "cuMemAlloc of ", bytes, " bytes");
   const auto from = reinterpret_cast<cuda::Address>(entries.data());
   cuda::Result result = driver.copy_async(address_, from, bytes, stream);
   if (result == cuda::kSuccess) result = driver.synchronize_stream(stream);
   if (result == cuda::kSuccess) return;
   driver.free(address_);
-  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync of the table of planes");
+  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync of the table of slabs");
 }
 
-PlaneTable::~PlaneTable() {
+SlabTable::~SlabTable() {
   if (address_ != 0) cuda::driver().free(address_);
 }
 
-bool is_packed(const Planes& host, int64_t num_blocks, int64_t num_slots) {
+bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   if (num_blocks > kMost || num_slots > kMost) return false;
-  for (size_t p = 1; p < host.count(); ++p) {
-    if (host.bases[p] != host.bases[p - 1] + host.sizes[p - 1]) return false;
-    if (host.strides[p] != host.strides[0]) return false;
+  for (size_t s = 1; s < host.count(); ++s) {
+    if (host.bases[s] != host.bases[s - 1] + host.sizes[s - 1]) return false;
+    if (host.strides[s] != host.strides[0]) return false;
   }
   return true;
 }
 
 uint64_t PackedCopy::block_bytes() const {
-  const size_t last = planes.end - 1;
-  return host->bases[last] + host->sizes[last] - host->bases[planes.begin];
+  const size_t last = slabs.end - 1;
+  return host->bases[last] + host->sizes[last] - host->bases[slabs.begin];
 }
 
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
@@ -121,8 +120,8 @@ void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
 
 void copy_by_kernel(const PackedCopy& copy, const cuda::Kernels& kernels, cuda::Stream stream) {
   PackArguments arguments = arguments_of(copy, kOverLink);
-  arguments.packed = copy.host->bases[copy.planes.begin];
-  arguments.packed_stride = copy.host->strides[copy.planes.begin];
+  arguments.packed = copy.host->bases[copy.slabs.begin];
+  arguments.packed_stride = copy.host->strides[copy.slabs.begin];
   arguments.end = ~uint64_t{0};
   for (size_t first = 0; first < copy.count; first += kPackBlocks) {
     const size_t last = std::min<size_t>(copy.count, first + kPackBlocks);

@@ -8,21 +8,21 @@
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
 
-// Blocks as the pack kernels see them: planes on the GPU, and packed in a host page or a buffer.
+// Blocks as the pack kernels see them: slabs on the GPU, and packed in a host page or a buffer.
 namespace kvswap {
 
-// What the kernels read of the planes of a cache, in the memory of the GPU.
-class PlaneTable {
+// What the kernels read of the slabs of a cache, in the memory of the GPU.
+class SlabTable {
  public:
   // Uploads it on `stream` and waits for that. The context of the device is current.
-  PlaneTable(const Planes& gpu, const Planes& host, cuda::Stream stream);
-  ~PlaneTable();
-  PlaneTable(const PlaneTable&) = delete;
-  PlaneTable& operator=(const PlaneTable&) = delete;
+  SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream);
+  ~SlabTable();
+  SlabTable(const SlabTable&) = delete;
+  SlabTable& operator=(const SlabTable&) = delete;
   // Leaves the memory where it is: the device is lost, and nobody knows what still reads it.
   void leave() noexcept { address_ = 0; }
 
-  uint64_t entry(size_t plane) const { return address_ + plane * sizeof(PlaneEntry); }
+  uint64_t entry(size_t slab) const { return address_ + slab * sizeof(SlabEntry); }
   // Of all addresses and sizes, on both sides; 16 at most.
   uint32_t word_bytes() const { return word_bytes_; }
 
@@ -31,15 +31,15 @@ class PlaneTable {
   uint32_t word_bytes_ = 16;
 };
 
-// Whether each block's planes lie one behind the other on the host, and all ids fit the kernels.
-bool is_packed(const Planes& host, int64_t num_blocks, int64_t num_slots);
+// Whether each block's slabs lie one behind the other on the host, and all ids fit the kernels.
+bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
-// Blocks of some planes of a group, all of them in one direction.
+// Blocks of some slabs of a group, all of them in one direction.
 struct PackedCopy {
-  const Planes* gpu;
-  const Planes* host;
-  const PlaneTable* table;
-  PlaneRange planes;
+  const Slabs* gpu;
+  const Slabs* host;
+  const SlabTable* table;
+  SlabRange slabs;
   const int64_t* blocks;
   const int64_t* slots;
   size_t count;
@@ -48,17 +48,17 @@ struct PackedCopy {
   uint64_t before = 0, after = 0;
 
   uint64_t block_bytes() const;
-  uint64_t host_address(size_t i) const { return host->address(planes.begin, slots[i]); }
+  uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
   // Whether one copy of the driver may have block i and the one before it.
   bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
-// Copies the bytes from `begin` to `end` of all blocks between the GPU's planes and `packed`, where
+// Copies the bytes from `begin` to `end` of all blocks between the GPU's slabs and `packed`, where
 // the byte `begin` is. Launches on `stream`; throws what the driver refuses.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream);
 
-// Copies all blocks between the GPU's planes and pinned host pages by a kernel.
+// Copies all blocks between the GPU's slabs and pinned host pages by a kernel.
 void copy_by_kernel(const PackedCopy& copy, const cuda::Kernels& kernels, cuda::Stream stream);
 
 }  // namespace kvswap

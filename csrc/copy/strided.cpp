@@ -13,7 +13,7 @@ struct Distance {
   uint64_t pitch = 0, height = 0;
 };
 
-// The distance between planes as rows; a pitch of 0 where it cannot be said so.
+// The distance between slabs as rows; a pitch of 0 where it cannot be said so.
 Distance as_rows(uint64_t distance, uint64_t width) {
   for (uint64_t height = 1; height <= kMostRows; ++height) {
     const uint64_t pitch = distance / height;
@@ -23,16 +23,15 @@ Distance as_rows(uint64_t distance, uint64_t width) {
   return {};
 }
 
-uint64_t distance_at(const Planes& planes, size_t plane) {
-  return planes.bases[plane + 1] - planes.bases[plane];
+uint64_t distance_at(const Slabs& slabs, size_t slab) {
+  return slabs.bases[slab + 1] - slabs.bases[slab];
 }
 
-// Whether the plane behind `plane` can be in one copy with it, at this distance.
-bool can_follow(const Planes& side, size_t plane, uint64_t distance) {
-  return side.allocations[plane + 1] == side.allocations[plane] &&
-         side.sizes[plane + 1] == side.sizes[plane] &&
-         side.strides[plane + 1] == side.strides[plane] && distance_at(side, plane) == distance &&
-         as_rows(distance, side.sizes[plane]).pitch != 0;
+// Whether the slab behind `slab` can be in one copy with it, at this distance.
+bool can_follow(const Slabs& side, size_t slab, uint64_t distance) {
+  return side.allocations[slab + 1] == side.allocations[slab] &&
+         side.sizes[slab + 1] == side.sizes[slab] && side.strides[slab + 1] == side.strides[slab] &&
+         distance_at(side, slab) == distance && as_rows(distance, side.sizes[slab]).pitch != 0;
 }
 
 void fill(cuda::StridedSide& side, uint64_t address, uint64_t distance, uint64_t width,
@@ -47,42 +46,42 @@ void fill(cuda::StridedSide& side, uint64_t address, uint64_t distance, uint64_t
 
 }  // namespace
 
-std::vector<PlaneRun> equidistant_runs(const Planes& src, const Planes& dst) {
-  std::vector<PlaneRun> runs;
-  for (size_t p = 0; p < src.count(); ++p) {
+std::vector<SlabRun> equidistant_runs(const Slabs& src, const Slabs& dst) {
+  std::vector<SlabRun> runs;
+  for (size_t s = 0; s < src.count(); ++s) {
     if (!runs.empty()) {
-      PlaneRun& run = runs.back();
+      SlabRun& run = runs.back();
       const uint64_t of_src = distance_at(src, run.first), of_dst = distance_at(dst, run.first);
-      if (can_follow(src, p - 1, of_src) && can_follow(dst, p - 1, of_dst)) {
+      if (can_follow(src, s - 1, of_src) && can_follow(dst, s - 1, of_dst)) {
         ++run.count;
         continue;
       }
     }
-    runs.push_back({p, 1});
+    runs.push_back({s, 1});
   }
   return runs;
 }
 
-void copy_strided(const BlockCopy& copy, const std::vector<PlaneRun>& runs, cuda::Stream stream) {
-  for (const PlaneRun& run : runs) {
-    const size_t p = run.first;
-    const uint64_t size = copy.src->sizes[p];
+void copy_strided(const BlockCopy& copy, const std::vector<SlabRun>& runs, cuda::Stream stream) {
+  for (const SlabRun& run : runs) {
+    const size_t s = run.first;
+    const uint64_t size = copy.src->sizes[s];
     const bool alone = run.count == 1;
-    const uint64_t src_distance = alone ? size : distance_at(*copy.src, p);
-    const uint64_t dst_distance = alone ? size : distance_at(*copy.dst, p);
+    const uint64_t src_distance = alone ? size : distance_at(*copy.src, s);
+    const uint64_t dst_distance = alone ? size : distance_at(*copy.dst, s);
     cuda::StridedCopy arguments{};
     arguments.width = size;
     arguments.height = 1;
     arguments.depth = run.count;
     for (size_t i = 0; i < copy.count; ++i) {
-      const uint64_t src = copy.src->address(p, copy.src_blocks[i]);
-      const uint64_t dst = copy.dst->address(p, copy.dst_blocks[i]);
+      const uint64_t src = copy.src->address(s, copy.src_blocks[i]);
+      const uint64_t dst = copy.dst->address(s, copy.dst_blocks[i]);
       fill(arguments.src, src, src_distance, size, copy.src_on_host);
       fill(arguments.dst, dst, dst_distance, size, !copy.src_on_host);
       const cuda::Result result = cuda::driver().copy_strided_async(&arguments, stream);
       if (result == cuda::kSuccess) continue;
       fail("cuMemcpy3DAsync failed at block ", i, " of ", copy.count, ", from ", hex(src), " to ",
-           hex(dst), ", ", run.count, " planes of ", size, " bytes: ", cuda::describe(result));
+           hex(dst), ", ", run.count, " slabs of ", size, " bytes: ", cuda::describe(result));
     }
   }
 }

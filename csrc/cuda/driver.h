@@ -8,8 +8,8 @@
 
 // The CUDA driver, looked up at run time with prototypes of our own. No CUDA header is needed to
 // build this file and no CUDA library to load it, so one binary runs with any driver and without
-// one. tests/support/cuda_headers_check.cpp compares every declaration with the headers of several CUDA
-// releases. This is the only place that knows driver versions.
+// one. tests/support/cuda_headers_check.cpp compares every declaration with the headers of several
+// CUDA releases. This is the only place that knows driver versions.
 namespace kvswap::cuda {
 
 using Result = int;

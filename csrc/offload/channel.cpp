@@ -4,7 +4,7 @@
 
 namespace kvswap {
 
-Channel::Channel(int number, int device) : number(number), device_(device) {
+Channel::Channel(int number, int device) : number_(number), device_(device) {
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
     if (device_ >= 0) stream_ = cuda::create_stream();
@@ -16,31 +16,32 @@ Channel::Channel(int number, int device) : number(number), device_(device) {
   }
 }
 
-bool Channel::is_past(int64_t id) const {
-  if (submitting >= 0) return id < submitting;
-  return queue.empty() || id < queue.front().id;
+size_t Channel::num_running_jobs() const {
+  size_t jobs = 0;
+  for (const auto& transfer : running_) jobs += transfer->jobs.size();
+  return jobs;
 }
 
 std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
-  for (auto transfer = running.rbegin(); transfer != running.rend(); ++transfer) {
+  for (auto transfer = running_.rbegin(); transfer != running_.rend(); ++transfer) {
     if ((*transfer)->first_id() <= id) return *transfer;
   }
   return nullptr;
 }
 
 bool Channel::has_room_for(size_t entries) const {
-  if (running.empty()) return true;
-  return running.size() < kMostRunning && entries_ + entries <= kMostEntries;
+  if (running_.empty()) return true;
+  return running_.size() < kMostRunning && entries_ + entries <= kMostEntries;
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
-Moment* Channel::moment_of_event(cuda::Event event) {
+StreamPoint* Channel::point_of_event(cuda::Event event) {
   const cuda::Result state = cuda::driver().query_event(event);
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(waiting_, event, 0),
                       "cuStreamWaitEvent for the event that the job starts behind");
-  return moment_of_stream(waiting_);
+  return point_of_stream(waiting_);
 }
 
 Transfers Channel::make_transfer(int layer_groups) {
@@ -62,12 +63,12 @@ Transfers Channel::make_transfer(int layer_groups) {
 
 void Channel::run(Transfers transfer) noexcept {
   entries_ += transfer.front()->entries;
-  running.splice(running.end(), transfer);
+  running_.splice(running_.end(), transfer);
 }
 
 void Channel::retire_first() noexcept {
   Transfers first;
-  first.splice(first.end(), running, running.begin());
+  first.splice(first.end(), running_, running_.begin());
   entries_ -= first.front()->entries;
   retire(std::move(first));
 }
@@ -87,8 +88,8 @@ void Channel::give_events(Transfer& transfer) noexcept {
   for (const cuda::Event end : transfer.ends) events_.give(end);
 }
 
-Reason Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
-                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
+Reason Channel::submit(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                       const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
     const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
@@ -97,17 +98,17 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<cuda::Event>& behi
     }
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
     copying = true;
-    copy(transfer, {0, transfer.later}, groups, layers);
+    copy(transfer, {0, transfer.remainder}, groups, layers);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);
   }
 }
 
-Reason Channel::enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
-                              int64_t layers) noexcept {
+Reason Channel::submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
+                                 int64_t layers) noexcept {
   try {
-    copy(transfer, {transfer.later, transfer.parts.size()}, groups, layers);
+    copy(transfer, {transfer.remainder, transfer.parts.size()}, groups, layers);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);
@@ -149,7 +150,7 @@ void Channel::close() {
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
-  moments_.destroy();
+  points_.destroy();
   if (copier_ != nullptr) copier_->close();
   for (cuda::Stream* stream : {&stream_, &waiting_}) {
     if (*stream != nullptr) cuda::driver().destroy_stream(*stream);

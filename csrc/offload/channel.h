@@ -1,9 +1,6 @@
 #pragma once
 
-#include <condition_variable>
-#include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "cuda/event_pool.h"
@@ -15,31 +12,28 @@
 
 namespace kvswap {
 
-// More in flight gain nothing, and a stream that is held up has room for 1,020 entries, of which a
-// copy with its events takes three, before the driver blocks whoever submits to it (H200).
+// Transfers in flight, and entries of the driver's queue. More gain nothing. A stream that is held
+// up has room for 1,020 entries, and a copy with its events takes three of them; then the driver
+// blocks the thread that submits (H200).
 constexpr size_t kMostRunning = 64, kMostEntries = 700;
 
-// One direction of transfers: the jobs that wait in software, the copies that run one after another
-// on a stream, and the events they need. The handler's lock guards it; only enqueue(),
-// enqueue_later() and synchronize() run without, by the one thread whose turn it is: `submitting`
-// is set meanwhile.
+// One direction of transfers: the copies that run one after another on a stream, and the events
+// that they need. The scheduler's lock guards it. Only submit(), submit_remainder() and
+// synchronize() run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
   // device: -1 where both sides are host memory.
   Channel(int number, int device);
   ~Channel() { close(); }
 
-  const int number;
-  JobRow queue;             // also those cancelled meanwhile, which keep their place in the order
-  Transfers running;        // in the order of submission
-  size_t waiting = 0;       // jobs in the queue that were not cancelled
-  int64_t submitting = -1;  // the number of the first job that somebody enqueues right now
-  Transfers begun;     // at most one, whose later parts the worker, or who waits, is to enqueue
-  std::thread worker;  // does, and empties the queue; started when it is first needed
-  std::condition_variable work;
+  int number() const { return number_; }
 
-  // Whether all jobs up to this number have been enqueued, or ended.
-  bool is_past(int64_t id) const;
+  // Whether no transfer is in flight.
+  bool is_idle() const { return running_.empty(); }
+  size_t num_running() const { return running_.size(); }
+  size_t num_running_jobs() const;
+  // The transfer in flight that was submitted first. There is one.
+  Transfer& oldest() const { return *running_.front(); }
 
   // The newest running transfer with a job up to this number; null when there is none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
@@ -47,12 +41,12 @@ class Channel {
   // Whether this many entries more of the driver's queue may be in flight.
   bool has_room_for(size_t entries) const;
 
-  // What a job starts behind: all that the stream, or the event, stands for now. Null when that is
-  // over. Events are waited for in the order of these calls.
-  Moment* moment_of_stream(cuda::Stream stream) { return moments_.take(stream); }
-  Moment* moment_of_event(cuda::Event event);
-  void give_moment(Moment* moment) noexcept { moments_.give(moment); }
-  bool is_over(const Moment& moment) const { return moments_.is_over(moment); }
+  // A point that a job starts after: all that the stream, or the event, stands for now. Null when
+  // that has ended. Events are waited for in the order of these calls.
+  StreamPoint* point_of_stream(cuda::Stream stream) { return points_.take(stream); }
+  StreamPoint* point_of_event(cuda::Event event);
+  void give_point(StreamPoint* point) noexcept { points_.give(point); }
+  bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
 
   // Of the copies; null where both sides are host memory.
   cuda::Stream stream() const { return stream_; }
@@ -64,47 +58,48 @@ class Channel {
   // A transfer without jobs, with its events. Throws, and takes nothing, when one cannot be made.
   Transfers make_transfer(int layer_groups);
 
-  // A transfer is in flight.
+  // The transfer is in flight now.
   void run(Transfers transfer) noexcept;
-  // The first of those has ended.
+  // The oldest transfer has ended.
   void retire_first() noexcept;
-  // Gives the events of a transfer back as soon as nobody else waits for them.
+  // Gives the events of a transfer back as soon as no other thread holds it.
   void retire(Transfers transfer) noexcept;
 
-  // Copies behind the events. Returns why it could not, or none; `copying` is set from the moment
-  // on at which bytes may move. Without the lock.
-  Reason enqueue(Transfer& transfer, const std::vector<cuda::Event>& behind,
-                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
-  // The parts of the transfer that were left for later, and its end.
-  Reason enqueue_later(Transfer& transfer, const std::vector<Group>& groups,
-                       int64_t layers) noexcept;
+  // Copies the transfer up to its remainder, after the events. Returns why it could not, or an
+  // empty reason; sets `copying` as soon as bytes may move. Without the lock.
+  Reason submit(Transfer& transfer, const std::vector<cuda::Event>& behind,
+                const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
+  // Copies the remainder, and records the ends. Without the lock.
+  Reason submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
+                          int64_t layers) noexcept;
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;
   double copy_seconds(const Transfer& transfer) const;
 
-  // Waits until all that was enqueued has run. False when the device is lost. Without the lock.
+  // Waits until all that was submitted has run. False when the device is lost. Without the lock.
   bool synchronize() { return copier_->synchronize(); }
   // Whether the device still answers.
   bool is_alive() const;
 
   size_t streams() const { return stream_ == nullptr ? 0 : 2 + copier_->streams(); }
-  size_t events() const { return moments_.created() + events_.created() + copier_->events(); }
-  // Lets streams and events go; nothing runs any more, or the device is lost.
+  size_t events() const { return points_.created() + events_.created() + copier_->events(); }
+  // Frees streams and events. Nothing runs any more, or the device is lost.
   void close();
 
  private:
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
   void give_events(Transfer& transfer) noexcept;
 
-  const int device_;
+  const int number_, device_;
   cuda::Stream stream_ = nullptr;   // of the copies
-  cuda::Stream waiting_ = nullptr;  // waits for the events of others, in the order of submission
+  cuda::Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
   EventPool events_{cuda::kEventDefault};  // with a time
-  Moments moments_;
+  StreamPoints points_;
+  Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
-  Transfers retired_;   // somebody is about to wait for them
+  Transfers retired_;   // that another thread holds, and is about to wait for
 };
 
 }  // namespace kvswap

@@ -45,24 +45,24 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
   for (size_t i = parts.begin; i < parts.end; ++i) {
     TransferPart& part = transfer.parts[i];
     const Group& group = groups[part.group];
-    const PlaneRange planes = group.planes_of(layer_group, transfer.layer_groups(), layers);
-    if (planes.begin == planes.end) continue;
+    const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
+    if (slabs.begin == slabs.end) continue;
     is_unpacking = part.path == Path::kStaged && channel_ != kStores;
     if (part.path == Path::kStaged) {
       send(fragments, groups);
       sort_by_slot(part);
-      stage(part, transfer, groups, planes);
+      stage(part, transfer, groups, slabs);
       continue;
     }
-    // An edge of a load is made only where no load before it is still unpacked, and is there to be
-    // copied while its own is.
-    if (!part.is_edge) order_behind_unpacking();
+    // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
+    // unpacked then.
+    if (!part.is_unstaged) order_behind_unpacking();
     if (part.path == Path::kStrided) {
-      copy_strided(paged(part, group), group.runs_of(planes), copies_);
+      copy_strided(paged(part, group), group.runs_of(slabs), copies_);
     } else if (part.path == Path::kKernel) {
-      copy_by_kernel(packed(part, group, planes), cuda::kernels(device_), copies_);
+      copy_by_kernel(packed(part, group, slabs), cuda::kernels(device_), copies_);
     } else {
-      add_fragments(fragments, paged(part, group), planes);
+      add_fragments(fragments, paged(part, group), slabs);
     }
   }
   send(fragments, groups);
@@ -72,12 +72,12 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
 }
 
 void Copier::stage(const TransferPart& part, const Transfer& transfer,
-                   const std::vector<Group>& groups, PlaneRange planes) {
+                   const std::vector<Group>& groups, SlabRange slabs) {
   if (channel_ == kStores) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, transfer.start, 0),
                         "cuStreamWaitEvent");
   }
-  staging_->copy(packed(part, groups[part.group], planes), {device_, copies_, kernels_},
+  staging_->copy(packed(part, groups[part.group], slabs), {device_, copies_, kernels_},
                  cuda::kernels(device_), batch_options(groups));
 }
 
@@ -103,8 +103,8 @@ BlockCopy Copier::paged(const TransferPart& part, const Group& group) const {
   return {&group.host, &group.gpu, slots, blocks, count, true};
 }
 
-PackedCopy Copier::packed(const TransferPart& part, const Group& group, PlaneRange planes) const {
-  return {&group.gpu,         &group.host,       group.table.get(),  planes,
+PackedCopy Copier::packed(const TransferPart& part, const Group& group, SlabRange slabs) const {
+  return {&group.gpu,         &group.host,       group.table.get(),  slabs,
           part.blocks.data(), part.slots.data(), part.blocks.size(), channel_ == kStores,
           part.before,        part.after};
 }
@@ -115,7 +115,7 @@ void Copier::check(const Transfer& transfer, int layer_group, const std::vector<
   for (const TransferPart& part : transfer.parts) {
     const Group& group = groups[part.group];
     add_fragments(all, paged(part, group),
-                  group.planes_of(layer_group, transfer.layer_groups(), layers));
+                  group.slabs_of(layer_group, transfer.layer_groups(), layers));
   }
   AddressMap addresses;
   check_addresses(all, addresses);

@@ -40,12 +40,12 @@ class Copier {
   void close();
 
  private:
-  PackedCopy packed(const TransferPart& part, const Group& group, PlaneRange planes) const;
+  PackedCopy packed(const TransferPart& part, const Group& group, SlabRange slabs) const;
   BlockCopy paged(const TransferPart& part, const Group& group) const;
   void check(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
              int64_t layers) const;
   void stage(const TransferPart& part, const Transfer& transfer, const std::vector<Group>& groups,
-             PlaneRange planes);
+             SlabRange slabs);
   void send(FragmentList& fragments, const std::vector<Group>& groups);
   void order_behind_unpacking();
   BatchOptions batch_options(const std::vector<Group>& groups) const;

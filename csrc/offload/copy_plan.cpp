@@ -37,8 +37,8 @@ constexpr double kPageableSeconds = 1;  // the driver copies in the call
 // late. Where two copies share the link both are slower, and the copy engines lose nothing.
 constexpr double kCrowded = 1.6, kAvoidTimes = 100, kLongestAvoidance = 2;
 constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
-constexpr double kEdgeSeconds = 12e-6;
-constexpr size_t kMostRunsOfEdge = 2;
+constexpr double kUnstagedSeconds = 12e-6;
+constexpr size_t kMaxUnstagedRuns = 2;
 
 // Entries of the driver's queue, of which a stream has about 1,020, and seconds of the thread that
 // submits them (H200).
@@ -82,15 +82,16 @@ TransferPart cut(TransferPart& part, size_t first, const Group& group) {
 // Copies some blocks of a staged transfer where they lie: the first ones of a store, while the
 // first piece is packed, and the last ones of a load, while the last piece is unpacked. blocks: so
 // many.
-void split_edge(std::vector<TransferPart>& parts, const Group& group, int channel, size_t blocks) {
+void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, int channel,
+                        size_t blocks) {
   TransferPart& all = parts.front();
   const size_t count = all.blocks.size();
   if (parts.size() != 1 || all.path != Path::kStaged || blocks == 0 || count < 2 * blocks) return;
   const bool is_store = channel == kStores;
   parts.push_back(cut(all, is_store ? blocks : count - blocks, group));
-  TransferPart& edge = is_store ? parts.front() : parts.back();
-  edge.path = Path::kStrided;
-  edge.is_edge = true;
+  TransferPart& unstaged = is_store ? parts.front() : parts.back();
+  unstaged.path = Path::kStrided;
+  unstaged.is_unstaged = true;
 }
 
 }  // namespace
@@ -102,14 +103,14 @@ PathChooser::PathChooser(const kvswap_path_options& options,
     Group& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
-    const auto planes = static_cast<double>(group.gpu.count());
+    const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
       for (int path = 0; path < KVSWAP_PATHS; ++path) {
         kvswap_path_costs costs = options.costs[direction][path];
         const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
         costs.block_seconds +=
-            planes * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / planes);
+            slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
         fitted.costs[direction][path] = costs;
       }
     }
@@ -158,15 +159,15 @@ bool PathChooser::wants(Path path) const {
 }
 
 Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-                 std::vector<std::unique_ptr<Channel>>& channels)
+                 Channel& stores, Channel& loads)
     : groups_(groups),
       device_(device),
       options_(options),
       chooser_(options, groups),
-      stream_(channels[kStores]->stream()) {
+      stream_(stores.stream()) {
   if (device < 0) return;
   try {
-    set_up(channels);
+    set_up(stores, loads);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -181,7 +182,7 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
   }
 }
 
-void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
+void Planner::set_up(Channel& stores, Channel& loads) {
   const bool stages = chooser_.wants(Path::kStaged);
   if (!stages && !chooser_.wants(Path::kKernel)) return;
   cuda::kernels(device_);
@@ -198,15 +199,15 @@ void Planner::set_up(std::vector<std::unique_ptr<Channel>>& channels) {
   KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
                       options_.staging_bytes, " bytes for staging");
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  channels[kStores]->use_staging(staging_, half);
-  channels[kLoads]->use_staging(staging_ + half, half);
+  stores.use_staging(staging_, half);
+  loads.use_staging(staging_ + half, half);
 }
 
 void Planner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
-    group.table = std::make_shared<PlaneTable>(group.gpu, group.host, stream_);
+    group.table = std::make_shared<SlabTable>(group.gpu, group.host, stream_);
   }
 }
 
@@ -218,7 +219,8 @@ PathChooser Planner::prepare(std::vector<Group>& groups) const {
 Path Planner::choose(const Job& job, int group, size_t blocks) const {
   if (device_ < 0) return Path::kHost;
   const bool is_crowded = options_.path < 0 && crowded_until_ > job.work->submitted_at;
-  const bool may_launch = groups_[group].table != nullptr && !job.work->background && !is_crowded;
+  const bool may_launch =
+      groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
   return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
 }
 
@@ -232,7 +234,7 @@ void Planner::plan(Job& job) const noexcept {
     work.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
     seconds += group.host_is_pageable ? kPageableSeconds : submit_seconds(path, group, part.count);
   }
-  work.enqueue_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
+  work.predicted_submit_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
 }
 
 void Planner::note(const Transfer& transfer, double seconds) noexcept {
@@ -243,7 +245,7 @@ void Planner::note(const Transfer& transfer, double seconds) noexcept {
     predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
   // While the host was late with the rest the device may have had nothing to do.
-  if (!launched || seconds - transfer.late_seconds < kCrowded * predicted) return;
+  if (!launched || seconds - transfer.remainder_delay < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 
@@ -267,21 +269,22 @@ std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) c
   const Job& first = jobs.front();
   for (TransferPart& part : parts) part.path = choose(first, part.group, part.blocks.size());
   // A load that others precede is unpacked while they are on the link.
-  const bool has_edge =
+  const bool has_head_or_tail =
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
-  if (has_edge) split_edge(parts, groups_[parts.front().group], first.channel, edge_blocks(first));
+  if (has_head_or_tail)
+    split_head_or_tail(parts, groups_[parts.front().group], first.channel, unstaged_blocks(first));
   return parts;
 }
 
 // As many as the link takes for while a kernel is launched.
-size_t Planner::edge_blocks(const Job& job) const {
+size_t Planner::unstaged_blocks(const Job& job) const {
   const int group = job.work->parts.front().group;
-  if (groups_[group].runs.size() > kMostRunsOfEdge) return 0;
+  if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
     return chooser_.seconds(Path::kStrided, {group, job.channel, blocks});
   };
   const double each = seconds(2) - seconds(1);
-  return each > 0 ? static_cast<size_t>(std::ceil(kEdgeSeconds / each)) : 1;
+  return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
 double Planner::without_kernels(const PathChooser::Transfer& transfer) const {
@@ -310,8 +313,8 @@ void Planner::close() {
   staging_ = 0;
 }
 
-size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds) {
-  const auto is_most = [](const TransferPart& part) { return !part.is_edge; };
+size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds) {
+  const auto is_most = [](const TransferPart& part) { return !part.is_unstaged; };
   const auto most = std::find_if(parts.begin(), parts.end(), is_most);
   size_t blocks = 1;
   while (blocks < most->blocks.size() && submit_seconds(most->path, group, blocks + 1) <= seconds) {
@@ -319,9 +322,9 @@ size_t split_later(std::vector<TransferPart>& parts, const Group& group, double 
   }
   if (blocks == most->blocks.size()) return parts.size();
   TransferPart rest = cut(*most, blocks, group);
-  const size_t later = most - parts.begin() + 1;
-  parts.insert(parts.begin() + later, std::move(rest));
-  return later;
+  const size_t remainder = most - parts.begin() + 1;
+  parts.insert(parts.begin() + remainder, std::move(rest));
+  return remainder;
 }
 
 }  // namespace kvswap

@@ -41,7 +41,7 @@ class PathChooser {
   std::vector<Group> groups_;
 };
 
-// Says how jobs are copied, and owns what that takes on the GPU: tables of planes, and the memory
+// Says how jobs are copied, and owns what that takes on the GPU: tables of slabs, and the memory
 // of the staging buffers. The context of the device is current.
 class Planner {
  public:
@@ -51,7 +51,7 @@ class Planner {
   // their buffers, where some transfer would use them. Throws ValueError where a forced path cannot
   // be had.
   Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-          std::vector<std::unique_ptr<Channel>>& channels);
+          Channel& stores, Channel& loads);
   ~Planner() { close(); }
 
   // Why paths that would be chosen cannot be had, or "".
@@ -80,10 +80,10 @@ class Planner {
   void leave() noexcept;
 
  private:
-  void set_up(std::vector<std::unique_ptr<Channel>>& channels);
+  void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
   Path choose(const Job& job, int group, size_t blocks) const;
-  size_t edge_blocks(const Job& job) const;
+  size_t unstaged_blocks(const Job& job) const;
   double without_kernels(const PathChooser::Transfer& transfer) const;  // seconds
 
   std::vector<Group>& groups_;
@@ -99,6 +99,6 @@ class Planner {
 
 // Leaves what would cost the submitting thread more than `seconds`. Returns the first part of that;
 // the number of parts where nothing is left.
-size_t split_later(std::vector<TransferPart>& parts, const Group& group, double seconds);
+size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds);
 
 }  // namespace kvswap

@@ -6,9 +6,9 @@
 namespace kvswap {
 
 volatile uint64_t* GateWords::take(int count) {
-  constexpr int kSlab = 512;  // a page
+  constexpr int kWordsAtOnce = 512;  // a page
   if (left_ < count) {
-    const int size = std::max(count, kSlab);
+    const int size = std::max(count, kWordsAtOnce);
     void* memory = nullptr;
     KVSWAP_DRIVER_CHECK(
         cuda::driver().allocate_host(&memory, size * sizeof(uint64_t), cuda::kRegisterPortable),

@@ -9,21 +9,21 @@
 namespace kvswap {
 namespace {
 
-Planes read_planes(const int64_t* bases, const int64_t* strides, const int64_t* sizes,
-                   int64_t count) {
-  Planes planes;
-  planes.bases.assign(bases, bases + count);
-  planes.strides.assign(strides, strides + count);
-  planes.sizes.assign(sizes, sizes + count);
-  return planes;
+Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* sizes,
+                 int64_t count) {
+  Slabs slabs;
+  slabs.bases.assign(bases, bases + count);
+  slabs.strides.assign(strides, strides + count);
+  slabs.sizes.assign(sizes, sizes + count);
+  return slabs;
 }
 
 }  // namespace
 
 Group read_group(const kvswap_group& from, int device) {
   Group group;
-  group.gpu = read_planes(from.gpu_bases, from.gpu_strides, from.sizes, from.planes);
-  group.host = read_planes(from.host_bases, from.host_strides, from.sizes, from.planes);
+  group.gpu = read_slabs(from.gpu_bases, from.gpu_strides, from.sizes, from.planes);
+  group.host = read_slabs(from.host_bases, from.host_strides, from.sizes, from.planes);
   group.layers.assign(from.layers, from.layers + from.planes);
   group.num_blocks = from.num_blocks;
   group.num_pages = from.num_pages;
@@ -37,17 +37,17 @@ Group read_group(const kvswap_group& from, int device) {
   // expandable segments of a stream as one reservation, and refuses a strided copy across a part of
   // it that is not mapped, or is not any more.
   std::map<std::pair<uint64_t, int64_t>, uint64_t> allocations;
-  for (size_t p = 0; p < group.gpu.count(); ++p) {
-    const uint64_t base = group.gpu.bases[p];
+  for (size_t s = 0; s < group.gpu.count(); ++s) {
+    const uint64_t base = group.gpu.bases[s];
     const Memory memory = addresses.find(base);
     KVSWAP_CHECK(device < 0 || memory.device == device, "the cache at ", addresses.describe(base),
                  " is not memory of device ", device);
-    const std::pair allocation(memory.begin, from.gpu_storages[p]);
-    group.gpu.allocations.push_back(allocations.emplace(allocation, p).first->second);
+    const std::pair allocation(memory.begin, from.gpu_storages[s]);
+    group.gpu.allocations.push_back(allocations.emplace(allocation, s).first->second);
   }
   const int64_t first_slot = from.usable->first_page * group.blocks_per_page;
-  for (size_t p = 0; p < group.host.count(); ++p) {
-    const Memory memory = addresses.find(group.host.address(p, first_slot));
+  for (size_t s = 0; s < group.host.count(); ++s) {
+    const Memory memory = addresses.find(group.host.address(s, first_slot));
     group.host.allocations.push_back(memory.begin);
     group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
   }

@@ -14,30 +14,30 @@ namespace kvswap {
 // A layout and its host pool: the layers of one kind of attention or state. A host page has
 // `blocks_per_page` slots, each for one block.
 struct Group {
-  Planes gpu, host;
-  std::vector<int64_t> layers;  // of each plane, growing; counted through all groups
+  Slabs gpu, host;
+  std::vector<int64_t> layers;  // of each slab, growing; counted through all groups
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
   // Groups with the same number share their blocks, or their slots: the same id is the same memory.
   int block_space = 0, slot_space = 0;
   const kvswap_usable_pages* usable = nullptr;  // of the pool
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;           // in all planes
-  std::vector<PlaneRun> runs;         // of planes at one distance
-  std::shared_ptr<PlaneTable> table;  // for the kernels; null where none can be used
+  uint64_t block_bytes = 0;          // in all slabs
+  std::vector<SlabRun> runs;         // of slabs at one distance
+  std::shared_ptr<SlabTable> table;  // for the kernels; null where none can be used
 
-  // Those of these planes.
-  std::vector<PlaneRun> runs_of(PlaneRange planes) const {
-    std::vector<PlaneRun> clipped;
-    for (const PlaneRun& run : runs) {
-      const size_t first = std::max(run.first, planes.begin);
-      const size_t end = std::min(run.first + run.count, planes.end);
+  // Those of these slabs.
+  std::vector<SlabRun> runs_of(SlabRange slabs) const {
+    std::vector<SlabRun> clipped;
+    for (const SlabRun& run : runs) {
+      const size_t first = std::max(run.first, slabs.begin);
+      const size_t end = std::min(run.first + run.count, slabs.end);
       if (first < end) clipped.push_back({first, end - first});
     }
     return clipped;
   }
 
-  // The planes of part `part` of `parts`, of a model with `layers_in_all` layers.
-  PlaneRange planes_of(int part, int parts, int64_t layers_in_all) const {
+  // The slabs of part `part` of `parts`, of a model with `layers_in_all` layers.
+  SlabRange slabs_of(int part, int parts, int64_t layers_in_all) const {
     const auto first_of = [&](int number) -> size_t {
       const auto is_before = [&](int64_t layer) { return layer * parts / layers_in_all < number; };
       return std::partition_point(layers.begin(), layers.end(), is_before) - layers.begin();

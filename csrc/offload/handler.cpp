@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
+#include <utility>
 
 #include "cuda/context.h"
 #include "cuda/stream.h"
@@ -11,6 +11,10 @@
 namespace kvswap {
 namespace {
 
+// How long, in seconds, a thread polls for one end without the lock. Then others may have ended,
+// too, and make room for what is queued.
+constexpr double kPollSeconds = 50e-6;
+
 void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
   KVSWAP_CHECK(
       !cuda::is_capturing(stream), noun,
@@ -18,54 +22,25 @@ void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
       "of the capture");
 }
 
-// So long, in seconds, it looks for one end without the lock. Then others may have ended, too, and
-// make room for what is queued.
-constexpr double kLook = 50e-6;
-
 }  // namespace
 
-Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
+Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
                  const kvswap_path_options& options)
-    : dispatcher_(std::move(groups), layers, device, threaded, options),
-      reader_(dispatcher_.groups) {}
-
-Handler::~Handler() {
-  std::for_each(dispatcher_.gates.begin(), dispatcher_.gates.end(), Gate::release);
-}
-
-void Handler::check_open() const {
-  KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
-  KVSWAP_CHECK(dispatcher_.lost().empty(), dispatcher_.lost().c_str());
-}
+    : scheduler_(std::move(groups), layers, device, submit_thread, options),
+      reader_(scheduler_.groups(scheduler_.lock())) {}
 
 JobRef Handler::submit(const kvswap_request& request) {
-  Lock lock(dispatcher_.mutex);
-  check_open();
+  Lock lock = scheduler_.lock();
+  scheduler_.check_open(lock);
   refuse_captures(request);
   Gate* gate = static_cast<Gate*>(request.gate);
-  if (gate != nullptr) wait_for_gate(lock, *gate);
-  // From here on the lock is held until the job is entered: its ids stay right, and the gate free.
-  JobRef job = reader_.read(request, dispatcher_.groups);
-  job->work->submitted_at = now();
-  dispatcher_.planner.plan(*job);
-  dispatcher_.hazards.order(*job);
-  Reason doomed = dispatcher_.ledger.prepare(*job);
-  if (doomed.empty()) doomed = take_moment(*job, request);
-  if (doomed.empty() && gate != nullptr) close_gate(*job, *gate);
-  // Nothing below throws: there is a job, and it ends.
-  dispatcher_.ledger.enter(job);
-  dispatcher_.hazards.note(*job);
-  if (!doomed.empty()) {
-    dispatcher_.abandon(*job, State::kFailed, doomed);
-  } else {
-    job->submit_seconds = now() - request.began;  // another thread may see it end at once
-    dispatcher_.dispatch(lock, job);
-    // A graph that waits for the gate may not be launched before the load is on the device: if a
-    // kernel is loaded meanwhile, the driver puts all later work behind that graph.
-    if (gate != nullptr || device() < 0) dispatcher_.flush(lock, *job);
-  }
-  job->submit_seconds = now() - request.began;
-  observe(dispatcher_.ledger.metrics(job->channel).submit, job->submit_seconds);
+  if (gate != nullptr) scheduler_.wait_for_gate(lock, *gate);
+  // From here on the lock is held until the job is added: its ids stay right, and the gate free.
+  JobRef job = reader_.read(request, scheduler_.groups(lock));
+  Reason failure = scheduler_.prepare(lock, *job);
+  if (failure.empty()) failure = set_start(lock, *job, request);
+  if (failure.empty() && gate != nullptr) close_gate(lock, *job, *gate);
+  scheduler_.submit(lock, job, failure, request.began);
   return job;
 }
 
@@ -79,130 +54,148 @@ void Handler::refuse_captures(const kvswap_request& request) const {
   }
 }
 
-void Handler::wait_for_gate(Lock& lock, const Gate& gate) {
-  while (gate.is_busy()) {
-    dispatcher_.advance();  // tries to open it, if it should be open
-    check_open();
-    KVSWAP_CHECK(gate.problem().empty(),
-                 "an earlier load has failed, and the driver does not open its gate again: ",
-                 gate.problem().c_str());
-    if (gate.is_busy()) dispatcher_.progress.wait(lock);
-    check_open();
-  }
-}
-
-// What the job starts behind. Returns why it cannot be had, or none.
-Reason Handler::take_moment(Job& job, const kvswap_request& request) {
-  try {
-    job.work->after = moment(*dispatcher_.channels[job.channel], request);
-    return {};
-  } catch (const std::bad_alloc&) {
-    throw;
-  } catch (const std::exception& error) {
-    const Reason reason(error);
-    dispatcher_.check_alive(reason);
-    return reason;
-  }
-}
-
-void Handler::close_gate(Job& job, Gate& gate) {
-  try {
-    gate.close(cuda::current_stream(device()));
-  } catch (...) {
-    dispatcher_.channels[job.channel]->give_moment(job.work->after);
-    throw;
-  }
-  job.work->gate = &gate;
-}
-
-Moment* Handler::moment(Channel& channel, const kvswap_request& request) {
-  if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return nullptr;
-  if (request.after_kind == KVSWAP_AFTER_EVENT) return channel.moment_of_event(request.after);
-  return channel.moment_of_stream(stream_of(request).handle);
-}
-
 cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
   const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
   return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
 }
 
+// Sets what the job starts after. Returns why it cannot be had, or an empty reason.
+Reason Handler::set_start(const Lock& lock, Job& job, const kvswap_request& request) {
+  if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return {};
+  try {
+    if (request.after_kind == KVSWAP_AFTER_EVENT) {
+      scheduler_.start_after_event(lock, job, request.after);
+    } else {
+      scheduler_.start_after_stream(lock, job, stream_of(request).handle);
+    }
+    return {};
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    const Reason reason(error);
+    scheduler_.check_alive(lock, reason);
+    return reason;
+  }
+}
+
+void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
+  try {
+    gate.close(cuda::current_stream(device()));
+  } catch (...) {
+    scheduler_.start_at_once(lock, job);
+    throw;
+  }
+  job.work->gate = &gate;
+}
+
 bool Handler::has_ended(const Job* job) {
-  const Lock lock(dispatcher_.mutex);
-  if (!job->ended()) dispatcher_.advance();
+  const Lock lock = scheduler_.lock();
+  if (!job->ended()) scheduler_.advance(lock);
   return job->ended();
 }
 
 bool Handler::cancel(Job* job) {
-  const Lock lock(dispatcher_.mutex);
-  return dispatcher_.cancel(*job);
+  const Lock lock = scheduler_.lock();
+  return scheduler_.cancel(lock, *job);
 }
 
 void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) {
-  Lock lock(dispatcher_.mutex);
-  dispatcher_.advance();
+  Lock lock = scheduler_.lock();
+  scheduler_.advance(lock);
   try {
     // Whether or not the job has ended: that is a matter of timing.
-    if (dispatcher_.lost().empty()) refuse_capture(stream, "the stream that is to wait");
+    if (scheduler_.lost(lock).empty()) refuse_capture(stream, "the stream that is to wait");
   } catch (const std::exception& error) {
-    dispatcher_.check_alive(Reason(error));
-    if (dispatcher_.lost().empty()) throw;
+    scheduler_.check_alive(lock, Reason(error));
+    if (scheduler_.lost(lock).empty()) throw;
   }
-  if (!job->ended()) dispatcher_.flush(lock, *job);
+  if (!job->ended()) scheduler_.flush(lock, *job);
   if (job->ended()) return;
   const std::vector<cuda::Event>& ends = job->work->transfer->ends;
   const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
   cuda::wait_event(stream, end);
 }
 
+int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+  const double began = now();
+  size_t ended = 0;
+  bool failed = false;
+  Lock lock = scheduler_.lock();
+  const JobTable& table = scheduler_.jobs(lock);
+  for (const int64_t last = table.last_id();;) {
+    scheduler_.advance(lock);
+    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
+      failed |= !jobs[ended]->succeeded();
+    }
+    if (for_all ? table.all_ended_until(last) : ended == jobs.size()) {
+      return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
+    }
+    const double left = seconds - (now() - began);
+    if (left <= 0) return 0;
+    const Job& next = for_all ? table.oldest_running() : *jobs[ended];
+    if (scheduler_.submit_remainder(lock, left)) continue;
+    poll_end(lock, next.work->transfer, began);
+  }
+}
+
+void Handler::poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began) {
+  if (!transfer) {  // queued, or about to be submitted by another thread
+    scheduler_.wait_for_progress(lock, std::clamp((now() - began) / 100, kPollSeconds, 1e-3));
+    return;
+  }
+  ++polling_;
+  lock.unlock();
+  cuda::Result state = cuda::kNotReady;
+  try {
+    const cuda::ContextGuard context(device());
+    const double until = now() + kPollSeconds;
+    do {
+      pause_since(began);
+      state = cuda::driver().query_event(transfer->ends.back());
+    } while (state == cuda::kNotReady && now() < until);
+  } catch (const std::exception&) {  // the next one that asks with the lock finds the device lost
+  }
+  lock.lock();
+  transfer->end_seen |= state == cuda::kSuccess;
+  transfer.reset();
+  if (--polling_ == 0) closing_.notify_all();
+}
+
 void Handler::rebind(std::vector<Group> groups) {
-  const Lock lock(dispatcher_.mutex);
-  check_open();
-  KVSWAP_CHECK(dispatcher_.ledger.all_ended_until(dispatcher_.ledger.last_id()),
+  const Lock lock = scheduler_.lock();
+  scheduler_.check_open(lock);
+  KVSWAP_CHECK(scheduler_.jobs(lock).all_ended(),
                "another thread has submitted a job while the cache was about to be rebound; let it "
                "wait until rebind() has returned");
   RequestReader reader(groups);
-  dispatcher_.rebind(std::move(groups));
+  scheduler_.rebind(lock, std::move(groups));
   reader_ = std::move(reader);
 }
 
 Gate* Handler::make_gate(int parts) {
-  const Lock lock(dispatcher_.mutex);
-  check_open();
-  std::vector<Gate*>& gates = dispatcher_.gates;
-  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->is_busy(); };
-  const auto over = std::stable_partition(gates.begin(), gates.end(), std::not_fn(is_over));
-  std::for_each(over, gates.end(), Gate::release);
-  gates.erase(over, gates.end());
-  make_room(gates, gates.size());
-  gates.push_back(new Gate(device(), parts, gate_words_));
-  return gates.back();
+  const Lock lock = scheduler_.lock();
+  scheduler_.check_open(lock);
+  return scheduler_.make_gate(lock, parts);
 }
 
-kvswap_metrics Handler::metrics(int number) {
-  const Lock lock(dispatcher_.mutex);
-  dispatcher_.advance();
-  const Channel& channel = *dispatcher_.channels[number];
-  kvswap_metrics metrics = dispatcher_.ledger.metrics(number);
-  metrics.queued = channel.waiting;
-  for (const auto& transfer : channel.running) metrics.running += transfer->jobs.size();
-  metrics.streams = channel.streams();
-  metrics.events = channel.events();
-  return metrics;
+kvswap_metrics Handler::metrics(int channel) {
+  const Lock lock = scheduler_.lock();
+  scheduler_.advance(lock);
+  return scheduler_.metrics(lock, channel);
 }
 
-void Handler::lose(const Reason& error) {
-  const Lock lock(dispatcher_.mutex);
-  dispatcher_.check_alive(error);
+void Handler::on_context_error(const Reason& error) {
+  const Lock lock = scheduler_.lock();
+  scheduler_.check_alive(lock, error);
 }
 
 bool Handler::close(double seconds) {
   const double began = now();
-  Lock lock(dispatcher_.mutex);
-  closed_ = true;
-  dispatcher_.progress.notify_all();  // who waits to submit is told
+  Lock lock = scheduler_.lock();
+  scheduler_.close(lock);
   for (;;) {
-    dispatcher_.advance();
-    if (stopping_ || dispatcher_.has_nothing_left()) break;
+    scheduler_.advance(lock);
+    if (stopping_ || scheduler_.has_nothing_left(lock)) break;
     if (now() - began >= seconds) return false;
     lock.unlock();
     pause_since(began);
@@ -210,60 +203,13 @@ bool Handler::close(double seconds) {
   }
   if (std::exchange(stopping_, true)) {  // another thread does it
     const auto left = std::chrono::duration<double>(seconds - (now() - began));
-    return dispatcher_.progress.wait_for(lock, left, [&] { return stopped_; });
+    return closing_.wait_for(lock, left, [&] { return stopped_; });
   }
-  dispatcher_.progress.wait(lock, [&] { return looking_ == 0; });
-  dispatcher_.stop(lock);
+  closing_.wait(lock, [&] { return polling_ == 0; });
+  scheduler_.stop(lock);
   stopped_ = true;
-  dispatcher_.progress.notify_all();
+  closing_.notify_all();
   return true;
-}
-
-// How a thread waits on the host for jobs to end.
-
-int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
-  const double began = now();
-  size_t ended = 0;
-  bool failed = false;
-  Lock lock(dispatcher_.mutex);
-  for (const int64_t last = dispatcher_.ledger.last_id();;) {
-    dispatcher_.advance();
-    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
-      failed |= jobs[ended]->state != State::kDone;
-    }
-    if (for_all ? dispatcher_.ledger.all_ended_until(last) : ended == jobs.size()) {
-      return failed || (for_all && dispatcher_.ledger.has_failures()) ? 2 : 1;
-    }
-    const double left = seconds - (now() - began);
-    if (left <= 0) return 0;
-    const Job& next = for_all ? dispatcher_.ledger.oldest() : *jobs[ended];
-    if (dispatcher_.help(lock, left)) continue;
-    look_for_end(lock, next.work->transfer, began);
-  }
-}
-
-void Handler::look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began) {
-  if (!transfer) {  // queued, or about to be enqueued by another thread
-    const double pause = std::clamp((now() - began) / 100, kLook, 1e-3);
-    dispatcher_.progress.wait_for(lock, std::chrono::duration<double>(pause));
-    return;
-  }
-  ++looking_;
-  lock.unlock();
-  cuda::Result state = cuda::kNotReady;
-  try {
-    const cuda::ContextGuard context(device());
-    const double until = now() + kLook;
-    do {
-      pause_since(began);
-      state = cuda::driver().query_event(transfer->ends.back());
-    } while (state == cuda::kNotReady && now() < until);
-  } catch (const std::exception&) {  // whoever asks next with the lock finds the device lost, too
-  }
-  lock.lock();
-  transfer->end_seen |= state == cuda::kSuccess;
-  transfer.reset();
-  if (--looking_ == 0 && closed_) dispatcher_.progress.notify_all();
 }
 
 }  // namespace kvswap

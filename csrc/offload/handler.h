@@ -1,6 +1,8 @@
 #pragma once
 
+#include <condition_variable>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "capi.h"
@@ -10,86 +12,88 @@
 
 namespace kvswap {
 
-// What a server holds, without its memory: torch_kvswap.OffloadHandler says what each call means.
-// Any thread may call.
+// The native part of torch_kvswap.OffloadHandler, whose docstrings say what each call means. Checks
+// what is asked for, and waits; the scheduler does the rest. Any thread may call.
 class Handler {
  public:
   // The context of the device is current.
-  Handler(std::vector<Group> groups, int64_t layers, int device, bool threaded,
+  Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
           const kvswap_path_options& options);
-  ~Handler();
 
-  // If it throws there is no job, and nothing is in flight.
+  // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
-  // Reads the jobs that have ended and were not reported, which they are now: so many at most.
+
+  // Calls read(job) for up to `most` jobs that have ended and were not reported; they are now.
   template <typename Read>
   void report(size_t most, const Read& read) {
-    const Lock lock(dispatcher_.mutex);
-    dispatcher_.advance();
-    for (; most > 0 && !dispatcher_.ledger.ended().empty(); --most) {
-      read(dispatcher_.ledger.report());
-    }
+    const Lock lock = scheduler_.lock();
+    scheduler_.advance(lock);
+    const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
+    for (; most > 0 && !unreported.empty(); --most) read(scheduler_.report_first(lock));
   }
 
-  // Reads those of them that are not done, and that stay unreported.
+  // Calls read(job) for those of them that failed or were cancelled; they stay unreported.
   template <typename Read>
-  void look_at_failures(size_t most, const Read& read) {
-    const Lock lock(dispatcher_.mutex);
-    for (Job& job : dispatcher_.ledger.ended()) {
+  void read_unreported_failures(size_t most, const Read& read) {
+    const Lock lock = scheduler_.lock();
+    for (Job& job : scheduler_.jobs(lock).unreported()) {
       if (most == 0) break;
-      if (job.state == State::kDone) continue;
+      if (job.succeeded()) continue;
       read(JobRef(&job));
       --most;
     }
   }
 
-  int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
-  bool cancel(Job* job);
-  void wait_on(Job* job, int layer_group, const cuda::StreamRef& stream);
-  // Reads what has become of the job, without asking the device.
+  // Returns read(job), called with the lock held. Does not ask the device.
   template <typename Read>
-  auto look(const Job* job, const Read& read) {
-    const Lock lock(dispatcher_.mutex);
+  auto snapshot(const Job* job, const Read& read) {
+    const Lock lock = scheduler_.lock();
     return read(*job);
   }
+
+  // Waits on the host until the jobs have ended; for_all: until all that were submitted so far
+  // have. 1, or 2 when one of them failed or was cancelled (for_all: and is unreported), or 0 after
+  // `seconds`.
+  int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  // Makes a stream wait for a group of layers of the job; -1: for all of it.
+  void wait_on(Job* job, int layer_group, const cuda::StreamRef& stream);
   // Asks the device.
   bool has_ended(const Job* job);
+  // True when the job will be reported as cancelled.
+  bool cancel(Job* job);
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int parts);
   kvswap_metrics metrics(int channel);
-  // Whether it has been done within so many seconds; to be called again where not.
+  // Refuses further jobs, and waits until all have ended. False if that takes longer than
+  // `seconds`; to be called again then.
   bool close(double seconds);
 
-  // The device did not take the caller's context: it is lost.
-  void lose(const Reason& error);
+  // The device did not take the caller's context. Ends all jobs if it is lost.
+  void on_context_error(const Reason& error);
 
   // Why paths that would be chosen cannot be had, or "". Stays.
-  const std::string& path_problem() const { return dispatcher_.planner.problem(); }
+  const std::string& path_problem() const { return scheduler_.path_problem(); }
 
   // -1 where all is host memory.
-  int device() const { return dispatcher_.device; }
+  int device() const { return scheduler_.device(); }
 
  private:
-  void check_open() const;
-  Moment* moment(Channel& channel, const kvswap_request& request);
-  // Whose work is to come first.
-  cuda::StreamRef stream_of(const kvswap_request& request) const;
-  // Looks for the end of what a thread waits for without the lock, so that nobody who submits
-  // meanwhile is held up by it, and returns soon in any case. null: the job is not enqueued yet.
-  void look_for_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
   void refuse_captures(const kvswap_request& request) const;
-  // Until no load before it keeps the gate.
-  void wait_for_gate(Lock& lock, const Gate& gate);
-  Reason take_moment(Job& job, const kvswap_request& request);
-  void close_gate(Job& job, Gate& gate);
+  // The stream whose work the job starts after.
+  cuda::StreamRef stream_of(const kvswap_request& request) const;
+  Reason set_start(const Lock& lock, Job& job, const kvswap_request& request);
+  void close_gate(const Lock& lock, Job& job, Gate& gate);
+  // Polls for the end of a transfer without the lock, so that it holds up no thread that submits,
+  // and returns soon in any case. null: the job is not on the device yet.
+  void poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
 
-  Dispatcher dispatcher_;
+  Scheduler scheduler_;
+  // Guarded by the scheduler's lock.
   RequestReader reader_;
-  GateWords gate_words_;
-  int looking_ = 0;                          // threads that use an event without the lock
-  bool closed_ = false;                      // takes no more jobs
-  bool stopping_ = false, stopped_ = false;  // is about to have no threads, has none
+  int polling_ = 0;                          // threads that use an event without the lock
+  bool stopping_ = false, stopped_ = false;  // the scheduler's threads are about to end, have ended
+  std::condition_variable closing_;          // polling_ is 0, or stopped_
 };
 
 }  // namespace kvswap

@@ -28,11 +28,11 @@ inline const char* path_name(Path path) {
 
 struct Transfer;
 class Gate;
-struct Moment;
+struct StreamPoint;
 struct Job;
 
-// A counted reference: a job has many holders (the queue, those who wait for it, Python), and a
-// queue of many small jobs wants them small.
+// A counted reference, small because a queue may hold many jobs. A job has many holders: the queue,
+// threads that wait for it, Python.
 class JobRef {
  public:
   JobRef() = default;  // to no job
@@ -72,16 +72,16 @@ struct Part {
 
 // What a job needs until it has ended, and not any longer.
 struct Work {
-  uint32_t entries = 0;       // of the driver's queue, when it is copied alone
-  float enqueue_seconds = 0;  // of the thread that does it
-  bool queued = false;        // ever, in software
-  bool enqueuing = false;     // or enqueued
-  bool cancelled = false;     // after that
-  bool background = false;    // copies without kernels
+  uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
+  float predicted_submit_seconds = 0;
+  bool queued = false;              // ever, in software
+  bool submission_started = false;  // it has left the queue, and may be on the device
+  bool cancelled = false;           // after that
+  bool copy_engines_only = false;   // no kernels copy
   std::vector<Part> parts;
-  std::vector<int64_t> ids;  // all GPU blocks, then the slot of a host page for each
-  Moment* after = nullptr;   // what it starts behind; null: nothing
-  Gate* gate = nullptr;      // that was closed for it
+  std::vector<int64_t> ids;      // all GPU blocks, then the slot of a host page for each
+  StreamPoint* after = nullptr;  // the job starts after it; null: at once
+  Gate* gate = nullptr;          // that was closed for it
 
   // By data: the number, in each channel, of the latest job that must not overlap with this one;
   // -1 for none.
@@ -96,8 +96,8 @@ struct Work {
   const int64_t* slots() const { return ids.data() + count(); }
 };
 
-// A store or a load, from its submission until nobody asks for it any more. All but the number of
-// references is guarded by the handler's lock.
+// A store or a load, from its submission until its last reference goes. The scheduler's lock guards
+// everything except the number of references.
 struct Job {
   int64_t id = 0;
   uint64_t nbytes = 0;
@@ -110,9 +110,10 @@ struct Job {
   Reason error;                // of a job that has failed
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next_in_row = nullptr;  // in the queue, or in its transfer
-  Job* next_ended = nullptr;   // of those that were not reported
+  Job* next_ended = nullptr;   // in the list of unreported jobs
 
   bool ended() const { return state >= State::kDone; }
+  bool succeeded() const { return state == State::kDone; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };
@@ -125,8 +126,8 @@ inline void JobRef::release(Job* job) {
   if (job->references.fetch_sub(1) == 1) delete job;
 }
 
-// Jobs one behind the other, linked through a member of theirs: to add one cannot fail. Holds a
-// reference to each.
+// A list of jobs, linked through a member of theirs: adding one cannot fail. Holds a reference to
+// each.
 template <Job* Job::* next>
 class JobList {
  public:

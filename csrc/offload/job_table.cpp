@@ -5,7 +5,8 @@
 namespace kvswap {
 namespace {
 
-Reason reason(const Job& source) noexcept {
+// Why a job fails that reads what `source` was to write.
+Reason poisoned_by(const Job& source) noexcept {
   const auto text = [&] {
     if (source.state == State::kCancelled) return source.name() + " was cancelled";
     return source.name() + " failed: " + source.error.c_str();
@@ -13,64 +14,148 @@ Reason reason(const Job& source) noexcept {
   return Reason(text, "a job that writes what this one reads has failed; out of host memory");
 }
 
-bool spoils(const Job& source) {
-  return source.state == State::kFailed || source.state == State::kCancelled;
-}
+bool ended_without_success(const Job& job) { return job.ended() && !job.succeeded(); }
 
 }  // namespace
 
-Job* Ledger::find(int64_t id) const {
+JobTable::JobTable(const std::vector<Group>& groups) {
+  std::vector<int64_t> blocks, slots;  // how many, by space
+  for (const Group& group : groups) {
+    block_space_.push_back(group.block_space);
+    slot_space_.push_back(group.slot_space);
+    blocks.resize(std::max<size_t>(blocks.size(), group.block_space + 1));
+    slots.resize(std::max<size_t>(slots.size(), group.slot_space + 1));
+    int64_t& of_blocks = blocks[group.block_space];
+    int64_t& of_slots = slots[group.slot_space];
+    of_blocks = std::max(of_blocks, group.num_blocks);
+    of_slots = std::max(of_slots, group.num_pages * group.blocks_per_page);
+  }
+  first_slot_.push_back(0);
+  for (const int64_t count : slots) first_slot_.push_back(first_slot_.back() + count);
+  for (Latest& latest : latest_) {
+    for (const int64_t count : blocks) latest.of_blocks.emplace_back(count, -1);
+    for (const int64_t count : slots) latest.of_slots.emplace_back(count, -1);
+  }
+  invalid_.resize(first_slot_.back());
+}
+
+template <typename Visit>
+void JobTable::for_each(const Work& work, const Visit& visit) const {
+  size_t i = 0;
+  for (const Part& part : work.parts) {
+    const int blocks = block_space_[part.group], slots = slot_space_[part.group];
+    for (const size_t end = i + part.count; i < end; ++i) visit(blocks, slots, i);
+  }
+}
+
+// i: less than work.count().
+int JobTable::group_of(const Work& work, size_t i) {
+  auto part = work.parts.begin();
+  for (; i >= part->count; ++part) i -= part->count;
+  return part->group;
+}
+
+int64_t JobTable::latest_store(const Work& work, size_t i) const noexcept {
+  return latest_[kStores].of_slots[slot_space_[group_of(work, i)]][work.slots()[i]];
+}
+
+int64_t JobTable::latest_load(const Work& work, size_t i) const noexcept {
+  const int space = block_space_[group_of(work, i)];
+  return std::max(latest_[kLoads].of_blocks[space][work.blocks()[i]],
+                  latest_[kExpedited].of_blocks[space][work.blocks()[i]]);
+}
+
+int64_t JobTable::slot_number(const Work& work, size_t i) const noexcept {
+  return first_slot_[slot_space_[group_of(work, i)]] + work.slots()[i];
+}
+
+Job* JobTable::find(int64_t id) const {
   return id < first_id_ || id >= next_id_ ? nullptr : jobs_[id - first_id_].get();
 }
 
-Reason Ledger::prepare(Job& job) {
-  Reason doomed;
+Reason JobTable::prepare(Job& job) {
+  find_overlaps(*job.work, job.channel);
+  Reason failure = find_sources(job);
+  while (first_id_ + static_cast<int64_t>(jobs_.size()) <= next_id_) jobs_.emplace_back();
+  return failure;
+}
+
+// Sets `behind`.
+void JobTable::find_overlaps(Work& work, int channel) const noexcept {
+  for (int other = 0; other < kChannels; ++other) {
+    const Latest& latest = latest_[other];
+    const bool both_store = channel == kStores && other == kStores;
+    const bool both_load = channel != kStores && other != kStores;
+    int64_t behind = -1;
+    for_each(work, [&](int blocks, int slots, size_t i) {
+      // Two stores may read one block, two loads one slot.
+      if (!both_store) behind = std::max(behind, latest.of_blocks[blocks][work.blocks()[i]]);
+      if (!both_load) behind = std::max(behind, latest.of_slots[slots][work.slots()[i]]);
+    });
+    work.behind[other] = behind;
+  }
+}
+
+// Sets `sources`. Returns why the job cannot succeed, if one of them has failed already.
+Reason JobTable::find_sources(Job& job) const {
+  Reason failure;
   Work& work = *job.work;
   const bool is_store = job.channel == kStores;
   int64_t last = -1;
   std::vector<int64_t> sources;
-  for (size_t i = 0; i < work.count() && doomed.empty(); ++i) {
-    if (!is_store && invalid_count_ > 0) {
-      const JobRef& failed = invalid_[hazards_.slot_key(work, i)];
-      if (failed) doomed = reason(*failed);
+  for (size_t i = 0; i < work.count() && failure.empty(); ++i) {
+    if (!is_store && num_invalid_ > 0) {
+      const JobRef& failed = invalid_[slot_number(work, i)];
+      if (failed) failure = poisoned_by(*failed);
     }
-    const int64_t number =
-        is_store ? hazards_.latest_load(work, i) : hazards_.latest_store(work, i);
+    const int64_t number = is_store ? latest_load(work, i) : latest_store(work, i);
     if (number == last || number < 0) continue;
     last = number;
     const Job* source = find(number);
     if (source == nullptr) continue;
     if (!source->ended()) sources.push_back(number);
-    if (is_store && spoils(*source)) doomed = reason(*source);
+    if (is_store && ended_without_success(*source)) failure = poisoned_by(*source);
   }
   // Each once; a load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
   sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
   for (const int64_t number : sources) work.sources.emplace_back(find(number));
-  while (first_id_ + static_cast<int64_t>(jobs_.size()) <= next_id_) jobs_.emplace_back();
-  return doomed;
+  return failure;
 }
 
-void Ledger::enter(const JobRef& job) noexcept {
+void JobTable::add(const JobRef& job) noexcept {
   job->id = next_id_++;
   jobs_[job->id - first_id_] = job;
-  if (job->channel == kStores && invalid_count_ > 0) make_valid(*job);
+  if (job->channel == kStores && num_invalid_ > 0) make_valid(*job);
   ++metrics_[job->channel].submitted;
+  const Work& work = *job->work;
+  Latest& latest = latest_[job->channel];
+  for_each(work, [&](int blocks, int slots, size_t i) {
+    latest.of_blocks[blocks][work.blocks()[i]] = job->id;
+    latest.of_slots[slots][work.slots()[i]] = job->id;
+  });
 }
 
-Reason Ledger::failed_source(const Job& job) const noexcept {
+Reason JobTable::failed_source(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (spoils(*source)) return reason(*source);
+    if (ended_without_success(*source)) return poisoned_by(*source);
   }
   return {};
 }
 
-void Ledger::finish(Job& job, State state, const Reason& error) noexcept {
+bool JobTable::sources_have_ended(const Job& job) const noexcept {
+  for (const JobRef& source : job.work->sources) {
+    if (!source->ended()) return false;
+  }
+  return true;
+}
+
+void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   job.state = state;
   if (state == State::kFailed) job.error = error;
-  failures_ += spoils(job);
+  unreported_failures_ += !job.succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
-  if (state == State::kDone) {
+  if (job.succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;
     ++metrics.jobs_by_path[job.path];
@@ -81,17 +166,17 @@ void Ledger::finish(Job& job, State state, const Reason& error) noexcept {
     if (job.channel == kStores) invalidate_slots(job);
   }
   job.work.reset();
-  ended_.push_back(JobRef(&job));
-  while (first_open_ < next_id_) {
-    const Job* first = find(first_open_);
+  unreported_.push_back(JobRef(&job));
+  while (first_running_ < next_id_) {
+    const Job* first = find(first_running_);
     if (first != nullptr && !first->ended()) break;
-    ++first_open_;
+    ++first_running_;
   }
 }
 
-JobRef Ledger::report() noexcept {
-  JobRef job = ended_.pop_front();
-  failures_ -= spoils(*job);
+JobRef JobTable::report_first() noexcept {
+  JobRef job = unreported_.pop_front();
+  unreported_failures_ -= !job->succeeded();
   jobs_[job->id - first_id_] = JobRef();
   while (first_id_ < next_id_ && !jobs_.front()) {
     jobs_.pop_front();
@@ -100,22 +185,51 @@ JobRef Ledger::report() noexcept {
   return job;
 }
 
+void JobTable::record_submit(int channel, double seconds) noexcept {
+  observe(metrics_[channel].submit, seconds);
+}
+
 // Only where no later store will write, or has written, the slot.
-void Ledger::invalidate_slots(Job& job) noexcept {
+void JobTable::invalidate_slots(Job& job) noexcept {
   for (size_t i = 0; i < job.work->count(); ++i) {
-    if (hazards_.latest_store(*job.work, i) != job.id) continue;
-    JobRef& store = invalid_[hazards_.slot_key(*job.work, i)];
-    invalid_count_ += !store;
+    if (latest_store(*job.work, i) != job.id) continue;
+    JobRef& store = invalid_[slot_number(*job.work, i)];
+    num_invalid_ += !store;
     store = JobRef(&job);
   }
 }
 
 // From now on the slots hold what this store writes.
-void Ledger::make_valid(const Job& store) noexcept {
+void JobTable::make_valid(const Job& store) noexcept {
   for (size_t i = 0; i < store.work->count(); ++i) {
-    JobRef& failed = invalid_[hazards_.slot_key(*store.work, i)];
-    invalid_count_ -= static_cast<bool>(failed);
+    JobRef& failed = invalid_[slot_number(*store.work, i)];
+    num_invalid_ -= static_cast<bool>(failed);
     failed = JobRef();
+  }
+}
+
+JobTable::BlockTable JobTable::make_block_table(const std::vector<Group>& groups) const {
+  BlockTable blocks;
+  for (int channel = 0; channel < kChannels; ++channel) {
+    blocks.latest[channel] = latest_[channel].of_blocks;
+  }
+  std::vector<int64_t> counts;  // by space
+  for (const Group& group : groups) {
+    blocks.spaces.push_back(group.block_space);
+    counts.resize(std::max<size_t>(counts.size(), group.block_space + 1));
+    counts[group.block_space] = std::max(counts[group.block_space], group.num_blocks);
+  }
+  for (auto& latest : blocks.latest) {
+    latest.resize(counts.size());
+    for (size_t space = 0; space < counts.size(); ++space) latest[space].resize(counts[space], -1);
+  }
+  return blocks;
+}
+
+void JobTable::rebind(BlockTable blocks) noexcept {
+  block_space_.swap(blocks.spaces);
+  for (int channel = 0; channel < kChannels; ++channel) {
+    latest_[channel].of_blocks.swap(blocks.latest[channel]);
   }
 }
 

@@ -1,78 +1,128 @@
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <vector>
 
-#include "offload/hazards.h"
+#include "offload/group.h"
 #include "offload/job.h"
 #include "offload/metrics.h"
 
 namespace kvswap {
 
-// Which jobs there are, how each has ended, and which slots hold nothing that may be loaded.
+// The jobs of a handler: which of them must not overlap, how each has ended, and which host slots
+// hold nothing that may be loaded.
 //
-// A job that reads what another one was to write fails when that one failed or was cancelled. A
-// slot stays invalid until it is stored again; a GPU block only until the failed load was reported,
-// because from then on the caller knows, and may write it by other means.
+// Order by data. A store reads blocks and writes slots, a load reads slots and writes blocks. Two
+// jobs that share a block or a slot, which at least one of them writes, must not overlap. The jobs
+// of a channel run in the order of their numbers, so waiting for the latest is waiting for all: the
+// table keeps one number for each channel and block or slot, and a look-up costs the same however
+// many jobs are outstanding.
 //
-// Only prepare() allocates: what happens to a job afterwards cannot fail for want of memory.
+// Failures follow the data. A job that reads what another job was to write fails when that one
+// failed or was cancelled. A slot stays invalid until it is stored again. A GPU block is invalid
+// only until the failed load was reported: from then on the caller knows, and may write the block
+// by other means.
 //
-// Not thread safe: the handler has a lock.
-class Ledger {
+// Only prepare() and make_block_table() allocate: what happens to a job afterwards cannot fail for
+// want of memory.
+//
+// Not thread safe: the scheduler's lock guards it.
+class JobTable {
  public:
-  explicit Ledger(const Hazards& hazards) : hazards_(hazards), invalid_(hazards.num_slots()) {}
+  explicit JobTable(const std::vector<Group>& groups);
 
-  // Makes ready for a new job, before Hazards::note: room for it, and its sources. Returns the
-  // reason why it cannot succeed, or none. Whether it throws or not, no job is there yet.
+  // A new job.
+
+  // Finds what the job must not overlap with and what it reads from, and makes room for it. Returns
+  // why the job cannot succeed, or an empty reason. The job is not in the table yet, also when this
+  // throws std::bad_alloc.
   Reason prepare(Job& job);
+  // Numbers and enters the job that was prepared last.
+  void add(const JobRef& job) noexcept;
 
-  // Enters the job that was prepared last, and numbers it.
-  void enter(const JobRef& job) noexcept;
+  // Ends.
 
-  // The number of the job that was entered last; -1 before the first.
-  int64_t last_id() const { return next_id_ - 1; }
-
-  // Why a job cannot succeed although nothing is wrong with itself: a source that has failed or was
-  // cancelled; or none.
+  // Why a job cannot succeed although nothing is wrong with itself: a source that failed or was
+  // cancelled. Empty if there is none.
   Reason failed_source(const Job& job) const noexcept;
-
+  // Whether all jobs have ended that write what this one reads.
+  bool sources_have_ended(const Job& job) const noexcept;
   // Ends a job, once. error: why it failed.
   void finish(Job& job, State state, const Reason& error) noexcept;
 
+  // Reports.
+
   // The jobs that have ended and were not reported, in the order in which they ended.
-  const EndedJobs& ended() const { return ended_; }
+  const EndedJobs& unreported() const { return unreported_; }
+  // Whether one of them failed or was cancelled.
+  bool has_unreported_failures() const { return unreported_failures_ > 0; }
+  // Takes the first of them: it is reported now.
+  JobRef report_first() noexcept;
 
-  // Whether one of them is not done.
-  bool has_failures() const { return failures_ > 0; }
-
-  // Takes the first of them: it has been reported.
-  JobRef report() noexcept;
-
+  // The number of the job that was added last; -1 before the first.
+  int64_t last_id() const { return next_id_ - 1; }
   // Whether all jobs up to this number have ended.
-  bool all_ended_until(int64_t id) const { return first_open_ > id; }
-
+  bool all_ended_until(int64_t id) const { return first_running_ > id; }
+  bool all_ended() const { return all_ended_until(last_id()); }
   // The first job that has not ended. There is one.
-  const Job& oldest() const { return *jobs_[first_open_ - first_id_]; }
+  const Job& oldest_running() const { return *jobs_[first_running_ - first_id_]; }
 
-  ChannelMetrics& metrics(int channel) { return metrics_[channel]; }
+  // Counts.
+
+  void record_submit(int channel, double seconds) noexcept;
+  void record_transfer(int channel) noexcept { ++metrics_[channel].transfers; }
+  const ChannelMetrics& metrics(int channel) const { return metrics_[channel]; }
+
+  // Rebinding, while no job is outstanding.
+
+  // The GPU blocks of a cache that has moved. rebind() cannot fail.
+  struct BlockTable {
+    std::vector<int> spaces;                                   // by group
+    std::vector<std::vector<int64_t>> latest[kChannels] = {};  // by space, then by id
+  };
+  BlockTable make_block_table(const std::vector<Group>& groups) const;
+  void rebind(BlockTable blocks) noexcept;
 
  private:
-  // The job of that number; null when it was reported.
+  // The latest job of a channel at each GPU block and at each slot of a host page; -1 for none.
+  struct Latest {
+    std::vector<std::vector<int64_t>> of_blocks, of_slots;  // by space, then by id
+  };
+
+  // Calls visit(block space, slot space, index) for each block.
+  template <typename Visit>
+  void for_each(const Work& work, const Visit& visit) const;
+  // The group of the work's i-th block.
+  static int group_of(const Work& work, size_t i);
+  // The latest store into the slot of the work's i-th block; -1 for none.
+  int64_t latest_store(const Work& work, size_t i) const noexcept;
+  // The latest load of the work's i-th GPU block; -1 for none.
+  int64_t latest_load(const Work& work, size_t i) const noexcept;
+  // The number of the slot of the work's i-th block, counted through all slots of the handler.
+  int64_t slot_number(const Work& work, size_t i) const noexcept;
+
+  // The job with this number; null when it was reported.
   Job* find(int64_t id) const;
+  void find_overlaps(Work& work, int channel) const noexcept;
+  Reason find_sources(Job& job) const;
   void invalidate_slots(Job& job) noexcept;
   void make_valid(const Job& store) noexcept;
 
-  const Hazards& hazards_;
-  // From the oldest that was not reported on, by number; none where one was. May have room for one
-  // more than there are.
+  std::vector<int> block_space_, slot_space_;  // by group
+  std::vector<int64_t> first_slot_;            // by slot space: the number of its first slot
+  Latest latest_[kChannels];
+
+  // By number, from the oldest that was not reported; null where a job was reported. May have room
+  // for one more than there are.
   std::deque<JobRef> jobs_;
-  int64_t first_id_ = 0;    // of them
-  int64_t first_open_ = 0;  // the first that has not ended
+  int64_t first_id_ = 0;       // of jobs_
+  int64_t first_running_ = 0;  // the first that has not ended
   int64_t next_id_ = 0;
-  EndedJobs ended_;
-  size_t failures_ = 0;          // among them
-  std::vector<JobRef> invalid_;  // by slot key: the store that was to fill it, or none
-  size_t invalid_count_ = 0;
+  EndedJobs unreported_;
+  size_t unreported_failures_ = 0;
+  std::vector<JobRef> invalid_;  // by slot number: the store that was to fill it, or null
+  size_t num_invalid_ = 0;
   ChannelMetrics metrics_[kChannels] = {};
 };
 

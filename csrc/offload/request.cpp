@@ -52,7 +52,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   Work& work = *job->work;
   job->channel = request.channel;
   job->layer_groups = request.layer_groups;
-  work.background = request.background != 0;
+  work.copy_engines_only = request.background != 0;
   ++requests_;
   const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts;
   int64_t total = 0;

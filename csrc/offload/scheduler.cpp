@@ -4,192 +4,201 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <utility>
 
 #include "cuda/context.h"
 #include "offload/clock.h"
-#include "offload/gate.h"
 
 namespace kvswap {
 namespace {
 
-// What is enqueued by the thread that submits it. Of larger jobs it enqueues the beginning: to wake
-// another thread takes ten microseconds, and where the processor sleeps deeply hundreds.
-constexpr double kSmallSeconds = 50e-6, kNowSeconds = 20e-6;
+// What the thread that submits a job submits itself; of a larger job it submits the beginning. To
+// wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
+constexpr double kSmallSeconds = 50e-6, kBeginningSeconds = 20e-6;
 
-std::vector<std::unique_ptr<Channel>> make_channels(int device) {
-  std::vector<std::unique_ptr<Channel>> channels;
-  for (int number = 0; number < kChannels; ++number) {
-    channels.push_back(std::make_unique<Channel>(number, device));
-  }
-  return channels;
-}
-
-// What a result names: of several parts the first, but for what keeps the link busy beside it.
-Path path_of(const Transfer& transfer, int planned) {
-  for (const TransferPart& part : transfer.parts) {
-    if (!part.is_edge) return part.path;
-  }
-  return static_cast<Path>(planned);
-}
-
-// What is joined into one copy; more when somebody waits for all of it to be enqueued.
+// What is joined into one copy; more when somebody waits for all of it to be submitted.
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 
 using Seconds = std::chrono::duration<double>;
 constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 
+// The path that a result names: that of the first part which is no unstaged head or tail.
+Path path_of(const Transfer& transfer, int planned) {
+  for (const TransferPart& part : transfer.parts) {
+    if (!part.is_unstaged) return part.path;
+  }
+  return static_cast<Path>(planned);
+}
+
 }  // namespace
 
-Dispatcher::Dispatcher(std::vector<Group> of, int64_t layers, int device, bool threaded,
-                       const kvswap_path_options& options)
-    : device(device),
-      groups(std::move(of)),
-      hazards(groups),
-      ledger(hazards),
-      channels(make_channels(device)),
-      planner(groups, device, options, channels),
+Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+                     const kvswap_path_options& options)
+    : device_(device),
       layers_(layers),
-      threaded_(threaded && device >= 0) {}
+      submit_thread_(submit_thread && device >= 0),
+      groups_(std::move(groups)),
+      table_(groups_),
+      queues_{{kStores, device}, {kLoads, device}, {kExpedited, device}},
+      planner_(groups_, device, options, queues_[kStores].channel, queues_[kLoads].channel) {}
 
-Dispatcher::~Dispatcher() = default;
+Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
 
-bool Dispatcher::can_start(const Channel& channel, const Job& job) const {
-  if (channel.submitting >= 0) return false;
-  if (job.id > flush_until_ && !channel.has_room_for(job.work->entries)) return false;
-  for (const auto& other : channels) {
-    if (other.get() != &channel && !other->is_past(job.work->behind[other->number])) return false;
+void Scheduler::check_open(const Lock&) const {
+  KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
+  KVSWAP_CHECK(lost_.empty(), lost_.c_str());
+}
+
+kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
+  const Queue& queue = queues_[channel];
+  kvswap_metrics metrics = table_.metrics(channel);
+  metrics.queued = queue.num_waiting;
+  metrics.running = queue.channel.num_running_jobs();
+  metrics.streams = queue.channel.streams();
+  metrics.events = queue.channel.events();
+  return metrics;
+}
+
+// A new job.
+
+Reason Scheduler::prepare(const Lock&, Job& job) {
+  job.work->submitted_at = now();
+  planner_.plan(job);
+  return table_.prepare(job);
+}
+
+void Scheduler::start_after_stream(const Lock&, Job& job, cuda::Stream stream) {
+  job.work->after = queue_of(job).channel.point_of_stream(stream);
+}
+
+void Scheduler::start_after_event(const Lock&, Job& job, cuda::Event event) {
+  job.work->after = queue_of(job).channel.point_of_event(event);
+}
+
+void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
+  queue_of(job).channel.give_point(std::exchange(job.work->after, nullptr));
+}
+
+void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
+                       double began) noexcept {
+  const bool has_gate = job->work->gate != nullptr;
+  table_.add(job);
+  if (!failure.empty()) {
+    end_unsubmitted(*job, State::kFailed, failure);
+  } else {
+    job->submit_seconds = now() - began;  // another thread may see it end at once
+    submit_or_queue(lock, job);
+    // A graph that waits for the gate may not be launched before the load is on the device: if a
+    // kernel is loaded meanwhile, the driver puts all later work behind that graph.
+    if (has_gate || device_ < 0) flush(lock, *job);
+  }
+  job->submit_seconds = now() - began;
+  table_.record_submit(job->channel, job->submit_seconds);
+}
+
+bool Scheduler::Queue::is_past(int64_t id) const {
+  if (submitting >= 0) return id < submitting;
+  return jobs.empty() || id < jobs.front().id;
+}
+
+// Those in other channels that must not overlap with this work.
+bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) const {
+  for (const Queue& other : queues_) {
+    if (&other != &queue && !other.is_past(work.behind[other.channel.number()])) return false;
   }
   return true;
 }
 
-void Dispatcher::dispatch(Lock& lock, const JobRef& job) noexcept {
-  Channel& channel = channel_of(*job);
-  // A few at a time: who submits does not pay for all that has ended.
-  if (channel.running.size() > kMostRunning / 4) advance(2);
-  if (!lost_.empty()) return abandon(*job, State::kFailed, lost_);
-  const bool starts = !threaded_ && channel.queue.empty() && can_start(channel, *job);
-  const bool is_small = job->work->enqueue_seconds <= kSmallSeconds;
-  if (!(starts && is_small) && !has_worker(channel, *job)) return;
-  if (starts && (is_small || can_be_divided(*job))) {
-    channel.submitting = job->id;
-    JobRow jobs;
-    jobs.push_back(job);
-    return start(lock, channel, std::move(jobs), is_small ? kNoLimit : kNowSeconds);
-  }
-  job->work->queued = true;
-  ++channel.waiting;
-  channel.queue.push_back(job);
-  channel.work.notify_one();
+bool Scheduler::can_submit(const Queue& queue, const Job& job) const {
+  if (queue.submitting >= 0) return false;
+  if (job.id > flush_until_ && !queue.channel.has_room_for(job.work->entries)) return false;
+  return all_before_are_submitted(queue, *job.work);
 }
 
-bool Dispatcher::has_worker(Channel& channel, Job& job) noexcept {
-  if (channel.worker.joinable()) return true;
+bool Scheduler::can_submit_partially(const Job& job) const {
+  const Work& work = *job.work;
+  if (work.parts.size() != 1 || job.layer_groups > 1 || work.gate != nullptr) return false;
+  return !groups_[work.parts.front().group].host_is_pageable;
+}
+
+void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
+  Queue& queue = queue_of(*job);
+  // A few at a time: a submission does not pay for all that has ended.
+  if (queue.channel.num_running() > kMostRunning / 4) advance(lock, 2);
+  if (!lost_.empty()) return end_unsubmitted(*job, State::kFailed, lost_);
+  const bool starts = !submit_thread_ && queue.jobs.empty() && can_submit(queue, *job);
+  const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
+  if (!(starts && is_small) && !ensure_worker(queue, *job)) return;
+  if (starts && (is_small || can_submit_partially(*job))) {
+    queue.submitting = job->id;
+    JobRow jobs;
+    jobs.push_back(job);
+    return submit_jobs(lock, queue, std::move(jobs), is_small ? kNoLimit : kBeginningSeconds);
+  }
+  job->work->queued = true;
+  ++queue.num_waiting;
+  queue.jobs.push_back(job);
+  queue.work.notify_one();
+}
+
+// Ends the job, and returns false, where no thread can be started.
+bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
+  if (queue.worker.joinable()) return true;
   try {
-    channel.worker = std::thread([this, &channel] { work(channel); });
+    queue.worker = std::thread([this, &queue] { run_worker(queue); });
   } catch (const std::exception& error) {
     const Reason why(error);
     const auto text = [&] { return std::string("no thread can be started: ") + why.c_str(); };
-    abandon(job, State::kFailed, Reason(text, "no thread can be started: out of host memory"));
+    end_unsubmitted(job, State::kFailed,
+                    Reason(text, "no thread can be started: out of host memory"));
     return false;
   }
   return true;
 }
 
-bool Dispatcher::can_be_divided(const Job& job) const {
-  const Work& work = *job.work;
-  if (work.parts.size() != 1 || job.layer_groups > 1 || work.gate != nullptr) return false;
-  return !groups[work.parts.front().group].host_is_pageable;
-}
+// Submitting.
 
-void Dispatcher::abandon(Job& job, State state, const Reason& error) noexcept {
-  Work& work = *job.work;
-  if (work.gate != nullptr && !lost_.empty()) {
-    work.gate->let_through();
-  } else if (work.gate != nullptr) {
-    work.gate->open();  // if it is not, advance() tries again
-  }
-  Channel& channel = channel_of(job);
-  channel.waiting -= work.queued && !work.enqueuing;
-  channel.give_moment(work.after);
-  const bool cancelled = state == State::kCancelled || work.cancelled;
-  ledger.finish(job, cancelled ? State::kCancelled : state, error);
-  progress.notify_all();
-}
-
-// How jobs are given to the device.
-
-void Dispatcher::start(Lock& lock, Channel& channel, JobRow jobs, double seconds) noexcept {
+// Submits jobs as one transfer, or each by itself if that fails. seconds: what the calling thread
+// submits takes no longer; the remainder is left for others.
+void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double seconds) noexcept {
   JobRow ready;
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
-    job->work->enqueuing = true;
-    const Reason reason = ledger.failed_source(*job);
-    reason.empty() ? ready.push_back(job) : abandon(*job, State::kFailed, reason);
+    job->work->submission_started = true;
+    const Reason reason = table_.failed_source(*job);
+    reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
-  if (!ready.empty() && !attempt(lock, channel, ready, seconds)) {
+  if (!ready.empty() && !try_submit(lock, queue, ready, seconds)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
       JobRow one;
       one.push_back(ready.pop_front());
-      attempt(lock, channel, one, kNoLimit);
+      try_submit(lock, queue, one, kNoLimit);
     }
   }
-  if (!channel.begun.empty()) return channel.work.notify_one();
-  channel.submitting = -1;
-  progress.notify_all();
+  if (!queue.partially_submitted.empty()) return queue.work.notify_one();
+  queue.submitting = -1;
+  progress_.notify_all();
 }
 
-bool Dispatcher::help(Lock& lock, double seconds) noexcept {
-  for (const auto& channel : channels) {
-    if (channel->begun.empty()) continue;
-    const Transfer& begun = *channel->begun.front();
-    if (begun.jobs.front().work->enqueue_seconds > seconds) continue;
-    if (begun.entries > kMostEntries) continue;  // the driver may hold up who submits it
-    std::optional<cuda::ContextGuard> context;
-    try {
-      context.emplace(device);
-    } catch (const std::exception& error) {
-      lose(Reason(error));
-    }
-    go_on(lock, *channel);
-    return true;
-  }
-  return false;
-}
-
-// What the thread that submitted a job has begun.
-void Dispatcher::go_on(Lock& lock, Channel& channel) noexcept {
-  Transfers made = std::exchange(channel.begun, {});
-  Transfer& transfer = *made.front();
-  transfer.late_seconds = now() - transfer.begun_at;
-  Reason error = lost_;
-  lock.unlock();
-  if (error.empty()) error = channel.enqueue_later(transfer, groups, layers_);
-  JobRow jobs;
-  end_attempt(lock, channel, std::move(made), std::move(error), true, 0, jobs);
-  channel.submitting = -1;
-  progress.notify_all();
-}
-
-// Enqueues what takes the calling thread `seconds`; the rest is begun. False when it failed, and
-// the jobs are worth trying one at a time.
-bool Dispatcher::attempt(Lock& lock, Channel& channel, JobRow& jobs, double seconds) noexcept {
-  if (!lost_.empty()) return give_up(jobs, lost_);
-  std::vector<std::shared_ptr<Transfer>> held;  // until the driver knows whose ends are waited for
+// False, with the jobs, when they are worth trying one at a time.
+bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double seconds) noexcept {
+  if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
+  std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<cuda::Event> behind;
   Transfers made;
   try {
-    held = transfers_before(channel, jobs);
+    held = transfers_before(queue, jobs);
     behind.reserve(jobs.size() + held.size());
     for (const Job& job : jobs) {
       if (job.work->after != nullptr) behind.push_back(job.work->after->event);
     }
     for (const auto& before : held) behind.push_back(before->ends.back());
-    made = make_transfer(channel, jobs, seconds);
+    made = make_transfer(queue, jobs, seconds);
   } catch (const std::exception& error) {
-    return give_up(jobs, Reason(error));
+    return fail_unsubmitted(jobs, Reason(error));
   }
   Transfer& transfer = *made.front();
   transfer.jobs = std::move(jobs);
@@ -200,144 +209,187 @@ bool Dispatcher::attempt(Lock& lock, Channel& channel, JobRow& jobs, double seco
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   bool copying = false;
-  Reason error = channel.enqueue(transfer, behind, groups, layers_, copying);
+  Reason error = queue.channel.submit(transfer, behind, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_behind(transfer);
-  const double took = device < 0 ? now() - began : 0;
-  if (!error.empty() || transfer.later == transfer.parts.size()) {
-    return end_attempt(lock, channel, std::move(made), std::move(error), copying, took, jobs);
+  const double took = device_ < 0 ? now() - began : 0;
+  if (!error.empty() || transfer.remainder == transfer.parts.size()) {
+    return end_attempt(lock, queue, std::move(made), std::move(error), copying, took, jobs);
   }
   lock.lock();
-  transfer.begun_at = now();
-  channel.begun = std::move(made);
+  transfer.partially_submitted_at = now();
+  queue.partially_submitted = std::move(made);
   return true;
 }
 
-// Those in flight in other channels that the jobs must not overlap with.
-std::vector<std::shared_ptr<Transfer>> Dispatcher::transfers_before(const Channel& channel,
-                                                                    const JobRow& jobs) const {
+// The transfers in flight in other channels that the jobs must not overlap with.
+std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& queue,
+                                                                   const JobRow& jobs) const {
   std::vector<std::shared_ptr<Transfer>> found;
   for (const Job& job : jobs) {
-    for (const auto& other : channels) {
-      if (other.get() == &channel) continue;
-      auto before = other->newest_until(job.work->behind[other->number]);
+    for (const Queue& other : queues_) {
+      if (&other == &queue) continue;
+      auto before = other.channel.newest_until(job.work->behind[other.channel.number()]);
       if (before && (found.empty() || found.back() != before)) found.push_back(std::move(before));
     }
   }
   return found;
 }
 
-Transfers Dispatcher::make_transfer(Channel& channel, const JobRow& jobs, double seconds) {
-  std::vector<TransferPart> parts = planner.parts_of(jobs, channel.running.empty());
-  const size_t entries = planner.entries_of(parts);
-  size_t later = parts.size();
-  if (seconds < kNoLimit) later = split_later(parts, groups[parts.front().group], seconds);
-  Transfers made = channel.make_transfer(jobs.front().layer_groups);
+Transfers Scheduler::make_transfer(Queue& queue, const JobRow& jobs, double seconds) {
+  std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
+  const size_t entries = planner_.entries_of(parts);
+  size_t remainder = parts.size();
+  if (seconds < kNoLimit) remainder = split_remainder(parts, groups_[parts.front().group], seconds);
+  Transfers made = queue.channel.make_transfer(jobs.front().layer_groups);
   Transfer& transfer = *made.front();
   transfer.parts = std::move(parts);
-  transfer.later = later;
+  transfer.remainder = remainder;
   transfer.entries = entries;
   return made;
 }
 
-// The copies have been enqueued, or could not be. Takes the lock. False, with the jobs, where they
-// are worth trying one at a time.
-bool Dispatcher::end_attempt(Lock& lock, Channel& channel, Transfers made, Reason error,
-                             bool copying, double seconds, JobRow& jobs) noexcept {
+bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
+  for (Queue& queue : queues_) {
+    if (queue.partially_submitted.empty()) continue;
+    const Transfer& transfer = *queue.partially_submitted.front();
+    if (transfer.jobs.front().work->predicted_submit_seconds > seconds) continue;
+    if (transfer.entries > kMostEntries) continue;  // the driver may block who submits it
+    std::optional<cuda::ContextGuard> context;
+    try {
+      context.emplace(device_);
+    } catch (const std::exception& error) {
+      lose(Reason(error));
+    }
+    submit_remainder(lock, queue);
+    return true;
+  }
+  return false;
+}
+
+// What the thread that submitted the job has left.
+void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
+  Transfers made = std::exchange(queue.partially_submitted, {});
+  Transfer& transfer = *made.front();
+  transfer.remainder_delay = now() - transfer.partially_submitted_at;
+  Reason error = lost_;
+  lock.unlock();
+  if (error.empty()) error = queue.channel.submit_remainder(transfer, groups_, layers_);
+  JobRow jobs;
+  end_attempt(lock, queue, std::move(made), std::move(error), true, 0, jobs);
+  queue.submitting = -1;
+  progress_.notify_all();
+}
+
+// The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
+// worth trying one at a time.
+bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
+                            double seconds, JobRow& jobs) noexcept {
   bool alive = true;
-  if (!error.empty() && copying) alive = channel.synchronize();
-  if (!error.empty() && alive) alive = channel.is_alive();
+  if (!error.empty() && copying) alive = queue.channel.synchronize();
+  if (!error.empty() && alive) alive = queue.channel.is_alive();
   lock.lock();
   if (error.empty() && lost_.empty()) {
-    settle(channel, std::move(made), seconds);
+    on_submitted(queue, std::move(made), seconds);
     return true;
   }
   jobs = std::move(made.front()->jobs);
-  channel.retire(std::move(made));
+  queue.channel.retire(std::move(made));
   if (!alive && lost_.empty()) lose(error);
-  return give_up(jobs, lost_.empty() ? error : lost_);
+  return fail_unsubmitted(jobs, lost_.empty() ? error : lost_);
 }
 
-// True when that is the end of the jobs.
-bool Dispatcher::give_up(JobRow& jobs, const Reason& error) noexcept {
+// True when that is the end of the jobs; false when they are worth trying one at a time.
+bool Scheduler::fail_unsubmitted(JobRow& jobs, const Reason& error) noexcept {
   if (lost_.empty() && jobs.size() > 1) return false;
-  while (!jobs.empty()) abandon(*jobs.pop_front(), State::kFailed, error);
+  while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, error);
   return true;
 }
 
-// The copy has been enqueued; on the host it is done.
-void Dispatcher::settle(Channel& channel, Transfers made, double seconds) noexcept {
+// The copies are with the driver; between host memory they are done.
+void Scheduler::on_submitted(Queue& queue, Transfers made, double seconds) noexcept {
   const std::shared_ptr<Transfer>& transfer = made.front();
-  ++ledger.metrics(channel.number).transfers;
+  table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
-    channel.give_moment(std::exchange(job.work->after, nullptr));
+    queue.channel.give_point(std::exchange(job.work->after, nullptr));
     if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
     job.copy_seconds = seconds;
     job.path = static_cast<int>(path_of(*transfer, job.path));
     job.state = State::kRunning;
     job.work->transfer = transfer;
-    if (device < 0) ledger.finish(job, State::kDone, {});
+    if (device_ < 0) table_.finish(job, State::kDone, {});
   }
-  if (device >= 0) channel.run(std::move(made));
-  progress.notify_all();
+  if (device_ >= 0) queue.channel.run(std::move(made));
+  progress_.notify_all();
 }
 
-// The software queue: what is in it goes to the device in its order, small jobs joined.
+void Scheduler::flush(Lock& lock, const Job& job) noexcept {
+  flush_until_ = std::max(flush_until_, job.id);
+  while (!job.ended() && job.state != State::kRunning && submit_remainder(lock, kNoLimit)) {
+  }
+  progress_.notify_all();
+  progress_.wait(lock, [&] { return job.ended() || job.state == State::kRunning; });
+}
 
-void Dispatcher::work(Channel& channel) noexcept {
+// The worker: submits what is queued in its order, small jobs joined.
+
+void Scheduler::run_worker(Queue& queue) noexcept {
   prctl(PR_SET_TIMERSLACK, 1);  // else a short pause is 50 us longer
-  Lock lock(mutex);
+  Lock lock(mutex_);
   std::optional<cuda::ContextGuard> context;
   try {
-    if (device >= 0) context.emplace(device);
+    if (device_ >= 0) context.emplace(device_);
   } catch (const std::exception& error) {
     lose(Reason(error));
   }
   Seconds pause = kShortPause;
   for (;;) {
-    channel.work.wait(
-        lock, [&] { return stopping_ || !channel.begun.empty() || !channel.queue.empty(); });
-    if (!channel.begun.empty()) {
-      go_on(lock, channel);
+    queue.work.wait(lock, [&] {
+      return stopping_ || !queue.partially_submitted.empty() || !queue.jobs.empty();
+    });
+    if (!queue.partially_submitted.empty()) {
+      submit_remainder(lock, queue);
       continue;
     }
-    if (channel.queue.empty()) return;
-    advance();
-    // The first must be one that will be enqueued: whether it may start is asked next.
-    while (!channel.queue.empty() && channel.queue.front().ended()) channel.queue.pop_front();
-    if (channel.queue.empty()) continue;
-    if (can_start(channel, channel.queue.front())) {
-      start(lock, channel, take(channel), kNoLimit);
+    if (queue.jobs.empty()) return;
+    advance(lock);
+    // The first must be one that will be submitted: whether it may start is asked next.
+    while (!queue.jobs.empty() && queue.jobs.front().ended()) queue.jobs.pop_front();
+    if (queue.jobs.empty()) continue;
+    if (can_submit(queue, queue.jobs.front())) {
+      submit_jobs(lock, queue, take_jobs(queue), kNoLimit);
       pause = kShortPause;
     } else {
-      // Another thread may have to enqueue something first, or the device to end something.
-      progress.wait_for(lock, pause);
+      // Another thread may have to submit something first, or the device to end something.
+      progress_.wait_for(lock, pause);
       pause = std::min(2 * pause, kLongPause);
     }
   }
 }
 
-JobRow Dispatcher::take(Channel& channel) noexcept {
+// Takes the first job of the queue, and those that can be joined with it. There is one.
+JobRow Scheduler::take_jobs(Queue& queue) noexcept {
   JobRow jobs;
   size_t bytes = 0, entries = 0;
-  channel.submitting = channel.queue.front().id;
-  while (!channel.queue.empty()) {
-    Job& next = channel.queue.front();
+  queue.submitting = queue.jobs.front().id;
+  while (!queue.jobs.empty()) {
+    Job& next = queue.jobs.front();
     if (next.ended()) {  // it was cancelled
-      channel.queue.pop_front();
+      queue.jobs.pop_front();
       continue;
     }
-    if (!jobs.empty() && !joins(channel, jobs, bytes, entries, next)) break;
+    if (!jobs.empty() && !can_join(queue, jobs, bytes, entries, next)) break;
     bytes += next.nbytes;
     entries += next.work->entries;
-    --channel.waiting;
-    next.work->enqueuing = true;
-    jobs.push_back(channel.queue.pop_front());
+    --queue.num_waiting;
+    next.work->submission_started = true;
+    jobs.push_back(queue.jobs.pop_front());
   }
   return jobs;
 }
 
-bool Dispatcher::joins(Channel& channel, const JobRow& jobs, size_t bytes, size_t entries,
-                       Job& next) {
+// Whether `next` can be copied together with the jobs, which have so many bytes and entries.
+bool Scheduler::can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t entries,
+                         Job& next) {
   const Job& first = jobs.front();
   Work& work = *next.work;
   const bool flushing = next.id <= flush_until_;
@@ -347,162 +399,201 @@ bool Dispatcher::joins(Channel& channel, const JobRow& jobs, size_t bytes, size_
   for (const Job* job : {&first, static_cast<const Job*>(&next)}) {
     if (job->layer_groups > 1 || job->work->gate != nullptr) return false;
   }
-  if (work.background != first.work->background) return false;
+  if (work.copy_engines_only != first.work->copy_engines_only) return false;
   // Nothing may be written twice in one copy.
-  if (work.behind[channel.number] >= first.id) return false;
-  for (const auto& other : channels) {
-    if (other.get() != &channel && !other->is_past(work.behind[other->number])) return false;
-  }
+  if (work.behind[queue.channel.number()] >= first.id) return false;
+  if (!all_before_are_submitted(queue, work)) return false;
   // What it starts behind may be behind the end of one of the others.
   if (work.after == nullptr) return true;
-  if (!channel.is_over(*work.after)) return false;
-  channel.give_moment(std::exchange(work.after, nullptr));
+  if (!queue.channel.is_over(*work.after)) return false;
+  queue.channel.give_point(std::exchange(work.after, nullptr));
   return true;
 }
 
-void Dispatcher::flush(Lock& lock, const Job& job) noexcept {
-  flush_until_ = std::max(flush_until_, job.id);
-  while (!job.ended() && job.state != State::kRunning && help(lock, kNoLimit)) {
-  }
-  progress.notify_all();
-  progress.wait(lock, [&] { return job.ended() || job.state == State::kRunning; });
+void Scheduler::wait_for_progress(Lock& lock, double seconds) {
+  progress_.wait_for(lock, Seconds(seconds));
 }
 
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 
-void Dispatcher::advance(int most) noexcept {
-  const auto is_idle = [](const auto& channel) { return channel->running.empty(); };
-  const bool idle = std::all_of(channels.begin(), channels.end(), is_idle) && !has_closed_gates();
+void Scheduler::advance(const Lock& lock, int most) noexcept {
+  const auto is_idle = [](const Queue& queue) { return queue.channel.is_idle(); };
+  const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_closed_gates();
   if (!lost_.empty() || idle) return;
   try {
-    const cuda::ContextGuard context(device);
-    open_gates();
-    Channel* next;
+    const cuda::ContextGuard context(device_);
+    open_gates(lock);
+    Queue* next;
     do {
       next = next_to_retire();
       if (next != nullptr) retire_first(*next);
     } while (next != nullptr && --most > 0);
   } catch (const std::bad_alloc&) {
-    // No memory for the message of an error: whoever asks next gets that.
+    // No memory for the message of an error: the next one that asks gets that.
   } catch (const std::exception& error) {
     lose(Reason(error));
   }
 }
 
-// That the driver did not open when their loads failed.
-void Dispatcher::open_gates() noexcept {
-  for (Gate* gate : gates) {
-    if (gate->problem().empty()) continue;
-    if (gate->open()) progress.notify_all();
-    if (!gate->problem().empty()) check_alive(gate->problem());
-  }
-}
-
-bool Dispatcher::has_closed_gates() const {
-  const auto is_closed = [](const Gate* gate) { return !gate->problem().empty(); };
-  return std::any_of(gates.begin(), gates.end(), is_closed);
-}
-
 // Of the copies that have ended the one that was submitted first: a job ends after those that it
 // waited for.
-Channel* Dispatcher::next_to_retire() {
-  Channel* next = nullptr;
-  for (const auto& channel : channels) {
-    if (channel->running.empty()) continue;
-    Transfer& transfer = *channel->running.front();
-    if (next != nullptr && transfer.first_id() > next->running.front()->first_id()) continue;
-    if (channel->has_ended(transfer) && sources_have_ended(transfer)) next = channel.get();
+Scheduler::Queue* Scheduler::next_to_retire() {
+  Queue* next = nullptr;
+  for (Queue& queue : queues_) {
+    if (queue.channel.is_idle()) continue;
+    Transfer& transfer = queue.channel.oldest();
+    if (next != nullptr && transfer.first_id() > next->channel.oldest().first_id()) continue;
+    if (queue.channel.has_ended(transfer) && sources_have_ended(transfer)) next = &queue;
   }
   return next;
 }
 
-bool Dispatcher::sources_have_ended(const Transfer& transfer) const {
+bool Scheduler::sources_have_ended(const Transfer& transfer) const {
   for (const Job& job : transfer.jobs) {
-    for (const JobRef& source : job.work->sources) {
-      if (!source->ended()) return false;
-    }
+    if (!table_.sources_have_ended(job)) return false;
   }
   return true;
 }
 
-void Dispatcher::retire_first(Channel& channel) {
-  const Transfer& transfer = *channel.running.front();
+void Scheduler::retire_first(Queue& queue) {
+  const Transfer& transfer = queue.channel.oldest();
   Reason error;
   double seconds = 0;
   try {
-    seconds = channel.copy_seconds(transfer);
-    planner.note(transfer, seconds);
+    seconds = queue.channel.copy_seconds(transfer);
+    planner_.note(transfer, seconds);
   } catch (const std::exception& problem) {
-    if (!channel.is_alive()) throw;
+    if (!queue.channel.is_alive()) throw;
     error = Reason(problem);
   }
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
-    const Reason reason = error.empty() ? ledger.failed_source(job) : error;
+    const Reason reason = error.empty() ? table_.failed_source(job) : error;
     const State state = job.work->cancelled ? State::kCancelled
                         : reason.empty()    ? State::kDone
                                             : State::kFailed;
-    ledger.finish(job, state, reason);
+    table_.finish(job, state, reason);
   }
-  channel.retire_first();
-  progress.notify_all();
+  queue.channel.retire_first();
+  progress_.notify_all();
 }
 
-void Dispatcher::lose(const Reason& reason) noexcept {
+// Ends a job that was never submitted.
+void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noexcept {
+  Work& work = *job.work;
+  if (work.gate != nullptr && !lost_.empty()) {
+    work.gate->let_through();
+  } else if (work.gate != nullptr) {
+    work.gate->open();  // if it is not, advance() tries again
+  }
+  Queue& queue = queue_of(job);
+  queue.num_waiting -= work.queued && !work.submission_started;
+  queue.channel.give_point(work.after);
+  const bool cancelled = state == State::kCancelled || work.cancelled;
+  table_.finish(job, cancelled ? State::kCancelled : state, error);
+  progress_.notify_all();
+}
+
+bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
+  advance(lock);
+  if (job.ended()) return false;
+  job.work->cancelled = true;
+  if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
+  return true;
+}
+
+void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
+  if (lost_.empty() && !queues_[kStores].channel.is_alive()) lose(error);
+}
+
+void Scheduler::lose(const Reason& reason) noexcept {
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
   };
   lost_ = Reason(text, "the device is lost; only a new process can use it again");
-  for (const auto& channel : channels) {
-    while (!channel->running.empty()) {
-      for (Job& job : channel->running.front()->jobs) {
-        ledger.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, lost_);
+  for (Queue& queue : queues_) {
+    while (!queue.channel.is_idle()) {
+      for (Job& job : queue.channel.oldest().jobs) {
+        table_.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, lost_);
       }
-      channel->retire_first();
+      queue.channel.retire_first();
     }
-    while (!channel->queue.empty()) {
-      const JobRef job = channel->queue.pop_front();
-      if (!job->ended()) abandon(*job, State::kFailed, lost_);
+    while (!queue.jobs.empty()) {
+      const JobRef job = queue.jobs.pop_front();
+      if (!job->ended()) end_unsubmitted(*job, State::kFailed, lost_);
     }
   }
-  for (Gate* gate : gates) {
+  for (Gate* gate : gates_) {
     if (!gate->problem().empty()) gate->let_through();
   }
-  progress.notify_all();
+  progress_.notify_all();
 }
 
-bool Dispatcher::cancel(Job& job) noexcept {
-  advance();
-  if (job.ended()) return false;
-  job.work->cancelled = true;
-  if (!job.work->enqueuing) abandon(job, State::kCancelled, {});
-  return true;
+// Gates.
+
+Gate* Scheduler::make_gate(const Lock&, int parts) {
+  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->is_busy(); };
+  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
+  std::for_each(over, gates_.end(), Gate::release);
+  gates_.erase(over, gates_.end());
+  make_room(gates_, gates_.size());
+  gates_.push_back(new Gate(device_, parts, gate_words_));
+  return gates_.back();
 }
 
-void Dispatcher::check_alive(const Reason& error) noexcept {
-  if (lost_.empty() && !channels.front()->is_alive()) lose(error);
+void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
+  while (gate.is_busy()) {
+    advance(lock);  // tries to open it, if it should be open
+    check_open(lock);
+    KVSWAP_CHECK(gate.problem().empty(),
+                 "an earlier load has failed, and the driver does not open its gate again: ",
+                 gate.problem().c_str());
+    if (gate.is_busy()) progress_.wait(lock);
+    check_open(lock);
+  }
 }
 
-void Dispatcher::rebind(std::vector<Group> of) {
-  PathChooser chooser = planner.prepare(of);
-  Hazards::Blocks blocks = hazards.make_blocks(of);
-  // From here on nothing fails. The old tables go with `of`.
-  groups.swap(of);
-  planner.rebind(std::move(chooser));
-  hazards.rebind(std::move(blocks));
+// Those that the driver did not open when their loads failed.
+void Scheduler::open_gates(const Lock& lock) noexcept {
+  for (Gate* gate : gates_) {
+    if (gate->problem().empty()) continue;
+    if (gate->open()) progress_.notify_all();
+    if (!gate->problem().empty()) check_alive(lock, gate->problem());
+  }
 }
 
-void Dispatcher::stop(Lock& lock) {
+bool Scheduler::has_closed_gates() const {
+  const auto is_closed = [](const Gate* gate) { return !gate->problem().empty(); };
+  return std::any_of(gates_.begin(), gates_.end(), is_closed);
+}
+
+// Rebinding and closing.
+
+void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
+  PathChooser chooser = planner_.prepare(groups);
+  JobTable::BlockTable blocks = table_.make_block_table(groups);
+  // From here on nothing fails. The old tables go with `groups`.
+  groups_.swap(groups);
+  planner_.rebind(std::move(chooser));
+  table_.rebind(std::move(blocks));
+}
+
+void Scheduler::close(const Lock&) noexcept {
+  closed_ = true;
+  progress_.notify_all();  // for threads that wait to submit
+}
+
+void Scheduler::stop(Lock& lock) {
   stopping_ = true;
-  for (const auto& channel : channels) channel->work.notify_all();
+  for (Queue& queue : queues_) queue.work.notify_all();
   lock.unlock();
-  for (const auto& channel : channels) {
-    if (channel->worker.joinable()) channel->worker.join();
+  for (Queue& queue : queues_) {
+    if (queue.worker.joinable()) queue.worker.join();
   }
   lock.lock();
-  for (const auto& channel : channels) channel->close();
-  lost_.empty() ? planner.close() : planner.leave();
+  for (Queue& queue : queues_) queue.channel.close();
+  lost_.empty() ? planner_.close() : planner_.leave();
 }
 
 }  // namespace kvswap

@@ -4,113 +4,182 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "offload/channel.h"
 #include "offload/copy_plan.h"
+#include "offload/gate.h"
 #include "offload/group.h"
-#include "offload/hazards.h"
 #include "offload/job_table.h"
 
 namespace kvswap {
 
+// The scheduler's lock. A function that takes it must be called with the lock held. One that takes
+// it as `Lock&` lets it go while it waits, or while the driver enqueues a copy, which can take
+// long.
 using Lock = std::unique_lock<std::mutex>;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seconds
 
-// Brings jobs onto the device, each channel's in order and not too many at a time, and sees them
-// end. Whoever submits a job enqueues it on the spot where that takes microseconds, and of a larger
-// one the beginning. The rest is for a worker thread of the channel, or for a thread that waits for
-// whatever job. What must wait in software is for the worker, which joins small jobs into one copy;
-// so is everything, but for copies between host memory, where submissions are `threaded`.
+// Decides when a job goes to the device, and sees it end. Each channel runs its jobs in order, and
+// not too many at a time.
 //
-// Every function is called with the lock held. Those that take it let it go while the driver
-// enqueues a copy, which can take long. Once a job is in the ledger nothing throws: what fails, for
-// want of memory too, ends that job.
-class Dispatcher {
+// Who submits copies: the thread that submits a job, if that takes microseconds; of a larger job it
+// submits the beginning. A worker thread of the channel, or a thread that waits for any job,
+// submits the remainder. Jobs that must wait in software go through the worker, which joins small
+// ones into one copy. With `submit_thread` the worker submits everything, except copies between
+// host memory. Copies are submitted without the lock, by the one thread that owns the channel:
+// `submitting` is set meanwhile, and a partially submitted transfer keeps the channel until it is
+// complete.
+//
+// One lock guards everything that a handler has. Once a job was added nothing throws: whatever
+// fails, for want of memory too, ends that job.
+class Scheduler {
  public:
-  Dispatcher(std::vector<Group> groups, int64_t layers, int device, bool threaded,
-             const kvswap_path_options& options);
-  ~Dispatcher();
+  // The context of the device is current; device: -1 where both sides are host memory.
+  Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+            const kvswap_path_options& options);
+  // The handler was closed, or nothing was ever submitted.
+  ~Scheduler();
 
-  std::mutex mutex;
-  std::condition_variable progress;  // a job was enqueued or has ended, a gate is not busy any more
+  // Need no lock: they never change.
+  int device() const { return device_; }
+  // Why paths that would be chosen cannot be had, or "".
+  const std::string& path_problem() const { return planner_.problem(); }
 
-  const int device;
-  std::vector<Group> groups;
-  Hazards hazards;
-  Ledger ledger;
-  std::vector<std::unique_ptr<Channel>> channels;
-  Planner planner;
-  std::vector<Gate*> gates;  // that were made for jobs of this handler
+  Lock lock() { return Lock(mutex_); }
 
-  // The error after which the device runs nothing any more, or none.
-  const Reason& lost() const { return lost_; }
+  // State.
 
-  // Enqueues a job that is in the ledger, or queues it.
-  void dispatch(Lock& lock, const JobRef& job) noexcept;
+  // Throws if the handler is closed or its device lost.
+  void check_open(const Lock&) const;
+  // The error after which the device runs nothing any more, or an empty reason.
+  const Reason& lost(const Lock&) const { return lost_; }
+  const std::vector<Group>& groups(const Lock&) const { return groups_; }
+  const JobTable& jobs(const Lock&) const { return table_; }
+  kvswap_metrics metrics(const Lock&, int channel) const;
 
-  // Ends the jobs whose copies have ended on the device: those of so many copies at most.
-  void advance(int most = std::numeric_limits<int>::max()) noexcept;
+  // A new job.
 
-  // Waits until a job has been enqueued, or has ended. What is ahead of it is not held back any
-  // more, so that this waits for the device only when the driver has no room left.
+  // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason.
+  // Throws std::bad_alloc; the job is unknown until submit().
+  Reason prepare(const Lock&, Job& job);
+  // Makes the job start after all that the stream was given so far, or after an event. The stream
+  // is of the handler's device.
+  void start_after_stream(const Lock&, Job& job, cuda::Stream stream);
+  void start_after_event(const Lock&, Job& job, cuda::Event event);
+  // Takes that back.
+  void start_at_once(const Lock&, Job& job) noexcept;
+  // Adds a prepared job and submits it, queues it or, with a failure, ends it. began: when its
+  // caller began. Returns when the copies of a job with a gate, and those between host memory, are
+  // submitted.
+  void submit(Lock& lock, const JobRef& job, const Reason& failure, double began) noexcept;
+
+  // Progress.
+
+  // Ends the jobs whose copies have ended on the device, those of `most` copies at most, and opens
+  // gates that the driver refused to open before.
+  void advance(const Lock&, int most = std::numeric_limits<int>::max()) noexcept;
+  // Waits until a job was submitted or has ended, or a gate was opened; for `seconds` at most.
+  void wait_for_progress(Lock& lock, double seconds);
+  // Waits until a job is on the device, or has ended. What is ahead of it is not held back any
+  // more, so this waits for the device only when the driver has no room left.
   void flush(Lock& lock, const Job& job) noexcept;
-
-  // Enqueues the rest of a job that was begun, if there is one that its channel's worker, which may
-  // take long to wake up, has not taken yet. For those who wait: only what takes `seconds` at most,
-  // and what the driver has room for. No context need be current.
-  bool help(Lock& lock, double seconds) noexcept;
-
+  // Submits the remainder of a partially submitted transfer whose worker, which may take long to
+  // wake up, has not done so yet. For threads that wait: only a remainder that takes `seconds` at
+  // most, and that the driver has room for. No context need be current. False if there is none.
+  bool submit_remainder(Lock& lock, double seconds) noexcept;
   // True when the job will be reported as cancelled.
-  bool cancel(Job& job) noexcept;
+  bool cancel(const Lock&, Job& job) noexcept;
+  // Takes the first job that was not reported; there is one.
+  JobRef report_first(const Lock&) noexcept { return table_.report_first(); }
+  // After an error of the driver: ends every job as failed if the device does not answer any more.
+  void check_alive(const Lock&, const Reason& error) noexcept;
 
-  // Ends a job that was never enqueued.
-  void abandon(Job& job, State state, const Reason& error) noexcept;
+  // Gates.
 
-  // Whether all jobs have ended, and all gates will open.
-  bool has_nothing_left() const {
-    return ledger.all_ended_until(ledger.last_id()) && !has_closed_gates();
-  }
+  Gate* make_gate(const Lock&, int parts);
+  // Waits until no earlier load keeps the gate. Throws when the handler is closed or its device
+  // lost meanwhile, or when the driver does not open the gate.
+  void wait_for_gate(Lock& lock, const Gate& gate);
 
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
-  void rebind(std::vector<Group> groups);
+  void rebind(const Lock&, std::vector<Group> groups);
 
-  // Ends every job as failed, and remembers why, when the device does not answer any more.
-  void check_alive(const Reason& error) noexcept;
+  // Closing.
 
-  // Lets threads, streams and events go. All jobs have ended.
+  // From now on check_open() throws.
+  void close(const Lock&) noexcept;
+  // Whether all jobs have ended, and all gates will open.
+  bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_closed_gates(); }
+  // Joins the threads and frees streams, events and memory. All jobs have ended.
   void stop(Lock& lock);
 
  private:
-  Channel& channel_of(const Job& job) { return *channels[job.channel]; }
-  bool can_start(const Channel& channel, const Job& job) const;
-  bool joins(Channel& channel, const JobRow& jobs, size_t bytes, size_t entries, Job& next);
-  JobRow take(Channel& channel) noexcept;
-  void start(Lock& lock, Channel& channel, JobRow jobs, double seconds) noexcept;
-  bool attempt(Lock& lock, Channel& channel, JobRow& jobs, double seconds) noexcept;
-  std::vector<std::shared_ptr<Transfer>> transfers_before(const Channel& channel,
+  // A channel, and its jobs that are not on the device yet.
+  struct Queue {
+    Queue(int number, int device) : channel(number, device) {}
+
+    Channel channel;
+    JobRow jobs;              // also those cancelled meanwhile, which keep their place in the order
+    size_t num_waiting = 0;   // of them that were not cancelled
+    int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
+    Transfers partially_submitted;  // one at most: its remainder is to be submitted
+    std::thread worker;             // submits remainders and jobs; started when it is first needed
+    std::condition_variable work;   // for the worker: there is something to submit, or to stop for
+
+    // Whether all jobs up to this number were submitted, or have ended.
+    bool is_past(int64_t id) const;
+  };
+
+  Queue& queue_of(const Job& job) { return queues_[job.channel]; }
+  bool all_before_are_submitted(const Queue& queue, const Work& work) const;
+  bool can_submit(const Queue& queue, const Job& job) const;
+  bool can_submit_partially(const Job& job) const;
+  void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
+  bool ensure_worker(Queue& queue, Job& job) noexcept;
+  void run_worker(Queue& queue) noexcept;
+  JobRow take_jobs(Queue& queue) noexcept;
+  bool can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t entries, Job& next);
+
+  void submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double seconds) noexcept;
+  bool try_submit(Lock& lock, Queue& queue, JobRow& jobs, double seconds) noexcept;
+  std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
                                                           const JobRow& jobs) const;
-  Transfers make_transfer(Channel& channel, const JobRow& jobs, double seconds);
-  bool end_attempt(Lock& lock, Channel& channel, Transfers made, Reason error, bool copying,
+  Transfers make_transfer(Queue& queue, const JobRow& jobs, double seconds);
+  void submit_remainder(Lock& lock, Queue& queue) noexcept;
+  bool end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
                    double seconds, JobRow& jobs) noexcept;
-  bool give_up(JobRow& jobs, const Reason& error) noexcept;
-  void go_on(Lock& lock, Channel& channel) noexcept;
-  bool has_worker(Channel& channel, Job& job) noexcept;
-  bool can_be_divided(const Job& job) const;
-  void settle(Channel& channel, Transfers made, double seconds) noexcept;
-  Channel* next_to_retire();
+  void on_submitted(Queue& queue, Transfers made, double seconds) noexcept;
+  bool fail_unsubmitted(JobRow& jobs, const Reason& error) noexcept;
+  void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;
+
+  Queue* next_to_retire();
   bool sources_have_ended(const Transfer& transfer) const;
-  void retire_first(Channel& channel);
-  void open_gates() noexcept;
+  void retire_first(Queue& queue);
+  void open_gates(const Lock& lock) noexcept;
   bool has_closed_gates() const;
   void lose(const Reason& reason) noexcept;
-  void work(Channel& channel) noexcept;
 
-  const int64_t layers_;
-  const bool threaded_;
+  std::mutex mutex_;
+  std::condition_variable
+      progress_;  // a job was submitted or has ended, a gate is not busy any more
+
+  const int device_;
+  const int64_t layers_;  // of the model, in all groups together
+  const bool submit_thread_;
+  std::vector<Group> groups_;
+  JobTable table_;
+  Queue queues_[kChannels];
+  Planner planner_;
+  GateWords gate_words_;
+  std::vector<Gate*> gates_;  // that were made for jobs of this handler
   Reason lost_;
-  int64_t flush_until_ = -1;
+  int64_t flush_until_ =
+      -1;  // jobs up to this number are submitted as soon as the driver takes them
+  bool closed_ = false;
   bool stopping_ = false;
 };
 

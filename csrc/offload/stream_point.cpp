@@ -5,63 +5,62 @@
 namespace kvswap {
 namespace {
 
-constexpr size_t kMostMoments = 256;
+constexpr size_t kMaxStreamPoints = 256;
 
 }  // namespace
 
-Moment* Moments::take(cuda::Stream stream) {
+StreamPoint* StreamPoints::take(cuda::Stream stream) {
   const cuda::Result state = cuda::driver().query_stream(stream);
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuStreamQuery");
-  const bool is_full = all_.size() - idle_.size() >= kMostMoments;
-  Moment* moment = is_full ? latest(stream) : nullptr;
-  if (moment == nullptr) moment = take_idle();
-  moment->stream = stream;
-  ++moment->users;
-  const cuda::Result result = cuda::driver().record_event(moment->event, stream);
-  if (result != cuda::kSuccess) give(moment);
+  const bool is_full = all_.size() - idle_.size() >= kMaxStreamPoints;
+  StreamPoint* point = is_full ? latest(stream) : nullptr;
+  if (point == nullptr) point = take_idle();
+  point->stream = stream;
+  ++point->users;
+  const cuda::Result result = cuda::driver().record_event(point->event, stream);
+  if (result != cuda::kSuccess) give(point);
   KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts behind");
-  moment->number = ++records_;
-  return moment;
+  point->number = ++records_;
+  return point;
 }
 
-// Of those in use.
-Moment* Moments::latest(cuda::Stream stream) const {
-  Moment* latest = nullptr;
-  for (const auto& moment : all_) {
-    if (moment->users == 0 || moment->stream != stream) continue;
-    if (latest == nullptr || moment->number > latest->number) latest = moment.get();
+StreamPoint* StreamPoints::latest(cuda::Stream stream) const {
+  StreamPoint* latest = nullptr;
+  for (const auto& point : all_) {
+    if (point->users == 0 || point->stream != stream) continue;
+    if (latest == nullptr || point->number > latest->number) latest = point.get();
   }
   return latest;
 }
 
-Moment* Moments::take_idle() {
+StreamPoint* StreamPoints::take_idle() {
   if (idle_.empty()) {
     make_room(all_, all_.size());
     make_room(idle_, all_.size());
-    auto moment = std::make_unique<Moment>();
-    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&moment->event, cuda::kEventDisableTiming),
+    auto point = std::make_unique<StreamPoint>();
+    KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&point->event, cuda::kEventDisableTiming),
                         "cuEventCreate");
-    all_.push_back(std::move(moment));
+    all_.push_back(std::move(point));
     return all_.back().get();
   }
-  Moment* moment = idle_.back();
+  StreamPoint* point = idle_.back();
   idle_.pop_back();
-  return moment;
+  return point;
 }
 
-void Moments::give(Moment* moment) noexcept {
-  if (moment == nullptr || --moment->users > 0) return;
-  idle_.push_back(moment);
+void StreamPoints::give(StreamPoint* point) noexcept {
+  if (point == nullptr || --point->users > 0) return;
+  idle_.push_back(point);
 }
 
-bool Moments::is_over(const Moment& moment) const {
-  return cuda::driver().query_event(moment.event) == cuda::kSuccess;
+bool StreamPoints::is_over(const StreamPoint& point) const {
+  return cuda::driver().query_event(point.event) == cuda::kSuccess;
 }
 
-void Moments::destroy() {
+void StreamPoints::destroy() {
   // On a lost device this fails, and there is nothing to free any more.
-  for (const auto& moment : all_) cuda::driver().destroy_event(moment->event);
+  for (const auto& point : all_) cuda::driver().destroy_event(point->event);
   all_.clear();
   idle_.clear();
 }

@@ -9,39 +9,43 @@
 
 namespace kvswap {
 
-// A point in a stream that jobs start behind.
-struct Moment {
+// An event recorded at a point of a stream: jobs start when the work before it has ended.
+struct StreamPoint {
   cuda::Event event = nullptr;
   cuda::Stream stream = nullptr;  // a handle of the channel's device
   uint64_t number = 0;            // grows with each record
   int users = 0;                  // jobs
 };
 
-// The moments of the jobs of a channel.
+// The stream points of a channel's jobs.
 //
-// Each job has one of its own until there are kMostMoments. From then on the jobs behind the same
-// stream share its latest, which is recorded again for each of them: a job then starts behind more
-// than it asked for. No stream can wait for that job yet, so that this cannot come full circle:
-// whoever waits for a job has it enqueued first, and it waits for the moment as it is then.
+// A channel keeps up to kMaxStreamPoints events, one for each job. Beyond that, jobs that start
+// after the same stream share an event, which is recorded again at each submission: an earlier job
+// may then wait for slightly later work. This cannot deadlock: a job is put on the device before
+// any stream can wait for it, and from then on it waits for the event as it was recorded at that
+// time.
 //
-// Not thread safe: the handler has a lock. All streams are of the handler's device, whose context
-// is current.
-class Moments {
+// Not thread safe: the scheduler's lock guards it. All streams are of the handler's device, whose
+// context is current.
+class StreamPoints {
  public:
-  // Behind all that the stream was given so far; null when that is over.
-  Moment* take(cuda::Stream stream);
-  void give(Moment* moment) noexcept;
-  bool is_over(const Moment& moment) const;
+  // After all that the stream was given so far; null when that has ended.
+  StreamPoint* take(cuda::Stream stream);
+  // One user has no need of it any more. null: does nothing.
+  void give(StreamPoint* point) noexcept;
+  // Whether the work before it has ended.
+  bool is_over(const StreamPoint& point) const;
 
   size_t created() const { return all_.size(); }
   void destroy();
 
  private:
-  Moment* latest(cuda::Stream stream) const;
-  Moment* take_idle();
+  // The latest one in use that was recorded on the stream; null for none.
+  StreamPoint* latest(cuda::Stream stream) const;
+  StreamPoint* take_idle();
 
-  std::vector<std::unique_ptr<Moment>> all_;
-  std::vector<Moment*> idle_;  // has room for all
+  std::vector<std::unique_ptr<StreamPoint>> all_;
+  std::vector<StreamPoint*> idle_;  // has room for all
   uint64_t records_ = 0;
 };
 

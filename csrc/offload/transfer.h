@@ -14,20 +14,22 @@ struct TransferPart {
   int group;
   Path path;
   std::vector<int64_t> blocks, slots;
-  // Bytes of the same blocks' group in the parts around it: what is staged grows and shrinks with
-  // them.
+  // Bytes of the same group in the parts before and after this one: staged pieces grow and shrink
+  // with them.
   uint64_t before = 0, after = 0;
-  bool is_edge = false;  // keeps the link busy while what is staged is packed, or unpacked
+  // The head or tail of a staged transfer. It keeps the link busy while a kernel packs or unpacks.
+  bool is_unstaged = false;
 };
 
-// One copy on the device: of a job, or of several small ones. Whoever waits for its events holds it
-// until the driver has been told, so that they are not recorded again in between.
+// One copy on the device: of a job, or of several small ones. A thread that is about to wait for
+// its events holds it until the driver has the wait, so that the events are not recorded again
+// before.
 struct Transfer {
-  JobRow jobs;                      // in the order of submission
-  std::vector<TransferPart> parts;  // in the order in which they are copied
-  size_t later = 0;                 // those from here on are not enqueued by who submits
-  double begun_at = 0;              // when the others had been
-  double late_seconds = 0;          // from then until somebody went on with these
+  JobRow jobs;                        // in the order of submission
+  std::vector<TransferPart> parts;    // in the order in which they are copied
+  size_t remainder = 0;               // the first part that the submitting thread leaves to others
+  double partially_submitted_at = 0;  // when the parts before it were with the driver
+  double remainder_delay = 0;         // seconds from then until a thread took the remainder
   cuda::Event start = nullptr;
   std::vector<cuda::Event> ends;  // one for each group of layers; the last is the end of all
   size_t entries = 0;             // of the driver's queue
@@ -37,7 +39,7 @@ struct Transfer {
   int layer_groups() const { return jobs.front().layer_groups; }
 };
 
-// One is made as a list of its own, and spliced to where it belongs, which cannot fail.
+// A transfer is made as a list of its own, and spliced to where it belongs, which cannot fail.
 using Transfers = std::list<std::shared_ptr<Transfer>>;
 
 }  // namespace kvswap

@@ -4,7 +4,7 @@
 
 #include "prefix/lru.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 Arc::Arc(Table& table, size_t most_pages) : table_(table) {
   for (size_t i = most_pages; i < 2 * most_pages; ++i) {
@@ -104,4 +104,4 @@ std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pa
   return std::make_unique<Lru>(table);
 }
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

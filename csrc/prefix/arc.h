@@ -2,7 +2,7 @@
 
 #include "prefix/eviction.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 // The adaptive replacement cache of Megiddo and Modha (FAST 2003): pages asked for once (recent)
 // and used since (frequent) compete, and the keys that each side lost, its ghosts, say which of
@@ -35,4 +35,4 @@ class Arc final : public Policy {
   List idle_[2], ghosts_[2], free_ghosts_;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

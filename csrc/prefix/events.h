@@ -7,7 +7,7 @@
 
 #include "prefix/table.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 enum class EventKind : int32_t { kStored = 0, kEvicted = 1, kCleared = 2, kLost = 3 };
 
@@ -58,4 +58,4 @@ class Events {
   size_t taken_ = 0;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

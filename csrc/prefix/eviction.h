@@ -4,7 +4,7 @@
 
 #include "prefix/list.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 constexpr size_t kMostLists = 2;  // that a policy keeps pages in
 
@@ -50,4 +50,4 @@ enum class PolicyKind { kLru = 0, kArc = 1 };
 size_t num_nodes(PolicyKind kind, size_t num_pages);
 std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages);
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

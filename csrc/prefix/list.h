@@ -4,7 +4,7 @@
 
 #include "prefix/table.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 // Nodes in an order, oldest first. A node is in one list at most.
 class List {
@@ -48,4 +48,4 @@ class List {
   size_t size_ = 0;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

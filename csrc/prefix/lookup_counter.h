@@ -2,12 +2,12 @@
 
 #include "prefix/list.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
-// How often keys were asked for; of too many keys those that were asked for last.
-class Asked {
+// How often keys were looked up. Of more keys than its capacity it knows those looked up last.
+class LookupCounter {
  public:
-  explicit Asked(size_t capacity) : table_(capacity) {
+  explicit LookupCounter(size_t capacity) : table_(capacity) {
     for (size_t i = 0; i < capacity; ++i) free_.append(table_.nodes, static_cast<uint32_t>(i));
   }
 
@@ -41,4 +41,4 @@ class Asked {
   List known_, free_;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

@@ -2,7 +2,7 @@
 
 #include "prefix/eviction.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 // The page that has been idle for longest goes.
 class Lru final : public Policy {
@@ -32,4 +32,4 @@ class Lru final : public Policy {
   List idle_;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

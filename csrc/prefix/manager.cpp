@@ -6,7 +6,7 @@
 
 #include "check.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 namespace {
 
 // Of all managers, so that none takes a job or a lease of another one for its own.
@@ -23,7 +23,7 @@ Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
   for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
-  if (store_threshold_ > 1) asked_.emplace(options.asked_capacity);
+  if (store_threshold_ > 1) lookups_.emplace(options.asked_capacity);
 }
 
 std::unique_ptr<Pages> Manager::make_pages(size_t group) {
@@ -318,8 +318,8 @@ Found Manager::lookup(const Keys& keys, bool again, bool wait) {
     group.counters.hits += last - first;
     group.counters.pending += static_cast<uint64_t>(pending);
   }
-  if (asked_ && !again) {
-    for (size_t i = 0; i < found_.size(); ++i) asked_->add(digest_at(keys.digests, i));
+  if (lookups_ && !again) {
+    for (size_t i = 0; i < found_.size(); ++i) lookups_->add(digest_at(keys.digests, i));
   }
   return found;
 }
@@ -354,7 +354,8 @@ bool Manager::has_room(const Keys& keys, bool keep) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_[at] != kNone) {
         idle -= group.pages->is_idle(found_[at]);  // what the job has already is not evicted for it
-      } else if (!keep && asked_ && asked_->count(digest_at(keys.digests, at)) < store_threshold_) {
+      } else if (!keep && lookups_ &&
+                 lookups_->count(digest_at(keys.digests, at)) < store_threshold_) {
         ++skipped;
       } else {
         group.wanted.push_back(static_cast<uint32_t>(i));
@@ -381,4 +382,4 @@ void Manager::stats(size_t group, double now,
   read(groups_.at(group).counters, *groups_.at(group).pages);
 }
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

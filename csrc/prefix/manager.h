@@ -12,7 +12,7 @@
 #include "prefix/lookup_counter.h"
 #include "prefix/pages.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 // A group of layers. A prefix ends at a multiple of some number of tokens, which is `ratio` blocks
 // of this group; to go on behind it, the last `window` blocks before it are needed, 0: all.
@@ -126,7 +126,7 @@ class Manager {
   const PolicyKind policy_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
-  std::optional<Asked> asked_;
+  std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Job> jobs_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
   using End = std::pair<double, int64_t>;
@@ -136,4 +136,4 @@ class Manager {
   std::vector<uint32_t> placed_, seen_;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
     : group_(group),
@@ -134,4 +134,4 @@ void Pages::free(uint32_t page) {
   }
 }
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

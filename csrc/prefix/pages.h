@@ -6,7 +6,7 @@
 #include "prefix/events.h"
 #include "prefix/eviction.h"
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 // Of a page: it has no key; a job fills it; its bytes are those of its key; its key is forgotten,
 // but somebody holds it still.
@@ -79,4 +79,4 @@ class Pages {
   uint64_t num_evicted_ = 0;
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <random>
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 namespace {
 
 constexpr size_t kAtOnce = 64;  // keys on their way from memory
@@ -104,4 +104,4 @@ void Table::rename(uint32_t from, uint32_t to) {
   slots_[slot_of(from)].node = to;
 }
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

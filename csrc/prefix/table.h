@@ -5,7 +5,7 @@
 
 #include <vector>
 
-namespace kvswap::blocks {
+namespace kvswap::prefix {
 
 constexpr size_t kDigestBytes = 32;
 constexpr uint32_t kNone = UINT32_MAX;
@@ -63,4 +63,4 @@ class Table {
   uint64_t seed_[4];
 };
 
-}  // namespace kvswap::blocks
+}  // namespace kvswap::prefix

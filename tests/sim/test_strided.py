@@ -134,7 +134,7 @@ def test_a_copy_that_fails_says_which(driver: Driver) -> None:
         assert job.result is not None
         assert_expected_inline(
             re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
-            """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 planes of 48 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
+            """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 slabs of 48 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
         )
 
 

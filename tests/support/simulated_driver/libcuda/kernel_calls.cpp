@@ -32,8 +32,7 @@ int set_attribute(void*, int, int) { return Call("cuFuncSetAttribute").result; }
 // What one launch copies, chunk after chunk.
 std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
   std::vector<Copy> copies;
-  const uint32_t chunks =
-      arguments.block_count * arguments.plane_count * arguments.chunks_per_plane;
+  const uint32_t chunks = arguments.block_count * arguments.slab_count * arguments.chunks_per_slab;
   for (uint32_t number = 0; number < chunks; ++number) {
     const kvswap::PackChunk chunk = kvswap::pack_chunk(arguments, number);
     if (chunk.bytes == 0) continue;
