@@ -106,6 +106,10 @@ def test_too_few_bytes_for_a_chunk_are_refused():
         KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=7999))
 
 
+def test_the_bytes_of_one_chunk_are_enough():
+    assert KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=8000)).num_pages == 1
+
+
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="no KV cache to offload"):
         KVSwapOffloadingSpec(config(block_bytes=0, cpu_bytes_to_use=1))

@@ -211,6 +211,16 @@ record event 4 on stores
 
 
 @stubbed
+def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) -> None:
+    with Rig(driver, layers=3) as rig:
+        jobs = [rig.load(page, page, layer_groups=page) for page in (1, 3)]
+        rig.finish()
+        whole, divided = (job.result.copy_seconds for job in jobs if job.result)
+        assert whole == pytest.approx(0.001), "what each call takes"
+        assert divided == pytest.approx(0.003)
+
+
+@stubbed
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:

@@ -62,6 +62,21 @@ strided copy of 5 x 48 bytes on stream 103""",
     )
 
 
+@stubbed
+def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
+    whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
+    layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
+    with OffloadHandler(layout, HostPool(layout, num_pages=3), path="strided") as handler:
+        driver.log()
+        handler.wait(handler.load([2], [1], layer_groups=2))
+    assert_expected_inline(
+        "\n".join(re.findall("strided .*", driver.log())),
+        """\
+strided copy of 2 x 48 bytes on stream 103
+strided copy of 2 x 48 bytes on stream 103""",
+    )
+
+
 @pytest.mark.parametrize("path", ["auto", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
 @stubbed

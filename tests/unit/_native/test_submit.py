@@ -177,14 +177,14 @@ def test_groups_of_one_memory_may_not_write_one_block_twice_in_a_job() -> None:
     with OffloadHandler(layouts, [pool, pool]) as handler:
         calls = [
             lambda: handler.load([[0], [1]], [[2], [2]]),
-            lambda: handler.store([[0], [1]], [[2], [2]]),
+            lambda: handler.store([[0], [1, 3]], [[2], [1, 2]]),
         ]
         assert_expected_inline(
             "\n".join(error_text(call) for call in calls),
             """\
 ValueError: gpu_block_ids[1][0] is 2, which another group of this job writes too; their
 memory is the same
-ValueError: page_ids[1][0] is 2, which another group of this job writes too; their
+ValueError: page_ids[1][1] is 2, which another group of this job writes too; their
 memory is the same""",
         )
         assert handler.load([[0], [1]], [[2], [3]]).nbytes == 48
