@@ -1,4 +1,6 @@
-"""transformers' continuous batching generates the same with our handler as with all other ways."""
+"""Continuous batching of transformers generates the same tokens with our offloading manager as
+without it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What becomes of a preempted request in each of its states, on a device whose copies run as late as
-they may: when a batch waits for them, or when the test says so."""
+"""A preempted request in each of its states, while copies on the simulated device run as late as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
             driver.set_mode("immediate")
 
 
-def go_on(steps: Steps, driver: Driver, every: int = 4) -> list[list[int]]:
+def run_to_the_end(steps: Steps, driver: Driver, every: int = 4) -> list[list[int]]:
     """To the end, with the copies done at each fourth batch."""
     deadline = time.monotonic() + PATIENCE
     number = 0
@@ -85,7 +86,7 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
     want = alone(kind, prompts())
     with late(driver, store_bytes=5000) as seen:
         steps = Steps(model(kind), prompts(), config(small(kind)))
-        assert go_on(steps, driver) == want
+        assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0
     assert seen.wrong == 0
     assert seen.is_empty
@@ -99,7 +100,7 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
     want = alone("full", prompts())
     with late(driver, guarded=False) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))
-        assert go_on(steps, driver, every=40) != want
+        assert run_to_the_end(steps, driver, every=40) != want
     assert seen.wrong > 0
 
 
@@ -182,7 +183,7 @@ def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
         assert name not in parked_of(seen).requests
         assert steps.state(name) is None
         assert seen.swap.pool.num_pages - seen.swap.num_free < held or state == "running"
-        got = go_on(steps, driver)
+        got = run_to_the_end(steps, driver)
     del want[steps.names.index(name)]
     assert got == want
     assert seen.wrong == 0
@@ -218,7 +219,7 @@ def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
             stored(steps, seen, driver)
         with failing(driver, direction) as failed:
             steps.until(lambda: bool(failed) or bool(driver.run() and False))
-            got = go_on(steps, driver)
+            got = run_to_the_end(steps, driver)
     metrics = seen.swap.handler.metrics()
     assert (metrics.stores if direction == "store" else metrics.loads).failed > 0
     assert got == want
@@ -283,7 +284,7 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
         assert not any(manager.view.tables(name))
         assert seen.swap.num_free == before  # what is on the host stays there
         assert steps.scheduler.block_new_requests
-        assert go_on(steps, driver) == want
+        assert run_to_the_end(steps, driver) == want
     assert seen.wrong == 0
     assert seen.is_empty
 
@@ -296,7 +297,7 @@ def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
         steps = Steps(model("full"), prompts(), config(small("full")))
         del steps.scheduler._get_waiting_candidates
         driver.set_mode("immediate")
-        assert go_on(steps, driver) == want
+        assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0
     assert seen.wrong == 0
     assert seen.is_empty

@@ -1,4 +1,6 @@
-"""Pages for preempted requests: taken for a store, given back, and loaded group by group."""
+"""Host pages of preempted requests: allocated for a store, freed, and loaded one layer group at
+a time.
+"""
 
 from __future__ import annotations
 

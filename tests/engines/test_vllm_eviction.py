@@ -1,5 +1,7 @@
-"""Which chunks our manager for vLLM evicts, when prompts are stored in several steps. Needs no
-vLLM; with it, its own manager is asked, too."""
+"""Which chunks our manager for vLLM evicts when prompts are stored in several steps.
+
+vLLM need not be installed. Where it is, its own manager is tested beside ours.
+"""
 
 from __future__ import annotations
 

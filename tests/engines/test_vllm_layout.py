@@ -1,4 +1,4 @@
-"""vLLM's caches and transfers as layouts and lists of ids, and a copy that is done again."""
+"""vLLM's caches as layouts, its transfers as lists of ids, and a failed copy that is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's contract for a manager: what its scheduler asks of ours, call by call."""
+"""Our manager meets the contract of vLLM's scheduler, call by call."""
 
 from __future__ import annotations
 

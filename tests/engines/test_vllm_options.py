@@ -1,4 +1,4 @@
-"""What the configuration of vLLM's connector says to our spec."""
+"""Options that users set in the configuration of vLLM's connector."""
 
 from __future__ import annotations
 

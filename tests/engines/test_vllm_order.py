@@ -1,4 +1,4 @@
-"""vLLM's step and our copies: what waits for what, on the simulated driver. Needs no vLLM."""
+"""Order of vLLM's steps and our copies on the simulated driver. vLLM need not be installed."""
 
 from __future__ import annotations
 

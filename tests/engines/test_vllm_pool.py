@@ -1,4 +1,4 @@
-"""How the workers of an engine come to one host pool. Needs no vLLM."""
+"""The workers of one engine share one host pool. vLLM need not be installed."""
 
 from __future__ import annotations
 

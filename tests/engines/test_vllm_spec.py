@@ -1,4 +1,6 @@
-"""How vLLM finds our spec, what both sides of it agree on, and vLLM's own worker on our copies."""
+"""vLLM finds our spec, agrees with it about the configuration, and its own worker runs on our
+copies.
+"""
 
 from __future__ import annotations
 

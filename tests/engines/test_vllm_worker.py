@@ -1,4 +1,4 @@
-"""vLLM's contract for a worker: blocks go where the specs say, and every job ends once."""
+"""Our worker meets vLLM's contract: blocks go where the specs say, and every job ends once."""
 
 from __future__ import annotations
 

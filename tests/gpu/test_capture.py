@@ -1,4 +1,4 @@
-"""On a GPU: a CUDA graph that is captured meanwhile stays valid, whatever the handler is asked for."""
+"""On a GPU: calls of a handler leave a CUDA graph valid that another thread is capturing."""
 
 from __future__ import annotations
 

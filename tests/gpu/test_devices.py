@@ -1,4 +1,6 @@
-"""Several GPUs in one process, a current device that is not the handler's, and several processes."""
+"""On several GPUs: streams and current devices other than the handler's, and a process for each
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random caches and random jobs on a GPU; tests/support/fuzz.py says how, and what is compared.
+"""Random caches and random jobs on a GPU, compared with the model of tests/support/fuzz.py.
 
-Prints how much was done: pytest -s shows it, or its report of passed tests (-rP).
+Prints how much was done: `pytest -s` shows it, and so does `-rP`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On a GPU: a wait for a load that is captured into a CUDA graph and waits again on each replay."""
+"""On a GPU: a gate's wait is captured into a CUDA graph, and waits again on each replay."""
 
 from __future__ import annotations
 

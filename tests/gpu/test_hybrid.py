@@ -1,4 +1,4 @@
-"""One handler for the groups of layers of a hybrid model, each with its own blocks and its own ids."""
+"""One handler for a hybrid model: each group of layers has its own blocks and ids."""
 
 from __future__ import annotations
 

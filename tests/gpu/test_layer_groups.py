@@ -1,4 +1,4 @@
-"""On a GPU: a load that moves group after group of layers lets the forward pass start early."""
+"""On a GPU: a load in layer groups lets the forward pass start before all layers are loaded."""
 
 from __future__ import annotations
 

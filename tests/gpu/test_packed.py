@@ -1,4 +1,6 @@
-"""Kernels copy blocks of any size and place, straight to host pages or packed, and nothing else."""
+"""Kernels copy blocks of any size and alignment, to host pages or into a packed buffer, and
+touch nothing else.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, path: str) -> 
 def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     driver: Driver, start: int
 ) -> None:
-    # The stub writes down every word that is not aligned.
+    # The simulated driver logs every word that is not aligned.
     whole = torch.randint(256, (3, 20, 256), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer][:, start : start + 64] for layer in range(3)])
     check(layout, 6, "kernel")

@@ -1,4 +1,4 @@
-"""On a GPU: jobs behind a transfer that is held up wait in the handler's queue, not in their caller."""
+"""On a GPU: jobs behind a held transfer wait in the handler's queue, and their callers go on."""
 
 from __future__ import annotations
 

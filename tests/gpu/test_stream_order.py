@@ -1,4 +1,4 @@
-"""On a GPU: what waits for what, shown with slow kernels, each beside a control that goes wrong."""
+"""On a GPU: which work waits for which. Each test has a control that gives wrong bytes."""
 
 from __future__ import annotations
 

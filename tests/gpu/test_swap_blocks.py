@@ -1,4 +1,6 @@
-"""swap_blocks and swap_kv_blocks: bytes against a reference in plain PyTorch, and every refusal."""
+"""swap_blocks and swap_kv_blocks: bytes against plain PyTorch, and the errors for invalid
+arguments.
+"""
 
 import pytest
 import torch

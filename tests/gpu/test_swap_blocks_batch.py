@@ -1,4 +1,6 @@
-"""swap_blocks_batch: bytes, streams and lifetimes. What it asks of the driver is in test_batch."""
+"""swap_blocks_batch: bytes, streams and lifetimes. tests/sim/test_batch.py tests its driver
+calls.
+"""
 
 import mmap
 import threading

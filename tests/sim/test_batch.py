@@ -1,16 +1,14 @@
-"""What swap_blocks_batch asks of the driver, with a stub in its place."""
+"""The driver calls of swap_blocks_batch, on the simulated driver."""
 
 import pytest
 import simulated_driver
 import torch
 from expecttest import assert_expected_inline
-from simulated_driver import DEVICE, HOST, error_of
+from simulated_driver import DEVICE, HOST, error_of, without_cuda
 
 from torch_kvswap import ops
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
-)
+pytestmark = without_cuda
 
 
 def test_one_driver_call_carries_all_fragments_and_neighbours_are_merged():

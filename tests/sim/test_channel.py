@@ -1,4 +1,4 @@
-"""What a transfer gives to the driver, in which order, and what it waits for."""
+"""What a channel enqueues for a transfer, in which order, and what it waits for."""
 
 from __future__ import annotations
 

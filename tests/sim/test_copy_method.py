@@ -1,4 +1,6 @@
-"""Which way a transfer takes: what is asked for, and what the figures say."""
+"""Which copy method a transfer takes: the requested one, or the one with the lowest predicted
+cost.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
-# On the stub's clock each call that copies takes one.
+# On the simulated driver's clock each call that copies takes one.
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a transfer copies is divided: the link starts at once, and nobody waits in a long call."""
+"""A transfer is copied in parts: the first part starts at once, and no call takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables of the environment change how a handler copies that is made while they are set."""
+"""Environment variables that a handler reads when it is created."""
 
 from __future__ import annotations
 

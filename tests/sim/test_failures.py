@@ -1,4 +1,4 @@
-"""Whatever call of the driver fails: the job it was for fails, once, with a reason, and no other."""
+"""Any driver call may fail: its job fails once, with a reason, and no other job does."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
     with SimulatedCache(
         driver, layers=2 if behind in ("layer groups", "several fragments") else 1
     ) as sim:
-        event = sim.event(SIDE)  # which happens when the stub is asked to run or to synchronise
+        event = sim.event(SIDE)  # which happens when the driver is asked to run or to synchronise
         options["after"] = {"stream": Stream(SIDE), "event": event}.get(behind, ())
         sim.load(2 if behind == "another channel" else 1, 9)
         driver.fail(function, nth)

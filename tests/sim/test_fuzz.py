@@ -1,4 +1,6 @@
-"""Random caches and random jobs, on the CPU and on the simulated driver; tests/support/fuzz.py says how."""
+"""Random caches and random jobs on the CPU and on the simulated driver. See
+tests/support/fuzz.py.
+"""
 
 from __future__ import annotations
 

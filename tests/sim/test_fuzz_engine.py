@@ -1,5 +1,7 @@
-"""Random prompts through an engine with few pages: what is loaded for a key is what was stored for
-it. KVSWAP_FUZZ_SEED, KVSWAP_FUZZ_SECONDS: as in tests/support/fuzz.py."""
+"""Random prompts through an engine with few pages: a load brings back what was stored for its key.
+
+KVSWAP_FUZZ_SEED and KVSWAP_FUZZ_SECONDS: see tests/support/fuzz.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is cancelled in the queue takes nothing of the order with it."""
+"""Cancelling a queued job keeps the order of the other jobs."""
 
 from __future__ import annotations
 

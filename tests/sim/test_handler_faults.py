@@ -1,4 +1,4 @@
-"""Single failures of the driver that a gate or the end of a job has to survive."""
+"""Single driver failures in gates and at the ends of jobs."""
 
 from __future__ import annotations
 

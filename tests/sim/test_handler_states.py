@@ -1,6 +1,6 @@
-"""Random calls of a handler, and random progress and failures of its device, against a model.
+"""Random calls of a handler, random progress and failures of its device, against a model.
 
-KVSWAP_STATES_EXAMPLES: how many.
+KVSWAP_STATES_EXAMPLES: the number of examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that call one handler at once, on a device that runs its streams in a random order."""
+"""Several threads call one handler, while the device runs its streams in random order."""
 
 from __future__ import annotations
 

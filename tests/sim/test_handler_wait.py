@@ -1,4 +1,6 @@
-"""How a thread waits on the host: nobody else is held up, and the thread stays as it was."""
+"""Waits on the host: they block no other thread, and leave the state of their own thread as it
+was.
+"""
 
 from __future__ import annotations
 

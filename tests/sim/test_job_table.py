@@ -1,4 +1,4 @@
-"""A job fails when what it reads was never written, and only then."""
+"""A job fails if and only if the data that it reads was never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a job needs lives as long as the job, nothing else lives for ever, and nothing is freed twice."""
+"""What a job needs lives as long as the job; everything else is freed, and nothing is freed
+twice.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,7 @@ class Server:
 @stubbed
 def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> None:
     server = Server(driver)
-    server.steps.go_on()
+    server.steps.pin_more()
     assert server.pool.wait_ready(PATIENCE)
     join(server.pool)
     gone = weakref.ref(server)
@@ -342,5 +344,5 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         driver.run()
-    steps.go_on(3)
+    steps.pin_more(3)
     pool.close()

@@ -1,8 +1,9 @@
-"""Each allocation of the native library fails once: every job ends, the handler works on, and a block
-manager is as it was.
+"""Each allocation of the native library fails once: every job ends, the handler goes on, and a
+block manager keeps its state.
 
-The interposer that lets them fail, tests/support/simulated_driver/liballocations, counts what the library itself
-allocates, through the C++ library too, in all threads."""
+tests/support/simulated_driver/liballocations is preloaded and makes them fail. It counts the
+allocations of the library itself and of the C++ library, in all threads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages are pinned in chunks, no copy runs from one chunk into the next, and refusals are borne."""
+"""Pools are pinned in chunks: no copy crosses a chunk's end, and refused chunks are tried again."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
     assert not pool.wait_ready(timeout=0.01)
     assert not pool.wait_ready(timeout=0.01, pages=65)
-    steps.go_on(3)
+    steps.pin_more(3)
     assert pool.wait_ready()
     assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (128, True, True)
     assert steps.seen == [(32, 128), (64, 128), (96, 128), (128, 128)]
@@ -222,7 +222,7 @@ others are not pinned yet, or another rank has them""",
 IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be used: the
 others are not pinned yet, or another rank has them""",
         )
-        steps.go_on(2)
+        steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
         handler.wait(handler.store([1], [95]))
         assert [int(pool.pages[page].unique()) for page in (31, 32, 95)] == [0, 1, 1]
@@ -239,7 +239,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
     waiter.start()
     closer = threading.Thread(target=pool.close)
     closer.start()
-    steps.go_on(3)
+    steps.pin_more(3)
     for thread in (waiter, closer):
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -268,7 +268,7 @@ def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> Non
         pool = megabytes(driver, 128, background=True, on_progress=steps)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
-        steps.go_on(3)
+        steps.pin_more(3)
         text = error_text(pool.wait_ready, PATIENCE)
         assert in_time(lambda: len(warned) == 1)
     assert_expected_inline(
@@ -305,7 +305,7 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
     pool = HostPool(layout, 64, chunk_bytes=32 * MIB, background=True, on_progress=steps)
     handler = OffloadHandler(layout, pool, path="batch")
     driver.limit_registration(in_one=16 * MIB)
-    steps.go_on(3)
+    steps.pin_more(3)
     assert pool.wait_ready(PATIENCE)
     ids = list(range(64))
     handler.wait(handler.store(ids, ids))
@@ -330,7 +330,7 @@ def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
         gc.collect()
         os._exit(driver.calls("cuMemHostUnregister") or "cannot be used" not in said)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    steps.go_on(3)
+    steps.pin_more(3)
     assert pool.wait_ready(PATIENCE)
     assert pool.is_pinned
     pool.close()

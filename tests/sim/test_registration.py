@@ -1,4 +1,6 @@
-"""Registered pieces of a memory: the driver is asked, a fork has none."""
+"""Host memory is registered with the driver in pieces. A forked process has none of the
+registrations.
+"""
 
 from __future__ import annotations
 

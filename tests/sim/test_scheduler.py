@@ -1,4 +1,6 @@
-"""What the device takes no more waits in software, in its order, and goes on by itself."""
+"""Jobs that the device has no room for are queued, keep their order, and start without being
+polled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated driver: it does what CUDA does, and stubbed tests fail when their bodies do."""
+"""The simulated driver behaves like CUDA's, and a test on it fails when its body fails."""
 
 import ctypes
 import os
@@ -399,7 +399,7 @@ def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
     driver.cuda.copy(dst[8:], src[8:], 42)
     assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
     assert driver.calls("cuMemcpyAsync") == 3
-    with pytest.raises(AssertionError, match="the stub has no cuMemcpyAsink"):
+    with pytest.raises(AssertionError, match="the simulated driver has no cuMemcpyAsink"):
         driver.fail("cuMemcpyAsink")
 
 

@@ -1,4 +1,6 @@
-"""Staged copies: packed by a kernel, moved as whole pages, piece after piece round a buffer."""
+"""Staged copies: a kernel packs blocks into a ring of staging buffers, and whole pages are
+copied.
+"""
 
 from __future__ import annotations
 

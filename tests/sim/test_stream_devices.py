@@ -1,4 +1,4 @@
-"""A stream is a handle and a device: handles 0, 1 and 2 mean another stream on every GPU."""
+"""A stream is a handle and a device: the handles 0, 1 and 2 mean a different stream on each GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block of many layers at one distance is one copy of the driver, and arrives like any other."""
+"""A block with the same stride between its layers is copied with one 3-D copy of the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching of tiny random models, step by step or as a whole, with a cache too small."""
+"""Continuous batching of transformers with tiny random models and a cache that is too small."""
 
 from __future__ import annotations
 

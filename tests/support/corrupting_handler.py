@@ -1,4 +1,4 @@
-"""A handler that does something else than what it is asked for."""
+"""A handler that copies other blocks than it was asked to copy, for controls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Ids = list[int]
 
 
 class CorruptingHandler:
-    """Moves what `corrupt` makes of the blocks and pages, or of the pages and blocks of a load."""
+    """Copies the blocks and pages that `corrupt(source ids, destination ids)` returns instead."""
 
     def __init__(
         self, handler: OffloadHandler, corrupt: Callable[[Ids, Ids], tuple[Ids, Ids]]

@@ -1,4 +1,4 @@
-"""Where the two sides of a copy may lie."""
+"""The kinds of memory between which tests copy."""
 
 import pytest
 import torch

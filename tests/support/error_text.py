@@ -1,4 +1,4 @@
-"""What a call says when it refuses its arguments."""
+"""The text of the error that a call raises."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 
 def error_text(call: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """Type and message of what the call raises, wrapped; fails when it raises nothing."""
+    """The type and message of the exception that the call raises, wrapped at 88 characters."""
     try:
         call(*args, **kwargs)
     except Exception as error:
         return textwrap.fill(f"{type(error).__name__}: {error}", 88)
-    raise AssertionError("the call was accepted")
+    raise AssertionError("the call raised nothing")
 
 
 def message_of(call: Callable[[], object]) -> str:

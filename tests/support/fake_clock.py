@@ -1,10 +1,10 @@
-"""A clock that tests set."""
+"""A clock that only moves when a test moves it."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Stands for the module time: it passes only in sleep()."""
+    """Takes the place of the module `time`; only sleep() makes time pass."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Trees of files that stand for /proc and /sys."""
+"""Writes files that stand for those of /proc and /sys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random paged caches and host pools, and the same bytes in numpy, where a model moves them."""
+"""Random paged caches and host pools, with a numpy copy of their bytes that the model updates."""
 
 from __future__ import annotations
 

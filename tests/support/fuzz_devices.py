@@ -1,7 +1,7 @@
-"""Where random jobs run: on the CPU, on the simulated driver and on a GPU.
+"""Devices for random jobs: the CPU, the simulated driver and a GPU.
 
-A device has streams of the caller. A kernel is a copy between rows and blocks on one of them. What
-returns bool is False where the simulated driver refused the call and did nothing.
+A device has streams. A kernel copies between rows and blocks on one of them. Methods that return
+bool return False where the simulated driver refused the call and did nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache, pages and a handler on a GPU, and kernels that take long, for tests of order."""
+"""A paged cache on a GPU with a host pool and a handler, and ways to hold its streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = 1 << 16
 
 @functools.cache
 def cycles_per_ms() -> float:
-    """Of the kernel that keeps a GPU busy, at the highest clock that was seen."""
+    """How many cycles torch.cuda._sleep needs for a millisecond, at the highest clock seen."""
     torch.cuda._sleep(1_000_000)
     rates = []
     for _ in range(3):
@@ -35,8 +35,8 @@ def cycles_per_ms() -> float:
 
 
 def keep_busy(ms: float = 200) -> None:
-    """Holds the current stream up: for so much longer than the calls take that a test makes
-    meanwhile that these come first. Calls that a sanitizer watches take more: see SCALE."""
+    """Keeps the current stream busy for much longer than the test's next calls take. Sanitizers make
+    calls slower: SCALE makes this time longer too."""
     torch.cuda._sleep(int(ms * SCALE * cycles_per_ms()))
 
 
@@ -81,10 +81,10 @@ class Hold(torch.cuda.Event):
 
 
 class GpuCache:
-    """A cache of OLD bytes in `layers` tensors, as many pages of NEW bytes, and a handler.
+    """A cache full of OLD bytes, a host pool of as many blocks full of NEW bytes, and a handler.
 
-    Kernels are loaded at their first launch, which may wait for the device: what a test launches
-    while something is held up, it launches once before.
+    The first launch of a kernel loads it and may wait for the device. Kernels that tests launch while
+    a stream is held are therefore launched once here.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GpuCache:
         assert len(self.handler.finished()) == 2
 
     def slow(self, ms: float = 200) -> torch.cuda.Event:
-        """Holds the current stream up; the event happens when it is free again."""
+        """Keeps the current stream busy; the event happens when it is free again."""
         keep_busy(ms)
         event = torch.cuda.Event()
         event.record()
@@ -132,7 +132,7 @@ class GpuCache:
             return self.slow(ms)
 
     def hold(self) -> Hold:
-        """Holds the current stream up until it is released, or the gpu is left."""
+        """Holds the current stream until `release`, or until the context ends."""
         self._holds.append(Hold())
         return self._holds[-1]
 
@@ -145,14 +145,14 @@ class GpuCache:
             hold.release()
 
     def look(self) -> None:
-        """A kernel on the current stream that reads the first layer of the cache."""
+        """Copies the first layer of the cache to `seen`, with a kernel on the current stream."""
         torch.add(self.cache, 0, out=self.seen)
 
     def page(self, index: int = 0) -> int:
         return only(self.host.pages[index])
 
     def another_handler(self) -> OffloadHandler:
-        """On the same cache and pages. Handlers do not know of each other: a control."""
+        """A second handler for the same cache and pool, as a control: handlers do not order each other."""
         return OffloadHandler(self.layout, self.host)
 
     def __enter__(self) -> GpuCache:
@@ -165,14 +165,14 @@ class GpuCache:
 
 
 def only(tensor: Tensor) -> int:
-    """The one value that all elements have."""
+    """The value that all elements have."""
     values = tensor.unique().tolist()
     assert len(values) == 1, values
     return int(values[0])
 
 
 def ended(handler: OffloadHandler, job: Job) -> str:
-    """How the job ended, once it has, also when that is a failure."""
+    """Waits for the job and returns its state, also if it failed."""
     with suppress(TransferError):
         handler.wait(job, timeout=PATIENCE)
     assert job.result is not None

@@ -1,4 +1,4 @@
-"""A block manager as a few dictionaries: what the real one may do, and has to answer."""
+"""A model of the block manager, made of dictionaries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Paged caches of every layout, in memory with known bytes around and between the blocks, and what
-stores and loads do to them, said in plain torch indexing."""
+"""Paged caches of every layout, with guard bytes around their blocks, and reference stores and
+loads in plain PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long tests wait for what has to come: so much longer than it takes that only a hang is told.
+"""How long tests wait. A wait takes much longer than needed before it fails, so that it fails only
+on a hang.
 
-No test is right because something was fast enough. A test that waits polls for the state that it
-needs, until its patience ends; what must not happen is asked for when all that could do it has had
-its turn.
+No test depends on speed. A test polls for the state that it needs until its patience ends. Before
+it checks that something has not happened, it gives every thread that could do it the chance to.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable
 
-SCALE = float(os.environ.get("KVSWAP_TEST_TIMEOUT_SCALE", "1"))  # a sanitizer takes its time
+SCALE = float(os.environ.get("KVSWAP_TEST_TIMEOUT_SCALE", "1"))  # sanitizers make everything slower
 PATIENCE = 60 * SCALE  # seconds
 
 
 def in_time(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    """Polls until the condition holds; False when it does not for that long."""
+    """Polls until the condition holds and returns True, or False if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Pinning that goes on when a test says so."""
+"""Lets a test decide when a pool's next chunk is pinned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from patience import PATIENCE
 
 
 class PinningSteps:
-    """Holds the thread that pins after each chunk but the first, until it may go on."""
+    """A pool's `on_progress` that holds the pinning thread after each chunk, until `pin_more`."""
 
     def __init__(self) -> None:
         self._turns = threading.Semaphore(0)
@@ -19,5 +19,5 @@ class PinningSteps:
         if threading.current_thread() is not threading.main_thread():
             assert self._turns.acquire(timeout=PATIENCE)
 
-    def go_on(self, chunks: int = 1) -> None:
+    def pin_more(self, chunks: int = 1) -> None:
         self._turns.release(chunks)

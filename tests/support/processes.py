@@ -1,4 +1,4 @@
-"""Processes that tests start: a fork, a script, and the end of one that hangs."""
+"""Runs code in other processes, and ends tests that hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from patience import PATIENCE
 
 
 def in_child(body: Callable[[], object]) -> int:
-    """The exit status of a fork: 1 if the body was true, 0 if not; that of a signal is negative."""
+    """Runs the body in a forked process. Returns 1 if it returned something true and 0 if not, or the
+    negative number of the signal that ended the process."""
     child = os.fork()
     if child == 0:
         status = 2
@@ -31,8 +32,8 @@ def in_child(body: Callable[[], object]) -> int:
 
 
 @contextmanager
-def a_fork_lives() -> Iterator[None]:
-    """Of this process; it does nothing."""
+def live_fork() -> Iterator[None]:
+    """A forked process lives and does nothing."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -48,8 +49,8 @@ def a_fork_lives() -> Iterator[None]:
 
 
 def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
-    """Runs it in a process of its own that imports what this one does, and modules of the folder;
-    returns what it printed."""
+    """Runs a script in another process, with the module search path of this one, and returns what it
+    printed. The script can also import the modules of `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{textwrap.dedent(script)}", *arguments],
         cwd=folder,
@@ -65,8 +66,8 @@ def run_script(script: str, *arguments: str, folder: Path | None = None) -> str:
 
 @contextmanager
 def watchdog(capfd: pytest.CaptureFixture[str], seconds: float = 3 * PATIENCE) -> Iterator[None]:
-    """Ends the process, with the stacks of all threads, when a test hangs where no deadline of its
-    own can help: inside the driver, or in closing."""
+    """Ends the process and prints the stacks of all threads if a test hangs, for hangs in the driver
+    or in close(), where the test has no deadline of its own."""
     with capfd.disabled():
         stderr = os.dup(2)
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)

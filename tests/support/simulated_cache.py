@@ -1,4 +1,6 @@
-"""A handler on the simulated driver, in manual mode: nothing runs until the test says so."""
+"""A paged cache, a host pool and a handler on the simulated driver, which runs nothing until a
+test says so.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ SHARE = {  # kind, block and page of two jobs that must not overlap
 
 
 class Stream(torch.cuda.Stream):
-    """A stream of the stub for PyTorch."""
+    """A stream of the simulated driver, as a PyTorch stream."""
 
     def __new__(cls, *_: object, **__: object) -> Stream:
         return object.__new__(cls)
@@ -73,7 +75,7 @@ class Stream(torch.cuda.Stream):
 
 
 class Event(torch.cuda.Event):
-    """An event of the stub for PyTorch; 0 is one that was never recorded."""
+    """An event of the simulated driver, as a PyTorch event. Handle 0 was never recorded."""
 
     def __new__(cls, *_: object) -> Event:
         return object.__new__(cls)
@@ -83,8 +85,10 @@ class Event(torch.cuda.Event):
 
 
 class SimulatedCache:
-    """A cache of random blocks, pages of other random bytes, and a handler. Block b of the cache is
-    `block(b)`, what is in slot s of page p is `page(p, s)`."""
+    """A cache and a host pool, both full of random bytes, and a handler.
+
+    `block(b)` is the content of block b of the cache, `page(p, s)` of slot s of page p.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class SimulatedCache:
         layers: int = 1,
         threaded: bool = False,
     ) -> None:
-        torch.set_num_threads(1)  # number_of_threads() is to change by those of the handler
+        torch.set_num_threads(1)  # or number_of_threads() would count those of PyTorch
         self.driver = driver
         driver.set_mode("manual")
         driver.set_stream(0, CURRENT)
@@ -122,8 +126,8 @@ class SimulatedCache:
         return torch.equal(self.page(page), block)
 
     def is_right(self, without: Sequence[Job] = (), pages: Tensor | None = None) -> bool:
-        """Whether all bytes are those that the jobs leave when they run one after another. pages:
-        the memory of a pool that is closed."""
+        """Whether all bytes are as if the jobs had run one after another, without those of `without`.
+        pages: the memory of a pool that is closed."""
         blocks, slots = (part.clone() for part in self._start)
         left_out = {job.id for job in without}
         for number, kind, of_gpu, of_host in self._moves:
@@ -142,7 +146,7 @@ class SimulatedCache:
     # Jobs.
 
     def submit(self, kind: str, blocks: Any, pages: Any, **options: Any) -> Job:
-        """kind: store, load or expedited. Behind nothing, unless the options say so."""
+        """Submits a job of a kind: store, load or expedited. By default it waits for no stream."""
         options.setdefault("after", ())
         if kind == "store":
             job = self.handler.store(blocks, pages, **options)
@@ -163,7 +167,7 @@ class SimulatedCache:
         return self.submit("load", [block], [page], **options)
 
     def fill(self, kind: str, block: int = 0, page: int = 0) -> list[Job]:
-        """As many jobs as the device takes, and one more, which is queued."""
+        """Submits jobs until one of them is queued; returns all of them."""
         jobs = []
         while not self.metrics(kind).queued:
             jobs.append(self.submit(kind, [block], [page]))
@@ -176,7 +180,7 @@ class SimulatedCache:
         return of[kind]
 
     def finish(self) -> list[Result]:
-        """Runs the device until all jobs have ended; what finished() says then."""
+        """Runs the device until all jobs have ended, and returns what finished() returns then."""
         return run_until(self.driver, self.has_ended) and self.handler.finished()
 
     def has_ended(self) -> bool:
@@ -191,12 +195,12 @@ class SimulatedCache:
     # The device.
 
     def held(self, stream: int = CURRENT) -> int:
-        """Holds a stream up: the number by which release() lets it go on."""
+        """Holds a stream; returns a number for release()."""
         self._holds.append(self.driver.hold(stream))
         return self._holds[-1]
 
     def hold_up(self, kind: str, block: int = 0, page: int = 0) -> tuple[int, Job]:
-        """A job that nothing in its channel can pass until the hold is released."""
+        """Submits a job that blocks its channel until the hold is released."""
         hold = self.held(SIDE)
         return hold, self.submit(kind, [block], [page], after=Stream(SIDE))
 
@@ -209,12 +213,12 @@ class SimulatedCache:
         return event
 
     def start_log(self) -> None:
-        """The next log() begins here, with event 1."""
+        """The next log() starts here, and counts its events from 1."""
         self._events.clear()
         self.driver.log()
 
     def log(self) -> str:
-        """The driver's log with streams by what they are for, and events by their first use."""
+        """The driver's log, with the streams' purposes, and events numbered by their first use."""
 
         def event(match: re.Match[str]) -> str:
             return f"event {self._events.setdefault(match[1], len(self._events) + 1)}"
@@ -237,7 +241,7 @@ class SimulatedCache:
 
 
 def run_until(driver: Driver, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    """Runs the device until the condition holds; fails when it does not for that long."""
+    """Runs the device until the condition holds, and fails if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while True:
         driver.run()
@@ -252,8 +256,8 @@ def states(results: list[Result]) -> list[str]:
 
 
 def let_threads_look(driver: Driver, times: int = 10) -> None:
-    """Returns when all other threads of the process wait for something to do, or when those that
-    look for it have asked the device so often: what they might do too early they have done."""
+    """Gives all other threads the chance to do what they must not do: returns when all of them sleep,
+    or when those that poll have asked the device `times` more times."""
     asked, own = driver.calls("cuEventQuery"), {threading.get_native_id()}
 
     def have_looked() -> bool:
@@ -263,8 +267,8 @@ def let_threads_look(driver: Driver, times: int = 10) -> None:
 
 
 def rest(of_threads: set[int]) -> bool:
-    """Whether these threads, by their native ids, wait for something to do, and do not look for it
-    by themselves: they sleep on for longer than the pauses between looks, of a millisecond."""
+    """Whether these threads (native ids) sleep until they are woken. Threads that poll sleep for a
+    millisecond at a time, and are not at rest."""
     seen = set()
     for _ in range(10):
         seen |= {(thread, *_state(thread)) for thread in of_threads}
@@ -273,7 +277,7 @@ def rest(of_threads: set[int]) -> bool:
 
 
 def _state(thread: int) -> tuple[str, str]:
-    """With how often it has waited for something so far."""
+    """The state of the thread, and how often it has slept so far."""
     try:
         status = Path(f"/proc/self/task/{thread}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -283,8 +287,8 @@ def _state(thread: int) -> tuple[str, str]:
 
 
 def threads() -> set[int]:
-    """The native ids of all threads but those that end, also of those that Python does not know.
-    The system lists a thread for a moment after it was joined."""
+    """The native ids of all threads of the process, also of those that Python did not start. Threads
+    that are ending are left out: the system lists a thread for a moment after it was joined."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What must come of the jobs of a handler, followed by data in the order of their submission."""
+"""A model of the data that stores and loads move, in the order of their submission."""
 
 from __future__ import annotations
 

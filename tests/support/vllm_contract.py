@@ -1,5 +1,6 @@
-"""What our integration takes from vLLM: vLLM itself in `make test-vllm`, else as much of its
-contract as our manager and worker use, so that they are tested without it."""
+"""The parts of vLLM that our manager and worker use: vLLM itself under `make test-vllm`, else
+stand-ins with the same contract.
+"""
 
 from __future__ import annotations
 

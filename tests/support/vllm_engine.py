@@ -1,4 +1,4 @@
-"""vLLM, for the tests of our integration: only `make test-vllm` imports it."""
+"""Configurations and caches of the real vLLM, for tests that `make test-vllm` runs."""
 
 from __future__ import annotations
 

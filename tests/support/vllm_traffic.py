@@ -1,4 +1,4 @@
-"""Requests of a scheduler like vLLM's, for managers like its, and a model of its own manager."""
+"""Requests like those of vLLM's scheduler, and a model of vLLM's own manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that has moved is found by the next submission, whatever moved it."""
+"""A cache tensor that has moved is found at the next submission."""
 
 from __future__ import annotations
 

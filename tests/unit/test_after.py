@@ -1,4 +1,4 @@
-"""What a job may start behind, and what may wait for one."""
+"""What `after=` accepts, and what may wait for a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that share memory share it block by block, or are refused."""
+"""Layouts that share memory must share whole blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that the source is checked for: imports go downward, torch stays out of where it is not needed."""
+"""Checks of the source: imports go downward, and some folders do without torch."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The native library as a file: what it needs of others, and that it fits every CUDA."""
+"""The native library as a file: its dependencies, and that it works with every CUDA release."""
 
 import ctypes
 import os
@@ -68,10 +68,10 @@ def test_it_shows_nothing_but_its_c_interface():
 
 
 @pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
+    torch.version.cuda is not None, reason="the simulated driver needs a PyTorch without CUDA"
 )
 def test_importing_it_does_not_touch_cuda():
-    # With the stub a driver can be found on every machine; the last line, a control, uses it.
+    # With the simulated driver a driver can be found on every machine; the last line, a control, uses it.
     code = """
 import pathlib, torch
 def drivers(): return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text()

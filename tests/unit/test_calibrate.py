@@ -1,4 +1,4 @@
-"""Calibration finds the costs that transfers really have."""
+"""Calibration measures the costs that transfers have."""
 
 from __future__ import annotations
 

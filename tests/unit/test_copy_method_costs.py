@@ -1,4 +1,4 @@
-"""The figures behind the choice of a path: where they are from, and what they predict."""
+"""The cost tables of the copy methods: where they come from, and what they predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a handler takes: layouts and pools that belong together."""
+"""A handler takes layouts and pools that fit together."""
 
 from __future__ import annotations
 

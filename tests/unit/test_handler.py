@@ -1,4 +1,4 @@
-"""Bytes go where the ids say, whatever the layout, and every job ends once."""
+"""Bytes go where the ids say, in every layout, and every job ends once."""
 
 from __future__ import annotations
 

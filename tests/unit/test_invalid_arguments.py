@@ -1,4 +1,4 @@
-"""Each wrong argument of a public call is refused by its name, and leaves nothing behind."""
+"""Every invalid argument of a public call is refused by its name, and leaves nothing behind."""
 
 from __future__ import annotations
 

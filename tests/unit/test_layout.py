@@ -1,4 +1,4 @@
-"""A layout has the address of every block of every plane, or says which tensor has none."""
+"""A layout has the address of every block of every slab; errors name the tensor."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the native side has counted is read whole, and comes out as a scraper wants it."""
+"""Metrics are a consistent snapshot, and are written in Prometheus' format."""
 
 from __future__ import annotations
 

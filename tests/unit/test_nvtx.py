@@ -1,4 +1,4 @@
-"""A profile shows each job from its submission to its report, and nothing unless asked for."""
+"""NVTX ranges of jobs, from submission to completion, only when enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What bit the users of other libraries, and the test here that fails when it comes back."""
+"""Faults that users of other libraries have reported, and the tests that guard against them
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that moves: jobs that come after rebind() copy where it lies then, and nowhere else."""
+"""After rebind() jobs copy from the cache's new memory, and never from the old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job has ended, and what is raised for those that have not ended well."""
+"""Results of jobs, and the exceptions for jobs that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a handler keeps of a job that has ended and that nobody has asked for."""
+"""How much memory a handler keeps for ended jobs whose results nobody has fetched."""
 
 from __future__ import annotations
 

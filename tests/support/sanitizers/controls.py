@@ -1,7 +1,7 @@
-"""The sanitizer of this run sees the faults that it is for: here they are made on purpose.
+"""Controls: faults made on purpose, which the sanitizer must report.
 
-Each fault is made through the package's own library, in a process that is started as all others
-are. tools/sanitize.py runs these tests before the others.
+tools/sanitize.py runs them first. The faults are in the package's own library, in processes that
+are started like those of all tests.
 """
 
 from __future__ import annotations

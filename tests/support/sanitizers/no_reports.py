@@ -1,4 +1,4 @@
-"""A plugin of pytest: a test fails when a sanitizer reports something meanwhile, in any process."""
+"""A pytest plugin: a test fails if a sanitizer reports anything while it runs, in any process."""
 
 import os
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""A CUDA driver made of host memory: it does what the real one does, when the test wants it.
+"""A CUDA driver in host memory, whose work runs when the test wants it.
 
-Loading it replaces the driver for the whole process, so what needs it runs in other processes, on a
-PyTorch without CUDA: a :func:`stubbed` test in one that many share, :func:`run` in one of its own.
+Loading it replaces the driver for the whole process. Tests therefore run on it in other processes,
+with a PyTorch without CUDA: a :func:`stubbed` test in a process that many tests share, :func:`run`
+in a process of its own.
 """
 
 from simulated_driver.driver import DEVICE, HOST, Driver

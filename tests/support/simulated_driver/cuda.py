@@ -1,4 +1,4 @@
-"""The driver's functions as a program calls them, for tests that take the part of that program."""
+"""Calls the simulated driver's functions as an application does."""
 
 from __future__ import annotations
 

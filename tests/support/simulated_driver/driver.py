@@ -1,4 +1,4 @@
-"""The stub inside a process that it is loaded into: what a test says to it and asks it."""
+"""Controls and observes the simulated driver of this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESULTS = {
 
 
 class Driver:
-    """The stub, in its first state. It is one for the process: a second object is the same stub.
+    """The simulated driver of this process, in its first state. All objects are the same driver.
 
     Streams are named by their handles; any number is a stream of GPU 0 from its first use, but 0, 1
     and 2, which are default streams of the GPU that `on` says.
@@ -44,7 +44,7 @@ class Driver:
             getattr(self.library, name).restype = result
         self.cuda = Cuda(self.library)
         self.reset()
-        atexit.register(self.library.stub_reset)  # no thread of the stub copies while Python ends
+        atexit.register(self.library.stub_reset)  # or its thread could copy while Python ends
 
     def reset(self) -> None:
         """Everything as in the beginning. What is pending is dropped and memory is forgotten."""
@@ -57,7 +57,7 @@ class Driver:
     # Memory.
 
     def memory(self, num_bytes: int, kind: int, device: int = 0) -> torch.Tensor:
-        """Memory that the stub takes for device memory or for pinned host memory."""
+        """Memory that the driver takes for device memory or for pinned host memory."""
         tensor = torch.zeros(num_bytes, dtype=torch.uint8)
         self.adopt(tensor, kind, device)
         return tensor
@@ -158,7 +158,7 @@ class Driver:
         return self.library.stub_calls_here(name.encode())
 
     def _check(self, name: str) -> None:
-        assert self.library.stub_knows(name.encode()), f"the stub has no {name}"
+        assert self.library.stub_knows(name.encode()), f"the simulated driver has no {name}"
 
     # States of the driver.
 

@@ -1,5 +1,5 @@
-"""The process that :func:`stub.run` forks: what a program needs first, and takes long to import, is
-there. torch_kvswap is not, as what it finds when it is loaded is for each program to say."""
+"""The process that :func:`simulated_driver.run` forks. It has imported PyTorch, which takes long, but
+not torch_kvswap, which reads the environment of each program when it is loaded."""
 
 from __future__ import annotations
 

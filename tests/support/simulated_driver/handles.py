@@ -1,4 +1,4 @@
-"""Streams and events of the stub as PyTorch objects, which a PyTorch without CUDA cannot make."""
+"""The simulated driver's streams and events as PyTorch objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stub's libraries, compiled when their sources change."""
+"""Builds the simulated driver's libraries when their sources have changed."""
 
 from __future__ import annotations
 

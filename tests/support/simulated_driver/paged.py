@@ -1,4 +1,4 @@
-"""Paged caches and host pools in memory that the stub takes for that of a GPU."""
+"""Paged caches and host pools in memory that the simulated driver takes for a GPU's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from simulated_driver.driver import DEVICE, HOST, Driver
 
-if TYPE_CHECKING:  # the package looks for a driver when it is loaded, so the stub comes first
+if TYPE_CHECKING:  # the package looks for a driver when it is loaded: the simulated one comes first
     from torch_kvswap.host_pool.pool import HostPool
     from torch_kvswap.layout import PagedLayout
 
 
 def place(driver: Driver, layout: PagedLayout, device: int = 0) -> PagedLayout:
-    """Puts a layout of CPU tensors on a GPU of the stub."""
+    """Makes the driver take a layout of CPU tensors for one on a GPU."""
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         driver.adopt(torch.empty(0, dtype=torch.uint8).set_(storage), DEVICE, device)
@@ -36,7 +36,7 @@ def on_device(
 
 
 def pool(driver: Driver, layout: PagedLayout, num_pages: int, blocks_per_page: int = 1) -> HostPool:
-    """A host pool for a layout on a GPU of the stub, in memory that is pinned for the stub."""
+    """A host pool for a layout from `place`, in memory that the driver takes for pinned."""
     from torch_kvswap.host_pool.pool import HostPool
 
     made = HostPool(layout, num_pages, blocks_per_page, pinned=False)
@@ -51,7 +51,7 @@ def cache(
     layers: int = 2,
     block_bytes: int = 64,
 ) -> tuple[PagedLayout, HostPool]:
-    """A cache with random bytes on GPU 0 of the stub, and a host pool for it."""
+    """A cache with random bytes on GPU 0, and a host pool for it."""
     from torch_kvswap.layout import PagedLayout
 
     tensors = [

@@ -1,4 +1,6 @@
-"""A test's body in a process of its own, for what has to be set before the library is loaded."""
+"""Runs a function in a process of its own, for settings that the library reads when it is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from simulated_driver.libraries import build
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that loads the stub and imports from the tests and the package. Kernels are only
-    used there where a test asks for them."""
+    """The environment of a process with the simulated driver, which can import the test support and
+    the package. It has cost tables by which kernels are used only where a test asks for them."""
     support, root = Path(__file__).parents[1], Path(__file__).parents[3]
     more = {"KVSWAP_PATH_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
     path = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
@@ -28,7 +30,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class ForkServer:
-    """A process that has loaded PyTorch and the stub, and forks for each program that it runs.
+    """A process that has loaded PyTorch and the simulated driver, and forks to run a program.
 
     Args:
         preload (str): shared libraries that are in it from its beginning on.
@@ -60,11 +62,11 @@ fork_server = functools.cache(ForkServer)
 
 
 def run(body: Callable[[Driver], None], **more: str) -> str:
-    """Runs `body(driver)` in a new process with the stub in place and returns what it printed.
+    """Runs `body(driver)` on the simulated driver in a new process; returns what it printed.
 
     Args:
-        body (Callable): it knows what this package and `ops` are, and nothing else of its module.
-            It can import modules of its folder.
+        body (Callable): it sees the names of this package and `ops`, and nothing else of its module.
+            It can import the modules of its folder.
         more (str): variables of its environment.
     """
     source = textwrap.dedent(inspect.getsource(body))

@@ -1,4 +1,4 @@
-"""Tests whose bodies run where the stub is the CUDA driver."""
+"""The decorator of tests that run on the simulated driver."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from patience import PATIENCE, SCALE
 from simulated_driver.program import environment
 
 without_cuda = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the stub would take the place of a real CUDA PyTorch"
+    torch.version.cuda is not None, reason="the simulated driver needs a PyTorch without CUDA"
 )
 
 
 class Worker:
-    """A process with the stub in it. Tests run in it one after another, `seconds` each at most:
-    longer than the patience of their own, which can say what they wait for."""
+    """A process with the simulated driver, in which tests run one after another.
+
+    A test may take `seconds`, which is more than its own waits may take: these say what they waited
+    for.
+    """
 
     def __init__(self, seconds: float = 3 * PATIENCE) -> None:
         self._runs_a_test = False
@@ -43,7 +46,7 @@ class Worker:
         theirs.close()
 
     def call(self, module: str, name: str, arguments: dict[str, Any]) -> str | None:
-        """None, or why the test failed. After a failure the worker is of no more use."""
+        """Runs a test; returns None, or why it failed. After a failure the worker cannot be used again."""
         begin = self._output.seek(0, os.SEEK_END)
         try:
             self._runs_a_test = True
@@ -74,7 +77,7 @@ class Worker:
 
 
 class Workers:
-    """The worker of this process: one that serves until a test fails in it."""
+    """The worker of this process, replaced after each failure."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
@@ -99,9 +102,10 @@ workers = Workers()
 
 
 def stubbed(body: Callable[..., None]) -> Callable[..., None]:
-    """Runs the body, whose first argument is a fresh Driver, in a process that has the stub.
+    """Decorates a test whose first argument is a :class:`Driver`: runs it on the simulated driver.
 
-    All other arguments are pickled. The module of the test is loaded there from its file.
+    It runs in another process, which loads the test's module from its file. Its arguments are
+    pickled.
     """
 
     @functools.wraps(body)

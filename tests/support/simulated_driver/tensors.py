@@ -1,4 +1,4 @@
-"""CUDA tensors for a PyTorch without CUDA, which makes none but takes them through DLPack."""
+"""CUDA tensors for a PyTorch without CUDA, made through DLPack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that has the stub loaded and runs the bodies of stubbed tests, one after another."""
+"""The process in which tests run on the simulated driver, one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers pass is converted in one place, and an error names the argument."""
+"""Arguments are converted in one place, and errors name the argument."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The C interface: that Python has it right, its errors, and what it says of the driver."""
+"""The C interface: its declarations in Python, its errors, and what it reports about the driver."""
 
 import ctypes
 import os

@@ -1,3 +1,5 @@
+"""An object is refused in a process that was forked after it was made."""
+
 import os
 
 import pytest

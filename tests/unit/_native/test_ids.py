@@ -1,4 +1,4 @@
-"""Ids come as callers have them, and are copied in the call."""
+"""Block ids are accepted in every common form, and copied during the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block j of a request lies in its slot of its page, and a wrong id is refused with its name."""
+"""Block j of a request goes to its slot of its page; errors name the invalid id."""
 
 from __future__ import annotations
 

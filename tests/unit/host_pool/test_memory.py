@@ -1,4 +1,6 @@
-"""Mapped memory has the asked size, huge pages where the kernel has some, and is safe in a fork."""
+"""Mapped memory has the requested size, uses huge pages where there are some, and is safe in a
+fork.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from fake_procfs import write
-from processes import a_fork_lives, in_child, run_script
+from processes import in_child, live_fork, run_script
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import loader
@@ -157,7 +159,7 @@ def test_a_fork_has_zeros_of_its_own_and_costs_the_parent_nothing() -> None:
     zeros = bytes(mapped.nbytes)
     # No torch in the child: the threads of its operators are the parent's.
     assert in_child(lambda: ctypes.string_at(mapped.address, mapped.nbytes) == zeros) == 1
-    with a_fork_lives():
+    with live_fork():
         first = faults()
         mapped.tensor.fill_(8)  # no page of it is copied
         assert faults() - first < 100

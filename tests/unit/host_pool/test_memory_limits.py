@@ -1,4 +1,6 @@
-"""A pool that the machine has no room for is refused, with the limit and the way out."""
+"""A pool that exceeds the memory of the machine is refused; the error names the limit and the
+remedy.
+"""
 
 from __future__ import annotations
 

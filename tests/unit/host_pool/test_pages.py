@@ -1,4 +1,4 @@
-"""Which pages a process uses, and how many of them make a chunk."""
+"""Which pages a process uses, and how many pages make a chunk."""
 
 from __future__ import annotations
 

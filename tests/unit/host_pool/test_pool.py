@@ -1,4 +1,4 @@
-"""Host pages have the exact size, are pinned while the pool is open, and outlive their views."""
+"""Host pools have the exact size, are pinned while they are open, and outlive their views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
-from processes import a_fork_lives
+from processes import live_fork
 from simulated_driver import HOST, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 
@@ -348,7 +348,7 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
     layout = make_layout(row_bytes=1 << 20, device="cuda:0")
     with HostPool(layout, num_pages=16) as pool, OffloadHandler(layout, pool) as handler:
         pool.pages.fill_(1)
-        with a_fork_lives():
+        with live_fork():
             # A page that was copied here would no longer be the one that is pinned.
             pool.pages.fill_(2)
             handler.wait(handler.load([3, 15], [0, 1]))

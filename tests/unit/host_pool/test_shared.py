@@ -1,4 +1,4 @@
-"""Processes share the memory of a pool: each pins its part, and nothing is left when they end."""
+"""Processes share a pool: each pins its part, and nothing is left when they end."""
 
 from __future__ import annotations
 

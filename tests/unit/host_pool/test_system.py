@@ -1,4 +1,4 @@
-"""What a machine has is read from files, those of both versions of control groups."""
+"""Memory, NUMA nodes and control groups (v1 and v2) of the machine, read from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The ops under torch.compile: values, because opcheck cannot see memory behind addresses."""
+"""The ops under torch.compile. Compares values, because opcheck does not see memory behind
+addresses.
+"""
 
 import pytest
 import torch

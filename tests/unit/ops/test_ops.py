@@ -1,4 +1,4 @@
-"""The contract of the ops with PyTorch: schemas, fakes and what a compiler may assume."""
+"""The ops' schemas, fake implementations and aliasing, as PyTorch checks them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Blocks go to the host and come back by what is in them."""
+"""The engine stores blocks and finds them again by their content."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         handler.wait(engine.store([8], [8]))  # the end of the prompt goes for it
         assert engine.manager.stats().evicted == 1
         engine.finished()
-        steps.go_on(2)
+        steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
         handler.wait(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
         engine.finished()
@@ -154,7 +154,7 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
         with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
-            steps.go_on(2)
+            steps.pin_more(2)
             assert "no more will be" in error_text(pool.wait_ready, PATIENCE)
             assert in_time(lambda: not pinning_threads())
         engine = OffloadEngine(handler)

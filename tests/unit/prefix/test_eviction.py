@@ -1,4 +1,4 @@
-"""Who is evicted: LRU, and ARC against its algorithm written down plainly."""
+"""Eviction policies: LRU, and ARC against a plain implementation of the published algorithm."""
 
 from __future__ import annotations
 

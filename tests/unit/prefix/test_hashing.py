@@ -1,4 +1,4 @@
-"""Keys of blocks: equal for equal content under equal settings, and for nothing else."""
+"""Keys of blocks are equal for equal content and settings, and only for these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored when it leaves the GPU, and that an engine finds it again."""
+"""Lazy storing: blocks are stored when they leave the GPU, and an engine finds them again."""
 
 from __future__ import annotations
 

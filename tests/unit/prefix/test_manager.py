@@ -1,4 +1,4 @@
-"""What a block manager promises, call by call; its errors."""
+"""The block manager's calls and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a block manager keeps other threads waiting: for Python's GIL, and for its own lock."""
+"""How long the block manager holds the GIL and its own lock."""
 
 from __future__ import annotations
 

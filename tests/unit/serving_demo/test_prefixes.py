@@ -1,4 +1,6 @@
-"""Prompts that begin alike: what the host has is loaded, and the answers stay the same."""
+"""Prompts with a common prefix: its blocks are loaded from the host, and the answers are the
+same.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""tools/environment.py: with a pip and Pythons that only answer, and with the real pip and package
-indexes on disk."""
+"""tools/environment.py with fake Pythons and a fake pip, and with the real pip and package
+indexes on disk.
+"""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""tools/sanitize.py, without a sanitizer, and what it shares with tools/measure_coverage.py."""
+"""tools/sanitize.py without a sanitizer, and what it shares with tools/measure_coverage.py."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""setup.py: what it finds, which flags it chooses, and what it says when it cannot build."""
+"""setup.py: which tools and flags it chooses, and its errors when it cannot build."""
 
 import ctypes
 import importlib.util
