@@ -206,7 +206,7 @@ kvswap_result describe(const Job& job) {
   result.copy_seconds = job.copy_seconds;
   result.channel = job.channel;
   result.layer_groups = job.layer_groups;
-  result.path = job.path;
+  result.path = static_cast<int32_t>(job.copy_method);
   result.state = static_cast<int32_t>(job.state);
   result.error = job.error.c_str();
   result.job = const_cast<Job*>(&job);
@@ -255,7 +255,7 @@ void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layer
 }
 
 const char* kvswap_handler_path_problem(void* handler) {
-  return handler_at(handler).path_problem().c_str();
+  return handler_at(handler).missing_methods().c_str();
 }
 
 void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }

@@ -47,8 +47,8 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;
-    is_unpacking = part.path == Path::kStaged && channel_ != kStores;
-    if (part.path == Path::kStaged) {
+    is_unpacking = part.method == CopyMethod::kStaged && channel_ != kStores;
+    if (part.method == CopyMethod::kStaged) {
       send(fragments, groups);
       sort_by_slot(part);
       stage(part, transfer, groups, slabs);
@@ -57,9 +57,9 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
     // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
     // unpacked then.
     if (!part.is_unstaged) order_behind_unpacking();
-    if (part.path == Path::kStrided) {
+    if (part.method == CopyMethod::kStrided) {
       copy_strided(paged(part, group), group.runs_of(slabs), copies_);
-    } else if (part.path == Path::kKernel) {
+    } else if (part.method == CopyMethod::kKernel) {
       copy_by_kernel(packed(part, group, slabs), cuda::kernels(device_), copies_);
     } else {
       add_fragments(fragments, paged(part, group), slabs);

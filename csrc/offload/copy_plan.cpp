@@ -42,25 +42,25 @@ constexpr size_t kMaxUnstagedRuns = 2;
 
 // Entries of the driver's queue, of which a stream has about 1,020, and seconds of the thread that
 // submits them (H200).
-size_t queue_entries(Path path, const Group& group, size_t blocks) {
-  if (path == Path::kStrided) return blocks * group.runs.size();
-  if (path == Path::kStaged) return blocks + kMostPieces;
-  if (path == Path::kKernel) return 1 + blocks / kPackBlocks;
+size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
+  if (method == CopyMethod::kStrided) return blocks * group.runs.size();
+  if (method == CopyMethod::kStaged) return blocks + kMostPieces;
+  if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }
 
-double submit_seconds(Path path, const Group& group, size_t blocks) {
+double submit_seconds(CopyMethod method, const Group& group, size_t blocks) {
   const auto count = static_cast<double>(blocks);
-  if (path == Path::kStrided) {
+  if (method == CopyMethod::kStrided) {
     return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
   }
-  if (path == Path::kStaged) {
+  if (method == CopyMethod::kStaged) {
     // Pieces grow, three times as much at a time.
     const double bytes = count * static_cast<double>(group.block_bytes);
     const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}) / 2);
     return count * kSecondsPerPage + pieces * kSecondsPerPiece;
   }
-  if (path == Path::kKernel) {
+  if (method == CopyMethod::kKernel) {
     return static_cast<double>(1 + blocks / kPackBlocks) * kSecondsPerLaunch;
   }
   return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
@@ -68,7 +68,7 @@ double submit_seconds(Path path, const Group& group, size_t blocks) {
 
 // The blocks from `first` on, as a part of their own.
 TransferPart cut(TransferPart& part, size_t first, const Group& group) {
-  TransferPart rest{part.group, part.path, {}, {}};
+  TransferPart rest{part.group, part.method, {}, {}};
   for (auto [from, to] : {std::pair(&part.blocks, &rest.blocks), {&part.slots, &rest.slots}}) {
     to->assign(from->begin() + first, from->end());
     from->resize(first);
@@ -86,18 +86,19 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
                         size_t blocks) {
   TransferPart& all = parts.front();
   const size_t count = all.blocks.size();
-  if (parts.size() != 1 || all.path != Path::kStaged || blocks == 0 || count < 2 * blocks) return;
+  if (parts.size() != 1 || all.method != CopyMethod::kStaged || blocks == 0 || count < 2 * blocks)
+    return;
   const bool is_store = channel == kStores;
   parts.push_back(cut(all, is_store ? blocks : count - blocks, group));
   TransferPart& unstaged = is_store ? parts.front() : parts.back();
-  unstaged.path = Path::kStrided;
+  unstaged.method = CopyMethod::kStrided;
   unstaged.is_unstaged = true;
 }
 
 }  // namespace
 
-PathChooser::PathChooser(const kvswap_path_options& options,
-                         const std::vector<kvswap::Group>& groups)
+MethodChooser::MethodChooser(const kvswap_path_options& options,
+                             const std::vector<kvswap::Group>& groups)
     : forced_(options.path) {
   for (const kvswap::Group& group : groups) {
     Group& fitted = groups_.emplace_back();
@@ -105,61 +106,63 @@ PathChooser::PathChooser(const kvswap_path_options& options,
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
-      for (int path = 0; path < KVSWAP_PATHS; ++path) {
-        kvswap_path_costs costs = options.costs[direction][path];
-        const bool calls_for_each_run = path == static_cast<int>(Path::kStrided);
+      for (int method = 0; method < KVSWAP_PATHS; ++method) {
+        kvswap_path_costs costs = options.costs[direction][method];
+        const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
         costs.block_seconds +=
             slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
-        fitted.costs[direction][path] = costs;
+        fitted.costs[direction][method] = costs;
       }
     }
   }
 }
 
-double PathChooser::seconds(Path path, const Transfer& transfer) const {
+double MethodChooser::seconds(CopyMethod method, const Transfer& transfer) const {
   const int direction = transfer.channel == kStores ? 0 : 1;
-  const kvswap_path_costs& costs = groups_[transfer.group].costs[direction][static_cast<int>(path)];
+  const kvswap_path_costs& costs =
+      groups_[transfer.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
 }
 
-Path PathChooser::choose(const Transfer& transfer) const {
+CopyMethod MethodChooser::choose(const Transfer& transfer) const {
   const Group& group = groups_[transfer.group];
-  if (group.host_is_pageable) return Path::kBatch;
+  if (group.host_is_pageable) return CopyMethod::kBatch;
   const double bytes = static_cast<double>(transfer.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer.
   const bool may_stage =
       transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
-  Path best = Path::kStrided;
+  CopyMethod best = CopyMethod::kStrided;
   double least = std::numeric_limits<double>::infinity();
-  for (const Path path : {Path::kStrided, Path::kBatch, Path::kStaged, Path::kKernel}) {
-    if (path == Path::kStaged && !may_stage) continue;
-    if (path == Path::kKernel && !transfer.may_launch) continue;
-    if (forces(path)) return path;
-    if (path == Path::kKernel && bytes > kMostKernelBytes) continue;
-    const double predicted = seconds(path, transfer);
+  for (const CopyMethod method :
+       {CopyMethod::kStrided, CopyMethod::kBatch, CopyMethod::kStaged, CopyMethod::kKernel}) {
+    if (method == CopyMethod::kStaged && !may_stage) continue;
+    if (method == CopyMethod::kKernel && !transfer.may_launch) continue;
+    if (forces(method)) return method;
+    if (method == CopyMethod::kKernel && bytes > kMostKernelBytes) continue;
+    const double predicted = seconds(method, transfer);
     if (predicted >= least) continue;
     least = predicted;
-    best = path;
+    best = method;
   }
   return best;
 }
 
-bool PathChooser::wants(Path path) const {
-  if (forces(path)) return true;
+bool MethodChooser::wants(CopyMethod method) const {
+  if (forces(method)) return true;
   for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
     for (const int channel : {kStores, kLoads, kExpedited}) {
       for (size_t blocks = 1; blocks <= 4096; blocks *= 2) {
-        if (choose({group, channel, blocks}) == path) return true;
+        if (choose({group, channel, blocks}) == method) return true;
       }
     }
   }
   return false;
 }
 
-Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-                 Channel& stores, Channel& loads)
+CopyPlanner::CopyPlanner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
+                         Channel& stores, Channel& loads)
     : groups_(groups),
       device_(device),
       options_(options),
@@ -175,21 +178,23 @@ Planner::Planner(std::vector<Group>& groups, int device, const kvswap_path_optio
     close();
     has_kernels_ = false;
     problem_ = error.what();
-    for (const Path path : {Path::kStaged, Path::kKernel}) {
-      if (!chooser_.forces(path)) continue;
-      fail<ValueError>("path='", path_name(path), "' cannot be had: ", error.what());
+    for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
+      if (!chooser_.forces(method)) continue;
+      fail<ValueError>("copy_method='", copy_method_name(method),
+                       "' cannot be had: ", error.what());
     }
   }
 }
 
-void Planner::set_up(Channel& stores, Channel& loads) {
-  const bool stages = chooser_.wants(Path::kStaged);
-  if (!stages && !chooser_.wants(Path::kKernel)) return;
+void CopyPlanner::set_up(Channel& stores, Channel& loads) {
+  const bool stages = chooser_.wants(CopyMethod::kStaged);
+  if (!stages && !chooser_.wants(CopyMethod::kKernel)) return;
   cuda::kernels(device_);
   make_tables(groups_);
   has_kernels_ = true;
   for (const Group& group : groups_) {
-    const bool forced = chooser_.forces(Path::kStaged) || chooser_.forces(Path::kKernel);
+    const bool forced =
+        chooser_.forces(CopyMethod::kStaged) || chooser_.forces(CopyMethod::kKernel);
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
   }
   if (!stages) return;
@@ -203,7 +208,7 @@ void Planner::set_up(Channel& stores, Channel& loads) {
   loads.use_staging(staging_ + half, half);
 }
 
-void Planner::make_tables(std::vector<Group>& groups) const {
+void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
@@ -211,37 +216,38 @@ void Planner::make_tables(std::vector<Group>& groups) const {
   }
 }
 
-PathChooser Planner::prepare(std::vector<Group>& groups) const {
+MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
   if (has_kernels_) make_tables(groups);
-  return PathChooser(options_, groups);
+  return MethodChooser(options_, groups);
 }
 
-Path Planner::choose(const Job& job, int group, size_t blocks) const {
-  if (device_ < 0) return Path::kHost;
+CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
+  if (device_ < 0) return CopyMethod::kHost;
   const bool is_crowded = options_.path < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch =
       groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
   return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
 }
 
-void Planner::plan(Job& job) const noexcept {
+void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
   double seconds = 0;
   for (const Part& part : work.parts) {
     const Group& group = groups_[part.group];
-    const Path path = choose(job, part.group, part.count);
-    if (&part == &work.parts.front()) job.path = static_cast<int>(path);
-    work.entries += static_cast<uint32_t>(queue_entries(path, group, part.count));
-    seconds += group.host_is_pageable ? kPageableSeconds : submit_seconds(path, group, part.count);
+    const CopyMethod method = choose(job, part.group, part.count);
+    if (&part == &work.parts.front()) job.copy_method = method;
+    work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count));
+    seconds +=
+        group.host_is_pageable ? kPageableSeconds : submit_seconds(method, group, part.count);
   }
   work.predicted_submit_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
 }
 
-void Planner::note(const Transfer& transfer, double seconds) noexcept {
+void CopyPlanner::note(const Transfer& transfer, double seconds) noexcept {
   double predicted = kLeastCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
-    launched |= part.path == Path::kStaged || part.path == Path::kKernel;
+    launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
     predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
   // While the host was late with the rest the device may have had nothing to do.
@@ -249,7 +255,7 @@ void Planner::note(const Transfer& transfer, double seconds) noexcept {
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
 }
 
-std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) const {
+std::vector<TransferPart> CopyPlanner::parts_of(const JobRow& jobs, bool is_alone) const {
   std::vector<TransferPart> parts;
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
   for (const Job& job : jobs) {
@@ -257,7 +263,7 @@ std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) c
     for (const Part& part : job.work->parts) {
       if (place[part.group] == groups_.size()) {
         place[part.group] = parts.size();
-        parts.push_back({part.group, Path::kHost, {}, {}});
+        parts.push_back({part.group, CopyMethod::kHost, {}, {}});
       }
       TransferPart& all = parts[place[part.group]];
       all.blocks.insert(all.blocks.end(), blocks, blocks + part.count);
@@ -267,7 +273,7 @@ std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) c
     }
   }
   const Job& first = jobs.front();
-  for (TransferPart& part : parts) part.path = choose(first, part.group, part.blocks.size());
+  for (TransferPart& part : parts) part.method = choose(first, part.group, part.blocks.size());
   // A load that others precede is unpacked while they are on the link.
   const bool has_head_or_tail =
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
@@ -277,37 +283,37 @@ std::vector<TransferPart> Planner::parts_of(const JobRow& jobs, bool is_alone) c
 }
 
 // As many as the link takes for while a kernel is launched.
-size_t Planner::unstaged_blocks(const Job& job) const {
+size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   const int group = job.work->parts.front().group;
   if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
-    return chooser_.seconds(Path::kStrided, {group, job.channel, blocks});
+    return chooser_.seconds(CopyMethod::kStrided, {group, job.channel, blocks});
   };
   const double each = seconds(2) - seconds(1);
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
-double Planner::without_kernels(const PathChooser::Transfer& transfer) const {
-  return std::min(chooser_.seconds(Path::kStrided, transfer),
-                  chooser_.seconds(Path::kBatch, transfer));
+double CopyPlanner::without_kernels(const MethodChooser::Transfer& transfer) const {
+  return std::min(chooser_.seconds(CopyMethod::kStrided, transfer),
+                  chooser_.seconds(CopyMethod::kBatch, transfer));
 }
 
-size_t Planner::entries_of(const std::vector<TransferPart>& parts) const {
+size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
   size_t entries = 0;
   for (const TransferPart& part : parts) {
-    entries += queue_entries(part.path, groups_[part.group], part.blocks.size());
+    entries += queue_entries(part.method, groups_[part.group], part.blocks.size());
   }
   return entries;
 }
 
-void Planner::leave() noexcept {
+void CopyPlanner::leave() noexcept {
   for (Group& group : groups_) {
     if (group.table != nullptr) group.table->leave();
   }
   staging_ = 0;
 }
 
-void Planner::close() {
+void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
   if (staging_ != 0) cuda::driver().free(staging_);
   staging_ = 0;
@@ -317,7 +323,8 @@ size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, dou
   const auto is_most = [](const TransferPart& part) { return !part.is_unstaged; };
   const auto most = std::find_if(parts.begin(), parts.end(), is_most);
   size_t blocks = 1;
-  while (blocks < most->blocks.size() && submit_seconds(most->path, group, blocks + 1) <= seconds) {
+  while (blocks < most->blocks.size() &&
+         submit_seconds(most->method, group, blocks + 1) <= seconds) {
     ++blocks;
   }
   if (blocks == most->blocks.size()) return parts.size();

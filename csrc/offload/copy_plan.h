@@ -11,10 +11,10 @@
 
 namespace kvswap {
 
-// Says which way is taken: the one that is predicted to end first, of those that can be had.
-class PathChooser {
+// Chooses a transfer's copy method: of those available, the one that is predicted to end first.
+class MethodChooser {
  public:
-  PathChooser(const kvswap_path_options& options, const std::vector<Group>& groups);
+  MethodChooser(const kvswap_path_options& options, const std::vector<Group>& groups);
 
   struct Transfer {
     int group, channel;
@@ -22,13 +22,13 @@ class PathChooser {
     bool may_launch = true;  // kernels
     bool may_stage = true;   // in a buffer that is there
   };
-  Path choose(const Transfer& transfer) const;
-  // Infinite for a path whose figures are not known.
-  double seconds(Path path, const Transfer& transfer) const;
+  CopyMethod choose(const Transfer& transfer) const;
+  // Infinite for a copy method whose figures are not known.
+  double seconds(CopyMethod method, const Transfer& transfer) const;
 
-  // Whether any transfer would take this path.
-  bool wants(Path path) const;
-  bool forces(Path path) const { return forced_ == static_cast<int>(path); }
+  // Whether any transfer would take this copy method.
+  bool wants(CopyMethod method) const;
+  bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
   struct Group {
@@ -43,27 +43,27 @@ class PathChooser {
 
 // Says how jobs are copied, and owns what that takes on the GPU: tables of slabs, and the memory
 // of the staging buffers. The context of the device is current.
-class Planner {
+class CopyPlanner {
  public:
   static constexpr uint64_t kFewestStagingBytes = 1 << 20;
 
   // device: -1 where both sides are host memory. Gives the groups their tables and the channels
-  // their buffers, where some transfer would use them. Throws ValueError where a forced path cannot
-  // be had.
-  Planner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-          Channel& stores, Channel& loads);
-  ~Planner() { close(); }
+  // their buffers, where some transfer would use them. Throws ValueError where a forced copy method
+  // cannot be had.
+  CopyPlanner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
+              Channel& stores, Channel& loads);
+  ~CopyPlanner() { close(); }
 
-  // Why paths that would be chosen cannot be had, or "".
+  // Why copy methods that would be chosen cannot be had, or "".
   const std::string& problem() const { return problem_; }
 
   // For groups that have moved, before rebind(), which cannot fail: gives them their tables, and
   // says which way is best for them.
-  PathChooser prepare(std::vector<Group>& groups) const;
-  void rebind(PathChooser chooser) noexcept { chooser_ = std::move(chooser); }
+  MethodChooser prepare(std::vector<Group>& groups) const;
+  void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
-  // Fills in what copying the job alone takes: the path of its first group, entries of the driver's
-  // queue, time of the thread that submits it.
+  // Fills in what copying the job alone takes: the copy method of its first group, entries of the
+  // driver's queue, time of the thread that submits it.
   void plan(Job& job) const noexcept;
 
   // What a transfer of these jobs copies. is_alone: no other is in flight in the channel.
@@ -82,14 +82,14 @@ class Planner {
  private:
   void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
-  Path choose(const Job& job, int group, size_t blocks) const;
+  CopyMethod choose(const Job& job, int group, size_t blocks) const;
   size_t unstaged_blocks(const Job& job) const;
-  double without_kernels(const PathChooser::Transfer& transfer) const;  // seconds
+  double without_kernels(const MethodChooser::Transfer& transfer) const;  // seconds
 
   std::vector<Group>& groups_;
   const int device_;
   const kvswap_path_options options_;
-  PathChooser chooser_;
+  MethodChooser chooser_;
   std::string problem_;
   double crowded_until_ = 0;  // the GPU, by kernels of others
   bool has_kernels_ = false;

@@ -72,8 +72,8 @@ class Handler {
   // The device did not take the caller's context. Ends all jobs if it is lost.
   void on_context_error(const Reason& error);
 
-  // Why paths that would be chosen cannot be had, or "". Stays.
-  const std::string& path_problem() const { return scheduler_.path_problem(); }
+  // Why copy methods that would be chosen cannot be had, or "". Stays.
+  const std::string& missing_methods() const { return scheduler_.missing_methods(); }
 
   // -1 where all is host memory.
   int device() const { return scheduler_.device(); }

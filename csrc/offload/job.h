@@ -18,12 +18,12 @@ inline const char* direction_name(int channel) { return channel == kStores ? "st
 // Python knows these numbers.
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
 
-// Ways of copying. Python knows these numbers.
-enum class Path : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
+// How blocks are copied. Python knows these numbers.
+enum class CopyMethod : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
 
-inline const char* path_name(Path path) {
+inline const char* copy_method_name(CopyMethod method) {
   static constexpr const char* names[] = {"host", "batch", "strided", "staged", "kernel"};
-  return names[static_cast<int>(path)];
+  return names[static_cast<int>(method)];
 }
 
 struct Transfer;
@@ -106,7 +106,7 @@ struct Job {
   int channel = 0;
   int layer_groups = 1;
   State state = State::kQueued;
-  int path = 0;                // kvswap::Path
+  CopyMethod copy_method = CopyMethod::kHost;
   Reason error;                // of a job that has failed
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next_in_row = nullptr;  // in the queue, or in its transfer

@@ -25,12 +25,12 @@ constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 using Seconds = std::chrono::duration<double>;
 constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 
-// The path that a result names: that of the first part which is no unstaged head or tail.
-Path path_of(const Transfer& transfer, int planned) {
+// The copy method that a result names: that of the first part which is no unstaged head or tail.
+CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   for (const TransferPart& part : transfer.parts) {
-    if (!part.is_unstaged) return part.path;
+    if (!part.is_unstaged) return part.method;
   }
-  return static_cast<Path>(planned);
+  return planned;
 }
 
 }  // namespace
@@ -313,7 +313,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made, double seconds) noexc
     queue.channel.give_point(std::exchange(job.work->after, nullptr));
     if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
     job.copy_seconds = seconds;
-    job.path = static_cast<int>(path_of(*transfer, job.path));
+    job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
     job.work->transfer = transfer;
     if (device_ < 0) table_.finish(job, State::kDone, {});
@@ -571,7 +571,7 @@ bool Scheduler::has_closed_gates() const {
 // Rebinding and closing.
 
 void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
-  PathChooser chooser = planner_.prepare(groups);
+  MethodChooser chooser = planner_.prepare(groups);
   JobTable::BlockTable blocks = table_.make_block_table(groups);
   // From here on nothing fails. The old tables go with `groups`.
   groups_.swap(groups);

@@ -46,8 +46,8 @@ class Scheduler {
 
   // Need no lock: they never change.
   int device() const { return device_; }
-  // Why paths that would be chosen cannot be had, or "".
-  const std::string& path_problem() const { return planner_.problem(); }
+  // Why copy methods that would be chosen cannot be had, or "".
+  const std::string& missing_methods() const { return planner_.problem(); }
 
   Lock lock() { return Lock(mutex_); }
 
@@ -173,7 +173,7 @@ class Scheduler {
   std::vector<Group> groups_;
   JobTable table_;
   Queue queues_[kChannels];
-  Planner planner_;
+  CopyPlanner planner_;
   GateWords gate_words_;
   std::vector<Gate*> gates_;  // that were made for jobs of this handler
   Reason lost_;

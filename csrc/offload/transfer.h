@@ -12,7 +12,7 @@ namespace kvswap {
 // Blocks of one group that a transfer copies in one way, of all its jobs.
 struct TransferPart {
   int group;
-  Path path;
+  CopyMethod method;
   std::vector<int64_t> blocks, slots;
   // Bytes of the same group in the parts before and after this one: staged pieces grow and shrink
   // with them.

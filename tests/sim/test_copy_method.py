@@ -201,7 +201,7 @@ def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Pa
     assert driver.calls("cuMemAlloc") == 0
     with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
         paths_taken(driver, layers=4)
-    assert driver.calls("cuMemAlloc") == 2  # the table of planes and the buffer
+    assert driver.calls("cuMemAlloc") == 2  # the table of slabs and the buffer
 
 
 def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float = 200) -> Result:
@@ -304,7 +304,7 @@ def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_k
 def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_it(
     driver: Driver, tmp_path: Path
 ) -> None:
-    driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of planes
+    driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of slabs
     with (
         figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
         pytest.warns(RuntimeWarning, match="kernels would make some") as warned,
@@ -355,14 +355,14 @@ def test_what_fails_where_kernels_are_loaded_is_told() -> None:
     assert_expected_inline(
         run(make_what_kernels_need),
         """\
-cuDeviceGetAttribute: path='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_STUB (2): made up by the stub
-cuModuleLoadData: path='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_STUB (2): made up by the stub
-cuModuleGetFunction: path='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_STUB (2): made up by the stub
-cuFuncSetAttribute: path='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_STUB (2): made up by the stub
-cuLaunchKernel: path='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_STUB (2): made up by the stub
-cuStreamSynchronize: path='staged' cannot be had: loading the kernels: CUDA_ERROR_STUB (2): made up by the stub
-cuMemcpyAsync: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
-cuStreamSynchronize: path='staged' cannot be had: cuMemcpyAsync of the table of planes: CUDA_ERROR_STUB (2): made up by the stub
+cuDeviceGetAttribute: copy_method='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleLoadData: copy_method='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_STUB (2): made up by the stub
+cuModuleGetFunction: copy_method='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_STUB (2): made up by the stub
+cuFuncSetAttribute: copy_method='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_STUB (2): made up by the stub
+cuLaunchKernel: copy_method='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: copy_method='staged' cannot be had: loading the kernels: CUDA_ERROR_STUB (2): made up by the stub
+cuMemcpyAsync: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_STUB (2): made up by the stub
+cuStreamSynchronize: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_STUB (2): made up by the stub
 """,
     )
 

@@ -386,7 +386,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     handler.close()
     log = driver.log()
     assert f"free {32 * MIB} bytes" in log
-    assert "free 64 bytes" in log  # the table of planes
+    assert "free 64 bytes" in log  # the table of slabs
     assert (driver.live("streams"), driver.live("events")) == (streams - 8, 0)
 
 
@@ -414,7 +414,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
         OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged")
     assert_expected_inline(
         str(refusal.value),
-        """path='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
+        """copy_method='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
     )
     with OffloadHandler(layout, HostPool(layout, num_pages=6)) as handler:
         job = handler.store([1], [1])
@@ -430,13 +430,13 @@ def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> No
     with pytest.raises(ValueError, match="path='staged'") as refusal:
         OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), path="staged")
     assert_expected_inline(
-        str(refusal.value), """path='staged' cannot be had: the host pages are not pinned"""
+        str(refusal.value), """copy_method='staged' cannot be had: the host pages are not pinned"""
     )
     with pytest.raises(ValueError, match="path='staged'") as refusal:
         OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged", staging_bytes=100)
     assert_expected_inline(
         str(refusal.value),
-        """path='staged' cannot be had: staging_bytes=100 is too little; give it 1048576 or more""",
+        """copy_method='staged' cannot be had: staging_bytes=100 is too little; give it 1048576 or more""",
     )
 
 
