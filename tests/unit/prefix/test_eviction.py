@@ -206,27 +206,28 @@ def test_arc_survives_sides_of_which_all_pages_are_held():
     assert stats.evicted > 100
 
 
-def test_arc_survives_failed_jobs_whose_pages_others_hold():
-    manager, rng = BlockManager(8, policy="arc"), np.random.default_rng(5)
-    held = []
-    for _ in range(3000):
-        keys = rng.choice(30, 3, replace=False).tolist()
-        ready = manager.lookup(keys).ready
-        job = manager.prepare_load(keys[:ready]) if ready else manager.prepare_store(keys)
-        held += [job] if job else []
-        while len(held) > 2:
-            end = manager.fail if rng.random() < 0.2 else manager.complete
-            end(held.pop(int(rng.integers(len(held)))))
-    for job in held:
-        manager.fail(job)
-    stats = manager.stats()
-    assert stats.failed > 100
-    assert stats.free_pages + stats.idle_pages == 8
-    fill(manager, range(100, 108))
-    assert manager.lookup(list(range(100, 108))).ready == 8
+def test_arc_knows_nothing_of_stores_that_failed():
+    manager = BlockManager(CAPACITY, policy="arc")
+    for key in range(1000, 1000 + 2 * CAPACITY):
+        manager.fail(manager.prepare_store([key]))
+    trace = TRACES["random"]
+    assert hits("arc", trace, manager) == hits("arc", trace)
 
 
-def fill(manager: BlockManager, keys: Sequence[int]) -> None:
+def test_arc_has_room_to_remember_an_eviction_while_a_forgotten_page_is_held():
+    manager = BlockManager(2, policy="arc")
+    for key in ("a", "b", "c", "d"):  # all of them used again: "a" and "b" are remembered
+        fill(manager, [key])
+        manager.complete(manager.prepare_load([key]))
+    first, second = manager.prepare_load(["c"]), manager.prepare_load(["c"])
+    manager.fail(first)
+    fill(manager, ["e"])  # takes the place of "d", a third one to remember
+    manager.fail(second)
+    fill(manager, ["f"])
+    assert manager.lookup(["e", "f"]).ready == 2
+
+
+def fill(manager: BlockManager, keys: Sequence[int | str]) -> None:
     store = manager.prepare_store(keys)
     assert store is not None
     manager.complete(store)
