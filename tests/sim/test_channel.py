@@ -212,9 +212,9 @@ record event 4 on stores
 
 @stubbed
 def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) -> None:
-    with Rig(driver, layers=3) as rig:
-        jobs = [rig.load(page, page, layer_groups=page) for page in (1, 3)]
-        rig.finish()
+    with SimulatedCache(driver, layers=3) as sim:
+        jobs = [sim.load(page, page, layer_groups=page) for page in (1, 3)]
+        sim.finish()
         whole, divided = (job.result.copy_seconds for job in jobs if job.result)
         assert whole == pytest.approx(0.001), "what each call takes"
         assert divided == pytest.approx(0.003)
