@@ -145,8 +145,11 @@ class GpuCache:
             hold.release()
 
     def look(self) -> None:
-        """Copies the first layer of the cache to `seen`, with a kernel on the current stream."""
-        torch.add(self.cache, 0, out=self.seen)
+        """Reads the first layer of the cache on the current stream, into `seen`.
+
+        With a copy: compute-sanitizer lets no kernel pass another one that a held stream keeps back.
+        """
+        self.seen.copy_(self.cache)
 
     def page(self, index: int = 0) -> int:
         return only(self.host.pages[index])
