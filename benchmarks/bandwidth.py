@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     on_cuda = device.type == "cuda"
     shapes = shapes_of(options, on_cuda)
     blocks = options.blocks or (list(SUBMIT_US) if on_cuda else [1, 8])
-    how = {"path": options.path, "staging_bytes": options.staging_mib << 20}
+    how = {"copy_method": options.copy_method, "staging_bytes": options.staging_mib << 20}
     cells = measure_all(device, shapes, sorted(set(blocks)), options.samples, options.poll, how)
     print(tables(cells, "one big copy" if on_cuda else "one copy of PyTorch", judged=on_cuda))
     print("", *([counts(cells)] if on_cuda else []), sep="\n")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
             "samples": options.samples,
             "warm_ups": WARM_UPS,
             "poll": options.poll,
-            "path": options.path,
+            "path": options.copy_method,
             "staging_mib": options.staging_mib,
         },
         "cells": [cell.to_json() for cell in cells],
@@ -67,7 +67,11 @@ def _parser() -> ArgumentParser:
     add_shapes(parser)
     add("--blocks", type=int, nargs="+", choices=list(SUBMIT_US), help="in a transfer")
     add("--poll", action="store_true", help="look in a loop, before wait(), which sleeps at times")
-    add("--path", choices=CHOICES, help="of the handler; default: auto, or what KVSWAP_PATH says")
+    add(
+        "--copy-method",
+        choices=CHOICES,
+        help="of the handler; default: auto, or what KVSWAP_COPY_METHOD says",
+    )
     add("--staging-mib", type=int, default=32, help="of the handler")
     return parser
 

@@ -36,7 +36,7 @@ class Cell:
         self.total_us.append(moved.total_us)
         self.big_us.append(big_us)
         self.submit_us.append(moved.submit_us)
-        self.paths = sorted({*self.paths, moved.path})
+        self.paths = sorted({*self.paths, moved.copy_method})
 
     def add_link(self, pair: tuple[float, float] | None) -> None:
         self.link_us += [pair] if pair else []

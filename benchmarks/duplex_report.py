@@ -30,7 +30,7 @@ class Cell:
         self.total_us.append(moved.total_us)
         self.big_us.append(big_us)
         self.link_us += [link] if link else []
-        self.paths.add(moved.path)
+        self.paths.add(moved.copy_method)
 
     @property
     def share(self) -> float:

@@ -77,7 +77,7 @@ def pinned_ways(device: torch.device) -> dict[str, Way]:
     return {
         TORCH: lambda nbytes: (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), None),
         "HostPool": way(),
-        "first chunk, background": way(background=True),
+        "first chunk, background": way(pin_in_background=True),
         "small pages": way(huge_pages=False),
         "shared": way(world=2, replicated=True),
     }
@@ -149,7 +149,7 @@ def measure_beside(device: torch.device, nbytes: int, seconds: float) -> Beside:
     layout = PagedLayout([torch.zeros(1, PAGE, dtype=torch.uint8, device=device)])
     start = time.perf_counter()
     if device.type == "cuda":
-        pool = HostPool(layout, nbytes // PAGE, background=True)
+        pool = HostPool(layout, nbytes // PAGE, pin_in_background=True)
         during = steps_until(step, lambda: pool.is_ready)
         took = time.perf_counter() - start
         pool.close()

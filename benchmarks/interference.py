@@ -2,12 +2,12 @@
 
 The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
 bound by memory, and a GEMM whose kernels hold every SM. Beside it goes one transfer of scattered
-blocks after another, two at a time, by the handler as it chooses, forced on a path, or in the
-background; and one big pinned copy after another. "kernel" is the path on which an SM kernel
-copies, as the peers do. In each repeat the compute runs alone once and then beside each of them;
-figures are medians of the repeats. Without a GPU a thread computes and nothing is judged. All bytes
-are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets
-are met.
+blocks after another, two at a time, by the handler as it chooses, with a forced copy method, or
+with `copy_engines_only`; and one big pinned copy after another. "kernel" is the method with which
+an SM kernel copies, as the peers do. In each repeat the compute runs alone once and then beside
+each of them; figures are medians of the repeats. Without a GPU a thread computes and nothing is
+judged. All bytes are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or
+not the targets are met.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def measure_all(
 def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
     """By way; the paths that cannot be had are left out."""
     handlers = {}
-    for path in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
+    for copy_method in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
         try:
-            handler = OffloadHandler(blocks.layout, blocks.host, path=path)
+            handler = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method)
         except ValueError as error:
-            print(f"{path} cannot be had: {error}")
+            print(f"{copy_method} cannot be had: {error}")
             continue
-        handlers[path] = stack.enter_context(handler)
+        handlers[copy_method] = stack.enter_context(handler)
     return {**handlers, BACKGROUND: handlers["auto"]}
 
 

@@ -1,10 +1,10 @@
-"""Moves scattered blocks by the path that the handler chooses, and by each one it can be forced on.
+"""Moves scattered blocks by the copy method that the handler chooses, and by each forced one.
 
 Total time runs from the call of store() or load() until handler.wait() returns. A sample has one
-transfer by each path in turn, in an order that changes; a forced path of which the first samples
-show that it takes more than twice as long as the best is left out of the rest. All handlers have
-the same cache and pages; all bytes are compared after each cell. Without a GPU there is no path to
-force. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+transfer by each method in turn, in an order that changes; a forced method of which the first
+samples show that it takes more than twice as long as the best is left out of the rest. All handlers
+have the same cache and pages; all bytes are compared after each cell. Without a GPU there is no
+method to force. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import AUTO, CHOICES
 
-FORCED = [path for path in CHOICES if path != AUTO]
+FORCED = [copy_method for copy_method in CHOICES if copy_method != AUTO]
 WARM_UPS = 3
-FIRST = 2  # samples after which a slow path is left out
+FIRST = 2  # samples after which a slow copy_method is left out
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--samples", type=int, default=10, help="of each path in a cell, after the warm-up")
+    add("--samples", type=int, default=10, help="of each copy_method in a cell, after the warm-up")
     add_shapes(parser)
     add("--blocks", type=int, nargs="+", help="in a transfer")
     return parser
@@ -86,13 +86,13 @@ def measure_all(
 
 
 def handlers(blocks: NumberedBlocks) -> tuple[dict[str, OffloadHandler], dict[str, str]]:
-    """By path, first the one that chooses; and why the others cannot be had."""
-    ways, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, path=AUTO)}, {}
-    for path in FORCED if blocks.device.type == "cuda" else ():
+    """By copy_method, first the one that chooses; and why the others cannot be had."""
+    ways, refused = {AUTO: OffloadHandler(blocks.layout, blocks.host, copy_method=AUTO)}, {}
+    for copy_method in FORCED if blocks.device.type == "cuda" else ():
         try:
-            ways[path] = OffloadHandler(blocks.layout, blocks.host, path=path)
+            ways[copy_method] = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method)
         except ValueError as error:
-            refused[path] = str(error)
+            refused[copy_method] = str(error)
     return ways, refused
 
 
@@ -114,7 +114,7 @@ def measure(
             for name in names[first:] + names[:first]:
                 moved = move(ways[name], blocks, [kind.direction], kind.blocks)
                 if number >= 0:
-                    cell.add(name, moved.total_us, moved.path)
+                    cell.add(name, moved.total_us, moved.copy_method)
     synchronize(blocks.device)
     cell.wrong = blocks.wrong()
     return cell

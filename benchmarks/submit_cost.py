@@ -104,7 +104,7 @@ def measure(
                 Hold(stream, 0.002 + 4e-6 * count)  # longer than the call
             moved = move(handler, blocks, [direction], count)
             times[max(number, 0)] = moved.submit_us * 1e3  # what warms up is written over
-            paths.add(moved.path)
+            paths.add(moved.copy_method)
     synchronize(blocks.device)
     planes = len(blocks.layout.sizes)
     spread = Spread.of(times)

@@ -72,7 +72,7 @@ class HandlerWay:
             block_ids.tolist(),
             page_ids.tolist(),
             after=(),
-            background=self._background,
+            copy_engines_only=self._background,
         )
         self._blocks.note(self._direction, block_ids, page_ids)
         return lambda: self._ended(job)
@@ -82,7 +82,7 @@ class HandlerWay:
             return False
         if not job.result.ok:
             raise TransferError([job.result])
-        self.paths.add(job.result.path)
+        self.paths.add(job.result.copy_method)
         self._handler.finished()  # forgets the job
         return True
 

@@ -76,7 +76,7 @@ class Move:
 
     total_us: float
     submit_us: float
-    path: str
+    copy_method: str
 
 
 def scattered(blocks: NumberedBlocks, count: int) -> tuple[Tensor, Tensor]:
@@ -136,9 +136,9 @@ def move(
         pass
     handler.wait(jobs)
     end = time.perf_counter_ns()
-    path = "/".join(sorted({job.result.path for job in jobs}))
+    copy_method = "/".join(sorted({job.result.copy_method for job in jobs}))
     group.end()
-    return Move((end - start) / 1e3, (submitted - start) / 1e3, path)
+    return Move((end - start) / 1e3, (submitted - start) / 1e3, copy_method)
 
 
 def link_us(

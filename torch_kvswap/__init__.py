@@ -11,7 +11,7 @@ from torch_kvswap.ops import (
     swap_kv_blocks,
 )
 from torch_kvswap.prefix.engine import OffloadEngine
-from torch_kvswap.prefix.hashing import Medium, PrefixHasher
+from torch_kvswap.prefix.hashing import MultiModalItem, PrefixHasher
 from torch_kvswap.prefix.manager import BlockGroup, BlockManager
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __all__ = [
     "BlockManager",
     "HostPool",
     "Job",
-    "Medium",
+    "MultiModalItem",
     "OffloadEngine",
     "OffloadHandler",
     "PagedLayout",

@@ -9,14 +9,14 @@ from statistics import median
 
 import torch
 
-from torch_kvswap.copy_method import DIRECTIONS, Costs, PathCosts
+from torch_kvswap.copy_method import DIRECTIONS, CopyMethodCosts, Costs
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 SIZES = tuple(512 << power for power in range(13))  # of fragments, in bytes
 # A kernel that writes to the host all but stops the compute beside it: no choice falls on it.
-PATHS = {
+COPY_METHODS = {
     "store": ("strided", "batch", "staged"),
     "load": ("strided", "batch", "staged", "kernel"),
 }
@@ -25,69 +25,75 @@ _BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
 
 _FASTEST = 0.97  # of the time that the link's share of a fragment takes
 
-# Seconds of a transfer: path, direction, bytes of a fragment, planes, blocks.
+# Seconds of a transfer: copy_method, direction, bytes of a fragment, slabs, blocks.
 Seconds = Callable[[str, str, int, int, int], float]
 
 
 def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -> Costs:
-    """The costs of all paths. progress: is called STEPS times."""
+    """The costs of all copy methods. progress: is called STEPS times."""
     times = {}
-    for size, planes, blocks in _SHAPES:
+    for size, slabs, blocks in _SHAPES:
         for direction in DIRECTIONS:
-            for path in PATHS[direction]:
-                one = seconds(path, direction, size, planes, 1)
-                more = seconds(path, direction, size, planes, blocks) - one
-                times[direction, path, size, planes] = one, max(more, 0.0) / (blocks - 1)
+            for copy_method in COPY_METHODS[direction]:
+                one = seconds(copy_method, direction, size, slabs, 1)
+                more = seconds(copy_method, direction, size, slabs, blocks) - one
+                times[direction, copy_method, size, slabs] = one, max(more, 0.0) / (blocks - 1)
                 progress()
     return {
         direction: {
-            path: _costs(
-                {key[2:]: time for key, time in times.items() if key[:2] == (direction, path)},
+            copy_method: _costs(
+                {
+                    key[2:]: time
+                    for key, time in times.items()
+                    if key[:2] == (direction, copy_method)
+                },
                 _link(direction, times),
             )
-            for path in PATHS[direction]
+            for copy_method in COPY_METHODS[direction]
         }
         for direction in DIRECTIONS
     }
 
 
 def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float, float]]) -> float:
-    """Seconds for a byte, of the best path with the largest fragments."""
-    size, planes = SIZES[-1], _planes(SIZES[-1])
-    blocks = (times[direction, path, size, planes][1] for path in PATHS[direction])
-    return min(blocks) / (size * planes)
+    """Seconds for a byte, of the best copy_method with the largest fragments."""
+    size, slabs = SIZES[-1], _slabs(SIZES[-1])
+    blocks = (
+        times[direction, copy_method, size, slabs][1] for copy_method in COPY_METHODS[direction]
+    )
+    return min(blocks) / (size * slabs)
 
 
-def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> PathCosts:
-    """From what one block takes, and each one more, by fragment bytes and planes."""
-    # What a block of few fragments takes, and one of many: block + planes * fragment.
-    few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _planes(_SPLIT_SIZE)][1]
-    share = _FEW / _planes(_SPLIT_SIZE)
+def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> CopyMethodCosts:
+    """From what one block takes, and each one more, by fragment bytes and slabs."""
+    # What a block of few fragments takes, and one of many: block + slabs * fragment.
+    few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _slabs(_SPLIT_SIZE)][1]
+    share = _FEW / _slabs(_SPLIT_SIZE)
     block = (few - share * many) / (1 - share)
     # No fragment is much faster than the link, whatever a disturbed measurement says.
     least = _FASTEST * link
     block = min([block, *(more - least * math.prod(key) for key, (_, more) in times.items())])
     block = max(block, 0.0)
     fragment = {
-        size: max(times[size, _planes(size)][1] - block, 0.0) / _planes(size) for size in SIZES
+        size: max(times[size, _slabs(size)][1] - block, 0.0) / _slabs(size) for size in SIZES
     }
     start = median(one - more for one, more in times.values())
-    return PathCosts(max(start, 0.0), block, fragment)
+    return CopyMethodCosts(max(start, 0.0), block, fragment)
 
 
-def _planes(size: int) -> int:
+def _slabs(size: int) -> int:
     return max(2, min(64, _BLOCK_BYTES // size))
 
 
 def _blocks(size: int) -> int:
-    return max(2, min(_MOST_BLOCKS, _TRANSFER_BYTES // (size * _planes(size))))
+    return max(2, min(_MOST_BLOCKS, _TRANSFER_BYTES // (size * _slabs(size))))
 
 
 # Of blocks of both kinds the link is busy for longer than a copy takes to start.
 _SPLIT_SIZE, _FEW = 4096, 32
-_SHAPES = [(size, _planes(size), _blocks(size)) for size in SIZES]
+_SHAPES = [(size, _slabs(size), _blocks(size)) for size in SIZES]
 _SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
-STEPS = len(_SHAPES) * sum(map(len, PATHS.values()))
+STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 
 
 class Machine:
@@ -99,10 +105,12 @@ class Machine:
         self._shape: tuple[int, int] | None = None
         self._handlers: dict[str, OffloadHandler] = {}
 
-    def seconds(self, path: str, direction: str, size: int, planes: int, blocks: int) -> float:
+    def seconds(
+        self, copy_method: str, direction: str, size: int, slabs: int, blocks: int
+    ) -> float:
         """From the call until the host sees the end, scattered ids; the fastest, because what
         disturbs only ever adds to it."""
-        handler = self._handler(path, size, planes)
+        handler = self._handler(copy_method, size, slabs)
         count = handler.layouts[0].num_blocks
         samples = []
         for _ in range(_SAMPLES + 1):
@@ -124,14 +132,16 @@ class Machine:
             pool.close()
         self._handlers.clear()
 
-    def _handler(self, path: str, size: int, planes: int) -> OffloadHandler:
-        if (size, planes) != self._shape:
+    def _handler(self, copy_method: str, size: int, slabs: int) -> OffloadHandler:
+        if (size, slabs) != self._shape:
             self.close()
-            self._shape = size, planes
-            blocks = min(len(self._bytes) // (size * planes), 4 * _MOST_BLOCKS)
-            whole = self._bytes[: planes * blocks * size].view(planes, blocks, size)
+            self._shape = size, slabs
+            blocks = min(len(self._bytes) // (size * slabs), 4 * _MOST_BLOCKS)
+            whole = self._bytes[: slabs * blocks * size].view(slabs, blocks, size)
             self._layout = PagedLayout(list(whole))
             self._pool = HostPool(self._layout, blocks)
-        if path not in self._handlers:
-            self._handlers[path] = OffloadHandler(self._layout, self._pool, path=path)
-        return self._handlers[path]
+        if copy_method not in self._handlers:
+            self._handlers[copy_method] = OffloadHandler(
+                self._layout, self._pool, copy_method=copy_method
+            )
+        return self._handlers[copy_method]

@@ -1,4 +1,4 @@
-"""Which way blocks are copied: what the caller asks for, and the figures for the choice."""
+"""Copy methods: what the caller asks for, and the measured costs that the choice is made by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MAX, read_int
-from torch_kvswap.metrics import PATHS
+from torch_kvswap.metrics import COPY_METHODS
 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PathCosts:
+class CopyMethodCosts:
     """Predicted seconds of a transfer: start, and so much for each block and for each fragment.
 
     fragment: seconds by size in bytes, at least one size. In between they are interpolated in the
@@ -50,17 +50,17 @@ class PathCosts:
         share = math.log2(nbytes / low) / math.log2(high / low)
         return self.fragment[low] * (1 - share) + self.fragment[high] * share
 
-    def seconds(self, blocks: int, planes: int, fragment_bytes: int) -> float:
-        fragments = blocks * planes * self.fragment_seconds(fragment_bytes)
+    def seconds(self, blocks: int, slabs: int, fragment_bytes: int) -> float:
+        fragments = blocks * slabs * self.fragment_seconds(fragment_bytes)
         return self.start + blocks * self.block + fragments
 
-    def native(self) -> abi.PathCosts:
+    def native(self) -> abi.CopyMethodCosts:
         sizes = (_SMALLEST << power for power in range(abi.FRAGMENT_SIZES))
         table = (ctypes.c_double * abi.FRAGMENT_SIZES)(*map(self.fragment_seconds, sizes))
-        return abi.PathCosts(self.start, self.block, table)
+        return abi.CopyMethodCosts(self.start, self.block, table)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> PathCosts:
+    def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:
         """The costs that to_json() has written.
 
         Args:
@@ -93,25 +93,27 @@ class PathCosts:
         }
 
 
-Costs = dict[str, dict[str, PathCosts]]  # by direction, then by path
+Costs = dict[str, dict[str, CopyMethodCosts]]  # by direction, then by copy method
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The costs of all paths that were measured, and where they are from, for people."""
+    """The costs of all copy methods that were measured, and where they are from, for people."""
 
     costs: Costs
     source: str
 
 
 def read_figures(gpu: str) -> Figures:
-    """The figures of KVSWAP_PATH_COSTS, else of the cache, else those shipped for this GPU, else
-    for GENERIC. A cache that this process cannot look at is passed over, with a warning in the log.
+    """The costs for a GPU, from the first of these that exists: the file that
+    KVSWAP_COPY_METHOD_COSTS names, the user's cache, what is shipped for this GPU, what is shipped
+    for GENERIC. A cache that cannot be read is skipped, with a warning in the log.
 
     Raises:
-        ValueError: KVSWAP_PATH_COSTS names a file that cannot be opened, or a file has no costs.
+        ValueError: KVSWAP_COPY_METHOD_COSTS names a file that cannot be opened, or a file has no
+            costs.
     """
-    given = os.environ.get("KVSWAP_PATH_COSTS")
+    given = os.environ.get("KVSWAP_COPY_METHOD_COSTS")
     if given:
         try:
             content = Path(given).read_bytes()
@@ -124,7 +126,9 @@ def read_figures(gpu: str) -> Figures:
     except (FileNotFoundError, NotADirectoryError):
         pass  # nothing was measured here
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _log.warning("shipped costs of the paths are used, the cache cannot be read: %s", error)
+        _log.warning(
+            "shipped costs of the copy methods are used, the cache cannot be read: %s", error
+        )
     else:
         return Figures(_read(cached, content), str(cached))
     shipped = json.loads(SHIPPED.read_text())
@@ -135,7 +139,9 @@ def read_figures(gpu: str) -> Figures:
 def write_figures(gpu: str, costs: Costs) -> Path:
     """Keeps them in the cache, for every process from now on."""
     content = {
-        direction: {path: of_path.to_json() for path, of_path in costs[direction].items()}
+        direction: {
+            copy_method: of_method.to_json() for copy_method, of_method in costs[direction].items()
+        }
         for direction in DIRECTIONS
     }
     file = cache_file(gpu)
@@ -155,7 +161,7 @@ def cache_file(gpu: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = loader.library().kvswap_driver_version()
-    return folder / "torch_kvswap" / f"path-costs-{name}-{driver}.json"
+    return folder / "torch_kvswap" / f"copy-method-costs-{name}-{driver}.json"
 
 
 def _read(file: Path, content: bytes) -> Costs:
@@ -167,16 +173,16 @@ def _read(file: Path, content: bytes) -> Costs:
 
 def _unreadable(file: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"the costs of the paths cannot be read from {file}: {type(error).__name__}: {error}; "
-        "remove it; `python -m torch_kvswap calibrate` writes another one"
+        f"the costs of the copy methods cannot be read from {file}: {type(error).__name__}: "
+        f"{error}; remove it; `python -m torch_kvswap calibrate` writes another one"
     )
 
 
 def _parse(content: Mapping[str, Any]) -> Costs:
     return {
         direction: {
-            path: PathCosts.from_json(of_path, f"{direction}.{path}")
-            for path, of_path in content[direction].items()
+            copy_method: CopyMethodCosts.from_json(of_method, f"{direction}.{copy_method}")
+            for copy_method, of_method in content[direction].items()
         }
         for direction in DIRECTIONS
     }
@@ -195,21 +201,33 @@ CHOICES = (AUTO, "batch", "strided", "staged", "kernel")
 _UNKNOWN = -1.0  # seconds
 
 
-def path_options(path: str | None, staging_bytes: int, device: torch.device) -> abi.PathOptions:
-    """For a native handler. path: None is what KVSWAP_PATH says, or "auto". Raises ValueError for
-    a path that there is not, and for figures that cannot be read."""
-    name = "path" if path is not None else "KVSWAP_PATH"
-    path = path if path is not None else os.environ.get("KVSWAP_PATH") or AUTO
-    if path not in CHOICES:
-        raise ValueError(f"{name}={path!r}; expected one of {', '.join(CHOICES)}")
-    options = abi.PathOptions()
-    options.path = -1 if path == AUTO else PATHS.index(path)
+def copy_method_options(
+    copy_method: str | None, staging_bytes: int, device: torch.device
+) -> abi.CopyMethodOptions:
+    """The choice of a copy method, for a native handler.
+
+    Args:
+        copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, "auto" by default.
+        staging_bytes (int): GPU memory for staged copies.
+        device (torch.device): of the cache.
+
+    Raises:
+        ValueError: there is no such method, or the costs cannot be read.
+    """
+    name = "copy_method" if copy_method is not None else "KVSWAP_COPY_METHOD"
+    copy_method = (
+        copy_method if copy_method is not None else os.environ.get("KVSWAP_COPY_METHOD") or AUTO
+    )
+    if copy_method not in CHOICES:
+        raise ValueError(f"{name}={copy_method!r}; expected one of {', '.join(CHOICES)}")
+    options = abi.CopyMethodOptions()
+    options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     figures = None if device.type == "cpu" else figures_of(device)
     for direction, costs in zip(DIRECTIONS, options.costs, strict=True):
-        for number, of_path in enumerate(PATHS):
-            found = figures.costs[direction].get(of_path) if figures else None
-            costs[number] = found.native() if found else abi.PathCosts(_UNKNOWN)
+        for number, of_method in enumerate(COPY_METHODS):
+            found = figures.costs[direction].get(of_method) if figures else None
+            costs[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
     return options
 
 

@@ -17,7 +17,7 @@ _native = loader.library()
 _has_moved, _release = _native.kvswap_cache_moved, _native.kvswap_cache_release
 
 
-class Watch:
+class AddressGuard:
     """Looks at the tensors of some layouts before each submission.
 
     `.data =`, `set_()`, `resize_()` of the tensor or of its storage, and `share_memory_()` give a
@@ -67,10 +67,10 @@ class Groups:
             pool.check_open()
         self.device: torch.device = self.layouts[0].device
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
-        self.check_unmoved = Watch(self.layouts).check
+        self.check_unmoved = AddressGuard(self.layouts).check
         self.check_unmoved()  # before anything is taken
         spaces = block_spaces(self.layouts)
-        pools = {id(pool.usable): number for number, pool in enumerate(self.pools)}
+        pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have
         self.structures = (abi.Group * len(self.layouts))()
         first_layer = 0
@@ -83,13 +83,13 @@ class Groups:
             group.sizes = self._address(layout.sizes)
             group.host_bases = self._address(pool.layout.bases)
             group.host_strides = self._address(pool.layout.strides)
-            group.layers = self._address(first_layer + layout.tensor_of_plane)
+            group.layers = self._address(first_layer + layout.tensor_of_slab)
             group.planes = len(layout.sizes)
             group.num_blocks = layout.num_blocks
             group.num_pages = pool.num_pages
             group.blocks_per_page = pool.blocks_per_page
-            group.block_space, group.slot_space = space, pools[id(pool.usable)]
-            group.usable = ctypes.addressof(pool.usable)
+            group.block_space, group.slot_space = space, pools[id(pool._ready_range)]
+            group.usable = ctypes.addressof(pool._ready_range)
             first_layer += len(layout.tensors)
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:

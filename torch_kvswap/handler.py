@@ -13,11 +13,11 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, read_timeout
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
-from torch_kvswap.copy_method import path_options
+from torch_kvswap.copy_method import copy_method_options
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.metrics import PATHS, Metrics, read_metrics
+from torch_kvswap.metrics import COPY_METHODS, Metrics, read_metrics
 from torch_kvswap.nvtx import Ranges
 
 Direction = Literal["store", "load"]
@@ -35,7 +35,7 @@ class Result:
     """How a job has ended.
 
     state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
-    what it was to copy. path: the way of copying, "strided" (copy engine, a driver call for a
+    what it was to copy. copy_method: "strided" (copy engine, a driver call for a
     block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so),
     "staged" (kernels pack, the copy engine moves whole pages), "kernel" (it reads and writes host
     pages itself) or "host" (memcpy). submit_seconds: host time in the call that submitted it.
@@ -48,7 +48,7 @@ class Result:
     direction: Direction
     state: State
     nbytes: int
-    path: str
+    copy_method: str
     submit_seconds: float
     queue_seconds: float
     copy_seconds: float
@@ -88,7 +88,7 @@ def result_of(native: abi.JobResult) -> Result:
         direction=direction_of(native.channel),
         state=_STATES[native.state],
         nbytes=native.nbytes,
-        path=PATHS[native.path],
+        copy_method=COPY_METHODS[native.path_],
         submit_seconds=native.submit_seconds,
         queue_seconds=native.queue_seconds,
         copy_seconds=native.copy_seconds,
@@ -99,51 +99,54 @@ def result_of(native: abi.JobResult) -> Result:
 class Gate(NotCopyable):
     """What a captured graph waits for on each replay: open, or closed until a load has landed.
 
-    Capture `wait(part)` in front of the kernels that read loaded layers. `load(..., gate=gate)`
-    closes all parts in the order of the current stream, on which the graph must be replayed
-    afterwards, and opens part g as soon as its g-th group of layers has landed, failed or been
-    cancelled. Without a load the graph does not wait. Any thread may call. parts: their number.
+    Capture `wait(layer_group)` in front of the kernels that read loaded layers.
+    `load(..., gate=gate)` closes all groups in the order of the current stream, on which the graph
+    must be replayed afterwards, and opens each group as soon as its layers have landed, failed or
+    been cancelled. Without a load the graph does not wait. Any thread may call.
+    layer_groups: their number.
 
-    Graphs may outlive the gate and its handler: eight bytes of pinned memory for each part are
+    Graphs may outlive the gate and its handler: eight bytes of pinned memory for each group are
     never freed. The gate has a stream and two events. When it has been dropped they are let go as
     soon as the handler makes another gate, or is dropped, too.
     """
 
     native: int | None = None
 
-    def __init__(self, handler: NativeHandler, parts: int) -> None:
+    def __init__(self, handler: NativeHandler, layer_groups: int) -> None:
         self.handler = handler
-        self.parts = read_int("parts", parts, 1, handler.groups.num_layers)
+        self.layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
         if handler.device.type != "cuda":
             raise ValueError(
                 f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
                 "load has landed when it returns; leave the gate out"
             )
-        self.native = handler.make_gate(self.parts)
+        self.native = handler.make_gate(self.layer_groups)
 
     def __del__(self) -> None:
         if self.native is not None:
             self.handler.release_gate(self.native)
 
-    def wait(self, part: int = 0, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes work given to the stream from now on wait until the part is open.
+    def wait(self, layer_group: int = 0, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes work given to the stream from now on wait until the layer_group is open.
 
         In a captured stream, each replay waits there.
 
         Args:
-            part (int): the group of layers.
+            layer_group (int): the group of layers.
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
                 the cache's GPU. A stream other than the one on which a load closes the gate passes
                 as long as the gate is open: order it behind the closing, with an event.
 
         Raises:
-            IndexError: the gate has no such part.
+            IndexError: the gate has no such layer_group.
         """
-        part = read_int("part", part, INT64_MIN)
-        if not 0 <= part < self.parts:
-            raise IndexError(f"part {part} of a gate with parts 0 to {self.parts - 1}")
+        layer_group = read_int("layer_group", layer_group, INT64_MIN)
+        if not 0 <= layer_group < self.layer_groups:
+            raise IndexError(
+                f"layer_group is {layer_group}; the gate has groups 0 to {self.layer_groups - 1}"
+            )
         self.handler.check_process()
-        loader.call("kvswap_gate_wait", self.native, part, *resolve_waiting(stream))
+        loader.call("kvswap_gate_wait", self.native, layer_group, *resolve_waiting(stream))
 
 
 _release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
@@ -228,12 +231,12 @@ class Job(NotCopyable):
 
 def wait_for(native: NativeHandler, jobs: list[Job] | None, timeout: float | None) -> None:
     """`OffloadHandler.wait` for jobs of that handler; None is for all that were not reported."""
-    well = native.wait(None if jobs is None else [job.native for job in jobs], timeout)
-    if well is None:
+    succeeded = native.wait(None if jobs is None else [job.native for job in jobs], timeout)
+    if succeeded is None:
         running = [job for job in jobs or () if not job.done()]
         names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
         raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
-    if well:
+    if succeeded:
         return
     if jobs is None:
         failed = native.unreported_failures(result_of)
@@ -250,16 +253,16 @@ __all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
 class OffloadHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, without blocking.
 
-    gpu: the cache. host: pages for the same planes. A hybrid model has a list of layouts, one for
+    gpu: the cache. host: pages for the same slabs. A hybrid model has a list of layouts, one for
     each group of layers, and a pool for each; then every argument with ids is a list too, with an
     entry for each group, empty for those that have no blocks in the job. The handler holds all of
     it while it lives. Stores run in the order of submission, loads too, expedited loads too, and so
     do two jobs that share a block or a page which one of them writes; others overlap.
 
-    path: "auto", the default, takes for each transfer the way of copying that is predicted to end
-    first; "strided", "batch", "staged" or "kernel" is taken always, and KVSWAP_PATH says which
-    where no path is given (`Result.path` names them). staging_bytes: GPU memory for staged copies,
-    half for stores, half for loads, taken at once where some transfer could be staged. threaded: a
+    copy_method: "auto" takes for each transfer the one that is predicted to end first; "strided",
+    "batch", "staged" or "kernel" is always taken. None reads KVSWAP_COPY_METHOD, "auto" by default.
+    staging_bytes: GPU memory for staged copies, half for stores, half for loads, taken at once
+    where some transfer could be staged. submit_thread: a
     thread for each channel gives all copies to the driver, 40 to 250 us after it was woken up.
 
     Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
@@ -274,18 +277,18 @@ class OffloadHandler(NotCopyable):
         gpu: PagedLayout | Sequence[PagedLayout],
         host: HostPool | Sequence[HostPool],
         *,
-        path: str | None = None,
+        copy_method: str | None = None,
         staging_bytes: int = 32 << 20,
-        threaded: bool = False,
+        submit_thread: bool = False,
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        paths = path_options(path, staging_bytes, groups.device)
-        self.native = NativeHandler(groups, threaded, paths)
+        paths = copy_method_options(copy_method, staging_bytes, groups.device)
+        self.native = NativeHandler(groups, submit_thread, paths)
         # Holds the cache and pools: neither may go before the jobs have ended.
         weakref.finalize(self, self.native.destroy, weakref.ref(self))
         for pool in groups.pools:
-            pool.used_by(self)
+            pool._register_user(self)
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -302,7 +305,7 @@ class OffloadHandler(NotCopyable):
         *,
         first_block: int | Sequence[int] = 0,
         after: After = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
         (first_block + j) % k, where k is host.blocks_per_page; the last page may be part used.
@@ -311,7 +314,8 @@ class OffloadHandler(NotCopyable):
         after: the copy starts behind all that was given so far to this stream, or behind this
         event; None is the calling thread's current stream on the cache's device (the kernels that
         wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
-        touch the pages, but for work on a stream that waits for it (`Job.wait_on`). background:
+        touch the pages, but for work on a stream that waits for it (`Job.wait_on`).
+        copy_engines_only:
         only copy engines copy, so that kernels beside are slowed down no more than by one big copy,
         but their launches may wait, since the driver is busier; the copy may take longer.
 
@@ -323,7 +327,7 @@ class OffloadHandler(NotCopyable):
         """
         ids = gpu_block_ids, page_ids, first_block
         groups = self.native.groups
-        request = Request(groups, abi.STORES, *ids, after, background=background)
+        request = Request(groups, abi.STORES, *ids, after, copy_engines_only=copy_engines_only)
         return self._submit(request)
 
     def load(
@@ -336,7 +340,7 @@ class OffloadHandler(NotCopyable):
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> Job:
         """store() the other way round, from page_ids to gpu_block_ids. What `after` says is what
         read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job.
@@ -347,13 +351,15 @@ class OffloadHandler(NotCopyable):
         layer_groups: the layers are moved group after group, and `Job.wait_layer` waits for one of
         them. expedited: goes ahead of the loads that are queued or running, in a channel of its
         own. gate: is closed, in the order of the current stream, until the load has landed; it has
-        as many parts as there are layer groups. Returns when the load is on the device.
+        as many layer_groups as there are layer groups. Returns when the load is on the device.
         """
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        parts = self._layer_parts(layer_groups, gate)
+        layer_groups = self._layer_parts(layer_groups, gate)
         closed = None if gate is None else gate.native
-        request = Request(self.native.groups, channel, *ids, after, parts, closed, background)
+        request = Request(
+            self.native.groups, channel, *ids, after, layer_groups, closed, copy_engines_only
+        )
         return self._submit(request)
 
     def finished(self) -> list[Result]:
@@ -383,9 +389,9 @@ class OffloadHandler(NotCopyable):
         one job: TypeError for a list."""
         return self.native.cancel(self._own(job).native)
 
-    def gate(self, parts: int = 1) -> Gate:
-        """A gate, open, with this many parts: 1 to the number of tensors of the cache."""
-        return Gate(self.native, parts)
+    def gate(self, layer_groups: int = 1) -> Gate:
+        """A gate, open, with this many layer_groups: 1 to the number of tensors of the cache."""
+        return Gate(self.native, layer_groups)
 
     def metrics(self) -> Metrics:
         """What the handler has done and has to do, now."""
@@ -422,7 +428,7 @@ class OffloadHandler(NotCopyable):
         self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
 
-    def _layer_parts(self, parts: int | None, gate: Gate | None) -> int:
+    def _layer_parts(self, layer_groups: int | None, gate: Gate | None) -> int:
         """In how many groups of layers a load is moved."""
         if gate is not None and not isinstance(gate, Gate):
             raise TypeError(
@@ -430,14 +436,15 @@ class OffloadHandler(NotCopyable):
             )
         if gate is not None and gate.handler is not self.native:
             raise ValueError("the gate was made by another handler than this load's")
-        if parts is None:
-            return 1 if gate is None else gate.parts
-        parts = read_int("layer_groups", parts, 1, self.native.groups.num_layers)
-        if gate is not None and gate.parts != parts:
+        if layer_groups is None:
+            return 1 if gate is None else gate.layer_groups
+        layer_groups = read_int("layer_groups", layer_groups, 1, self.native.groups.num_layers)
+        if gate is not None and gate.layer_groups != layer_groups:
             raise ValueError(
-                f"the gate has {gate.parts} parts, the load {parts} layer groups; make them equal"
+                f"the gate has {gate.layer_groups} layer groups, the load {layer_groups}; "
+                "make them equal"
             )
-        return parts
+        return layer_groups
 
     def _own(self, job: object) -> Job:
         if not isinstance(job, Job):

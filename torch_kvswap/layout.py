@@ -1,4 +1,4 @@
-"""What a paged cache is: planes of blocks, with base addresses, strides and sizes in bytes."""
+"""What a paged cache is: slabs of blocks, with base addresses, strides and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch_kvswap._native.arguments import INT64_MIN, read_int
 Int64Array = npt.NDArray[np.int64]
 
 
-class Planes:
-    """Blocks spread over planes: block b has sizes[p] bytes at bases[p] + b * strides[p].
+class Slabs:
+    """Blocks spread over slabs: block b has sizes[p] bytes at bases[p] + b * strides[p].
 
-    bases, strides, sizes: int64 [planes], in bytes. num_blocks: what every plane has. block_bytes:
-    one block in all planes. Has the addresses only, and keeps no memory alive.
+    bases, strides, sizes: int64 [slabs], in bytes. num_blocks: what every slab has. block_bytes:
+    one block in all slabs. Has the addresses only, and keeps no memory alive.
     """
 
     def __init__(
@@ -32,31 +32,31 @@ class Planes:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host: Planes) -> None:
-        """Raises ValueError unless a block here has the planes of a block of a host pool."""
+    def check_same_blocks(self, host: Slabs) -> None:
+        """Raises ValueError unless a block here has the slabs of a block of a host pool."""
         if len(self.sizes) != len(host.sizes):
             raise ValueError(
-                f"the cache has {len(self.sizes)} planes, the host pool {len(host.sizes)}; make "
+                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; make "
                 "the pool from this layout"
             )
         different = np.flatnonzero(self.sizes != host.sizes)
         if different.size:
-            plane = int(different[0])
+            slab = int(different[0])
             raise ValueError(
-                f"a block has {self.sizes[plane]} bytes in plane {plane} of the cache and "
-                f"{host.sizes[plane]} in the host pool; make the pool from this layout"
+                f"a block has {self.sizes[slab]} bytes in slab {slab} of the cache and "
+                f"{host.sizes[slab]} in the host pool; make the pool from this layout"
             )
 
 
-class PagedLayout(Planes):
-    """The planes of a paged cache that lives in tensors.
+class PagedLayout(Slabs):
+    """The slabs of a paged cache that lives in tensors.
 
     tensors: any dtypes, one device, the same number of blocks in dimension `block_dim` of each.
-    The dimensions before `block_dim` make planes, one for each of their indices (K and V split:
-    shape [2, num_blocks, ...], block_dim=1, two planes a tensor). The dimensions after it are one
+    The dimensions before `block_dim` make slabs, one for each of their indices (K and V split:
+    shape [2, num_blocks, ...], block_dim=1, two slabs a tensor). The dimensions after it are one
     block: they must be dense in some order of dimensions; blocks may lie apart (padded strides).
 
-    No two planes may have a byte in common. The layout holds the tensors; nothing else may free or
+    No two slabs may have a byte in common. The layout holds the tensors; nothing else may free or
     move their memory while it is in use. Immutable, so any thread may read it; a copy, or what was
     pickled, is made anew from its tensors. Raises TypeError for what is no list of tensors and
     ValueError, naming the tensor, for what cannot be described.
@@ -81,23 +81,23 @@ class PagedLayout(Planes):
                 )
         self.block_dim = block_dim
         self.device: torch.device = self.tensors[0].device
-        bases = [_plane_bases(tensor, block_dim) for tensor in self.tensors]
+        bases = [_slab_bases(tensor, block_dim) for tensor in self.tensors]
         strides = [tensor.stride(block_dim) * tensor.element_size() for tensor in self.tensors]
         sizes = [_block_numel(tensor, block_dim) * tensor.element_size() for tensor in self.tensors]
-        planes = [len(of_tensor) for of_tensor in bases]
+        slabs = [len(of_tensor) for of_tensor in bases]
         super().__init__(
             bases=np.concatenate(bases),
-            strides=np.repeat(np.array(strides, np.int64), planes),
-            sizes=np.repeat(np.array(sizes, np.int64), planes),
+            strides=np.repeat(np.array(strides, np.int64), slabs),
+            sizes=np.repeat(np.array(sizes, np.int64), slabs),
             num_blocks=self.tensors[0].shape[block_dim],
         )
-        self.tensor_of_plane = np.repeat(np.arange(len(planes), dtype=np.int64), planes)
+        self.tensor_of_slab = np.repeat(np.arange(len(slabs), dtype=np.int64), slabs)
         storages = [tensor.untyped_storage().data_ptr() for tensor in self.tensors]
-        self.storages = np.repeat(np.array(storages, np.int64), planes)  # of each plane
+        self.storages = np.repeat(np.array(storages, np.int64), slabs)  # of each slab
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.storage_ends = [_storage_end(tensor) for tensor in self.tensors]
-        if overlap := _overlapping_planes(self):
-            first, second = (int(self.tensor_of_plane[plane]) for plane in overlap)
+        if overlap := _overlapping_slabs(self):
+            first, second = (int(self.tensor_of_slab[slab]) for slab in overlap)
             raise ValueError(
                 f"tensors[{first}] and tensors[{second}] share memory, so that a load would write "
                 "some bytes twice; pass tensors that do not overlap, each once"
@@ -162,23 +162,23 @@ def _storage_problem(tensor: Tensor, end: int) -> str | None:
     return f"reaches to byte {end} of its storage, which was freed or resized to {storage}"
 
 
-def _overlapping_planes(planes: Planes) -> tuple[int, int] | None:
-    """Two planes that have a byte in common."""
-    order = np.argsort(planes.bases, kind="stable")
-    bases, strides, sizes = planes.bases[order], planes.strides[order], planes.sizes[order]
-    ends = bases + (planes.num_blocks - 1) * strides + sizes
+def _overlapping_slabs(slabs: Slabs) -> tuple[int, int] | None:
+    """Two slabs that have a byte in common."""
+    order = np.argsort(slabs.bases, kind="stable")
+    bases, strides, sizes = slabs.bases[order], slabs.strides[order], slabs.sizes[order]
+    ends = bases + (slabs.num_blocks - 1) * strides + sizes
     begin_before = np.searchsorted(bases, ends)
-    for plane in np.flatnonzero(begin_before > np.arange(1, len(bases) + 1)):
-        others = slice(plane + 1, begin_before[plane])
+    for slab in np.flatnonzero(begin_before > np.arange(1, len(bases) + 1)):
+        others = slice(slab + 1, begin_before[slab])
         shared = np.ones(others.stop - others.start, bool)
-        if planes.num_blocks > 1:
-            # Blocks may lie between those of another plane, as K and V in turn. All distances
-            # between blocks of the two planes are the same, modulo what divides both strides.
-            unit = np.gcd(strides[plane], strides[others])
-            offset = (bases[others] - bases[plane]) % unit
-            shared = (offset < sizes[plane]) | (offset + sizes[others] > unit)
+        if slabs.num_blocks > 1:
+            # Blocks may lie between those of another slab, as K and V in turn. All distances
+            # between blocks of the two slabs are the same, modulo what divides both strides.
+            unit = np.gcd(strides[slab], strides[others])
+            offset = (bases[others] - bases[slab]) % unit
+            shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
         if shared.any():
-            return int(order[plane]), int(order[plane + 1 + np.argmax(shared)])
+            return int(order[slab]), int(order[slab + 1 + np.argmax(shared)])
     return None
 
 
@@ -212,7 +212,7 @@ def _strides_and_sizes(tensor: Tensor, dims: range) -> list[tuple[int, int]]:
     return sorted((tensor.stride(d), tensor.shape[d]) for d in dims if tensor.shape[d] > 1)
 
 
-def _plane_bases(tensor: Tensor, block_dim: int) -> Int64Array:
+def _slab_bases(tensor: Tensor, block_dim: int) -> Int64Array:
     offsets = np.zeros(1, np.int64)
     for dim in range(block_dim):
         steps = np.arange(tensor.shape[dim], dtype=np.int64) * tensor.stride(dim)
@@ -220,7 +220,7 @@ def _plane_bases(tensor: Tensor, block_dim: int) -> Int64Array:
     return tensor.data_ptr() + offsets * tensor.element_size()
 
 
-def block_spaces(layouts: Sequence[Planes]) -> list[int]:
+def block_spaces(layouts: Sequence[Slabs]) -> list[int]:
     """A number for each layout, equal for those that share blocks.
 
     Hybrid models let several groups of layers use the same tensors in turn: a block of one group
@@ -243,15 +243,15 @@ def block_spaces(layouts: Sequence[Planes]) -> list[int]:
     return spaces
 
 
-def _shifts(one: Planes, other: Planes) -> Int64Array:
-    """For each pair of planes that share bytes: by how many blocks `other` is ahead; 1 where the
+def _shifts(one: Slabs, other: Slabs) -> Int64Array:
+    """For each pair of slabs that share bytes: by how many blocks `other` is ahead; 1 where the
     distances between blocks differ."""
     ahead = np.subtract.outer(other.bases, one.bases)
     one_extent = (one.num_blocks - 1) * one.strides + one.sizes
     other_extent = (other.num_blocks - 1) * other.strides + other.sizes
     meet = (ahead < one_extent) & (-ahead < other_extent[:, None])
     same_stride = np.equal.outer(other.strides, one.strides)
-    # Rows of planes that lie side by side take turns, and share no byte.
+    # Rows of slabs that lie side by side take turns, and share no byte.
     blocks, offset = np.divmod(ahead, one.strides)
     inside = offset < one.sizes
     reaches_next = offset + other.sizes[:, None] > one.strides

@@ -11,7 +11,7 @@ from typing import Any
 from torch_kvswap import prometheus
 from torch_kvswap._native import abi
 
-PATHS, BUCKETS = abi.PATHS, abi.BUCKETS
+COPY_METHODS, BUCKETS = abi.COPY_METHODS, abi.BUCKETS
 # Seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
 
@@ -62,8 +62,8 @@ class ChannelMetrics:
 
     submitted, done, failed, cancelled: jobs. bytes: of the jobs done. queued, running: jobs now in
     the software queue and on the device. transfers: copies given to the device, jobs merged into
-    one counted once. streams, events: that exist now. path_jobs: jobs done by each way of copying.
-    submit, queue, copy: seconds in the call, in the software queue, and copying.
+    one counted once. streams, events: that exist now. jobs_by_copy_method: jobs done by each way of
+    copying. submit, queue, copy: seconds in the call, in the software queue, and copying.
     """
 
     submitted: int
@@ -76,7 +76,7 @@ class ChannelMetrics:
     transfers: int
     streams: int
     events: int
-    path_jobs: dict[str, int]
+    jobs_by_copy_method: dict[str, int]
     submit: Histogram
     queue: Histogram
     copy: Histogram
@@ -113,7 +113,9 @@ def _read_channel(fill: Fill, channel: int) -> ChannelMetrics:
         for field in abi.Metrics._fields_
         if field[1] is ctypes.c_uint64
     }
-    paths = dict(zip(PATHS, native.jobs_by_path, strict=True))
+    copy_methods = dict(zip(COPY_METHODS, native.jobs_by_path, strict=True))
     seconds = (native.submit, native.queue, native.copy)
     submit, queue, copy = (Histogram(BOUNDS, tuple(h.counts), h.sum) for h in seconds)
-    return ChannelMetrics(**counts, path_jobs=paths, submit=submit, queue=queue, copy=copy)
+    return ChannelMetrics(
+        **counts, jobs_by_copy_method=copy_methods, submit=submit, queue=queue, copy=copy
+    )

@@ -42,7 +42,7 @@ def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -
 
 Sample = tuple[str, dict[str, str], float]  # a suffix of the name, labels of its own, the value
 Samples = Callable[["ChannelMetrics"], Iterator[Sample]]
-_TAKEN = ("direction", "state", "path", "le")
+_TAKEN = ("direction", "state", "copy_method", "le")
 
 
 def _one(field: str) -> Samples:
@@ -54,9 +54,9 @@ def _states(channel: ChannelMetrics) -> Iterator[Sample]:
         yield "", {"state": state}, getattr(channel, state)
 
 
-def _paths(channel: ChannelMetrics) -> Iterator[Sample]:
-    for path, jobs in channel.path_jobs.items():
-        yield "", {"path": path}, jobs
+def _copy_methods(channel: ChannelMetrics) -> Iterator[Sample]:
+    for copy_method, jobs in channel.jobs_by_copy_method.items():
+        yield "", {"copy_method": copy_method}, jobs
 
 
 def _histogram(field: str) -> Samples:
@@ -74,7 +74,7 @@ def _histogram(field: str) -> Samples:
 _FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
     ("jobs_submitted_total", "counter", "Jobs submitted.", _one("submitted")),
     ("jobs_ended_total", "counter", "Jobs ended, by how they ended.", _states),
-    ("jobs_copied_total", "counter", "Jobs done, by the way of copying.", _paths),
+    ("jobs_copied_total", "counter", "Jobs done, by the way of copying.", _copy_methods),
     ("copied_bytes_total", "counter", "Bytes of the jobs done.", _one("bytes")),
     ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
     ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),

@@ -212,8 +212,8 @@ def test_the_handler_can_be_given_a_path_and_another_staging_buffer(
         return OffloadHandler(gpu, host)
 
     monkeypatch.setattr(bandwidth, "OffloadHandler", make)
-    assert bandwidth.main([*TINY, "--path", "staged", "--staging-mib", "8"]) == 0
-    assert said == [{"path": "staged", "staging_bytes": 8 << 20}] * 2
+    assert bandwidth.main([*TINY, "--copy-method", "staged", "--staging-mib", "8"]) == 0
+    assert said == [{"copy_method": "staged", "staging_bytes": 8 << 20}] * 2
 
 
 @pytest.mark.gpu

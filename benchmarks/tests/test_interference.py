@@ -92,17 +92,17 @@ link, nothing beside it  -                -  50.00           -  50.00""",
 def test_the_ways_that_cannot_be_had_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def make(gpu: Any, host: Any, path: str) -> Any:
-        if path == "kernel":
+    def make(gpu: Any, host: Any, copy_method: str) -> Any:
+        if copy_method == "kernel":
             raise ValueError("no kernels in this build")
-        return SimpleNamespace(path=path)
+        return SimpleNamespace(copy_method=copy_method)
 
     monkeypatch.setattr(interference, "OffloadHandler", make)
     stack = SimpleNamespace(enter_context=lambda handler: handler)
     handlers = interference._handlers(
         SimpleNamespace(layout=None, host=None, device=torch.device("cuda")), stack
     )
-    assert {name: handler.path for name, handler in handlers.items()} == {
+    assert {name: handler.copy_method for name, handler in handlers.items()} == {
         "auto": "auto",
         "strided": "strided",
         "staged": "staged",

@@ -83,8 +83,10 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
     pairs: list[Any] = []
     with OffloadHandler(blocks.layout, blocks.host) as handler:
 
-        def note(first: list[int], second: list[int], *, after: Any, background: bool) -> Any:
-            assert (after, background) == ((), True)
+        def note(
+            first: list[int], second: list[int], *, after: Any, copy_engines_only: bool
+        ) -> Any:
+            assert (after, copy_engines_only) == ((), True)
             pairs.append([*zip(first, second, strict=True)])
             return getattr(handler, direction)(first, second)
 

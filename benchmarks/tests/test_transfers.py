@@ -47,7 +47,7 @@ def test_a_move_takes_time_and_is_noted(direction: str) -> None:
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         moved = move(handler, blocks, [direction], 8)
         assert 0 < moved.submit_us <= moved.total_us
-        assert moved.path == "host"
+        assert moved.copy_method == "host"
         assert handler.finished() == []
     assert blocks.wrong() == 0
     held = blocks.host.pages[1:9] if direction == "store" else blocks.layout.tensors[0][1:9]
@@ -57,7 +57,10 @@ def test_a_move_takes_time_and_is_noted(direction: str) -> None:
 
 def test_two_transfers_at_once_are_both_submitted_before_either_is_waited_for() -> None:
     said: list[Any] = []
-    jobs = [SimpleNamespace(result=SimpleNamespace(path=path)) for path in ("strided", "staged")]
+    jobs = [
+        SimpleNamespace(result=SimpleNamespace(copy_method=copy_method))
+        for copy_method in ("strided", "staged")
+    ]
     handler = SimpleNamespace(
         store=lambda *ids: said.append(ids) or jobs[0],
         load=lambda *ids: said.append(ids) or jobs[1],
@@ -65,7 +68,7 @@ def test_two_transfers_at_once_are_both_submitted_before_either_is_waited_for() 
         finished=list,
     )
     blocks = Shape(1, 1).new_blocks(CPU, 10)
-    assert move(handler, blocks, ["store", "load"], 4).path == "staged/strided"
+    assert move(handler, blocks, ["store", "load"], 4).copy_method == "staged/strided"
     (stored, filled), (loaded, written), waited = said
     assert sorted(stored + written) == sorted(filled + loaded) == [*range(1, 9)]
     assert waited == jobs
@@ -73,10 +76,10 @@ def test_two_transfers_at_once_are_both_submitted_before_either_is_waited_for() 
 
 def test_the_end_can_be_looked_for_in_a_loop() -> None:
     looks = iter([False, False, True])
-    job = SimpleNamespace(done=lambda: next(looks), result=SimpleNamespace(path="batch"))
+    job = SimpleNamespace(done=lambda: next(looks), result=SimpleNamespace(copy_method="batch"))
     handler = SimpleNamespace(store=lambda blocks, pages: job, wait=lambda job: None, finished=list)
     blocks = Shape(1, 1).new_blocks(CPU, 10)
-    assert move(handler, blocks, ["store"], 2, poll=True).path == "batch"
+    assert move(handler, blocks, ["store"], 2, poll=True).copy_method == "batch"
     assert next(looks, None) is None
 
 

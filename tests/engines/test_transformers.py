@@ -256,11 +256,11 @@ def test_tokens_are_the_same_on_a_gpu(kind, asynchronous):
 
 @needs_transformers
 @pytest.mark.gpu
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("copy_engines_only", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, background):
+def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, copy_engines_only):
     net = model(kind, "cuda", torch.bfloat16)
-    with ours(background=background, store_bytes=4096) as seen:
+    with ours(copy_engines_only=copy_engines_only, store_bytes=4096) as seen:
         tokens(net, prompts(), config(small(kind), use_async_batching=True))
     assert seen.back > 0
     assert seen.wrong == 0

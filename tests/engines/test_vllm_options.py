@@ -16,7 +16,7 @@ def test_what_is_not_said_has_a_default():
         eviction_policy="lru",
         store_threshold=1,
         manager="torch_kvswap",
-        path=None,
+        copy_method=None,
         staging_bytes=32 << 20,
     )
 
@@ -27,7 +27,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "eviction_policy": "arc",
         "store_threshold": 2,
         "manager": "vllm",
-        "path": "strided",
+        "copy_method": "strided",
         "staging_bytes": 0,
     }
     of_vllm = {

@@ -39,7 +39,7 @@ def test_all_workers_can_use_all_pages_of_one_memory(engine):
     with ThreadPoolExecutor(3) as threads:
         pools = list(threads.map(lambda rank: make(rank, 3, engine), range(3)))
     for number, pool in enumerate(pools):
-        assert pool.ready_pages == 6
+        assert pool.num_ready_pages == 6
         pool.pages[number].fill_(number + 1)
     for pool in pools:
         assert [int(page[0, 0]) for page in pool.pages[:3]] == [1, 2, 3]

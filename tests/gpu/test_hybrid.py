@@ -371,7 +371,7 @@ def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
     layouts = [PagedLayout(tensors[:1]), PagedLayout(tensors[1:])]
     pool = HostPool(layouts[0], num_pages=4, blocks_per_page=2)
     before = pool.pages.random_(256).clone()
-    pools = [pool.seen_by(layout) for layout in layouts]
+    pools = [pool.view_for(layout) for layout in layouts]
     assert [one.nbytes for one in pools] == [4 * 2 * 96] * 2
     with OffloadHandler(layouts, pools) as handler:
         handler.wait(handler.store([[2], [2]], [[1], [3]], first_block=[0, 1]))
@@ -389,7 +389,7 @@ def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
 def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_pool():
     layouts = [PagedLayout([torch.zeros(4, size, dtype=torch.uint8)]) for size in (64, 32)]
     pool = HostPool(layouts[0], 4)
-    shared = OffloadHandler(layouts, [pool.seen_by(layout) for layout in layouts])
+    shared = OffloadHandler(layouts, [pool.view_for(layout) for layout in layouts])
     apart = OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
     spaces = [
         [group.slot_space for group in handler.native.groups.structures]
@@ -404,4 +404,4 @@ def test_larger_blocks_than_a_page_has_room_for_are_refused():
     with pytest.raises(
         ValueError, match="blocks of 64 bytes do not go into pages for blocks of 32"
     ):
-        HostPool(small, 4).seen_by(large)
+        HostPool(small, 4).view_for(large)

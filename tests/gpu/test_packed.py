@@ -16,13 +16,15 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 SHAPES = [(3, 4096), (7, 48), (2, 18432), (3, 7), (5, 10), (2, 36), (1, 1 << 20), (160, 2048)]
 
 
-def check(layout: PagedLayout, count: int, path: str, staging_bytes: int = 32 << 20) -> None:
+def check(layout: PagedLayout, count: int, copy_method: str, staging_bytes: int = 32 << 20) -> None:
     """Moves blocks out and in again, to other places, and compares all memory."""
     before = [tensor.cpu().clone() for tensor in layout.tensors]
     pool = HostPool(layout, num_pages=layout.num_blocks)
     pool.pages.fill_(0xA5)
     blocks, pages, targets = (torch.randperm(layout.num_blocks)[:count] for _ in range(3))
-    with OffloadHandler(layout, pool, path=path, staging_bytes=staging_bytes) as handler:
+    with OffloadHandler(
+        layout, pool, copy_method=copy_method, staging_bytes=staging_bytes
+    ) as handler:
         jobs = [handler.store(blocks, pages)]
         handler.wait(jobs)
         stored = torch.full_like(pool.pages[:, 0], 0xA5)
@@ -34,7 +36,7 @@ def check(layout: PagedLayout, count: int, path: str, staging_bytes: int = 32 <<
             new = old.clone()
             new[targets] = old[blocks]
             assert torch.equal(tensor.cpu(), new)
-        assert [job.result.path for job in jobs if job.result] == [path, path]
+        assert [job.result.copy_method for job in jobs if job.result] == [copy_method, copy_method]
 
 
 @pytest.mark.parametrize(("layers", "fragment"), SHAPES)
@@ -45,13 +47,13 @@ def test_a_kernel_moves_every_byte_and_no_other(driver: Driver, layers: int, fra
     check(on_device(driver, whole, list(whole)), 5, "kernel")
 
 
-@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @needs_kernels
 @stubbed
-def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, path: str) -> None:
+def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, copy_method: str) -> None:
     whole = torch.randint(256, (2, 1100, 16), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
-    check(layout, 1000, path)
+    check(layout, 1000, copy_method)
     launches = re.findall(r"^(pack|unpack) (\d+) blocks", driver.log(), re.MULTILINE)
     for direction in ("pack", "unpack"):
         blocks = [int(count) for kind, count in launches if kind == direction]
@@ -59,14 +61,14 @@ def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, path: str) 
         assert 980 < sum(blocks) <= 1000  # some are copied where they lie meanwhile
 
 
-@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @needs_kernels
 @stubbed
-def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, path: str) -> None:
+def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, copy_method: str) -> None:
     whole = torch.randint(256, (6, 20, 96), dtype=torch.uint8)
     tensors = [whole[4][:, :96], whole[0][:, 16:64], whole[2][:, :7], whole[5][::2, :33]]
     layout = on_device(driver, whole, [tensor[:10] for tensor in tensors])
-    check(layout, 6, path)
+    check(layout, 6, copy_method)
 
 
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
@@ -82,18 +84,18 @@ def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     assert driver.unexpected_violations() == ""
 
 
-@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @pytest.mark.parametrize(("layers", "fragment"), SHAPES)
 @pytest.mark.gpu
-def test_every_byte_arrives_on_a_gpu(layers: int, fragment: int, path: str) -> None:
+def test_every_byte_arrives_on_a_gpu(layers: int, fragment: int, copy_method: str) -> None:
     whole = torch.randint(256, (layers, 40, fragment), dtype=torch.uint8, device="cuda")
-    check(PagedLayout(list(whole)), 23, path)
+    check(PagedLayout(list(whole)), 23, copy_method)
 
 
-@pytest.mark.parametrize("path", ["kernel", "staged"])
+@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
 @pytest.mark.gpu
-def test_addresses_that_are_not_aligned_are_moved_on_a_gpu(start: int, path: str) -> None:
+def test_addresses_that_are_not_aligned_are_moved_on_a_gpu(start: int, copy_method: str) -> None:
     whole = torch.randint(256, (3, 1200, 256), dtype=torch.uint8, device="cuda")
     layout = PagedLayout([whole[layer][:, start : start + 64] for layer in range(3)])
-    check(layout, 1000, path)
+    check(layout, 1000, copy_method)

@@ -464,7 +464,7 @@ def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
     script = """
         import os, weakref, torch
         from gpu_cache import GpuCache
-        os.environ["KVSWAP_PATH"] = "batch"  # to free staging buffers waits by itself
+        os.environ["KVSWAP_COPY_METHOD"] = "batch"  # to free staging buffers waits by itself
         gpu = GpuCache()
         # At exit the newest finalizer comes first: this one behind the second handler's, before
         # those of the pool, which wait as well.

@@ -519,7 +519,7 @@ def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
     layout = PagedLayout([raw[:64].view(1, 64), raw[64:].view(1, 64)])
     layout.device = torch.device("cuda", 0)
     host = pool(driver, layout, 1)
-    with OffloadHandler(layout, host, path="batch") as handler:
+    with OffloadHandler(layout, host, copy_method="batch") as handler:
         driver.log()
         handler.wait(handler.store([0], [0], after=()))
         log = driver.log()

@@ -20,60 +20,60 @@ from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cu
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native import loader
-from torch_kvswap.copy_method import CHOICES, path_options
+from torch_kvswap.copy_method import CHOICES, copy_method_options
 from torch_kvswap.handler import Result
-from torch_kvswap.metrics import PATHS
+from torch_kvswap.metrics import COPY_METHODS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVSWAP_PATH", raising=False)
-    assert path_options(None, 7, GPU).path == -1
-    assert path_options("auto", 7, GPU).staging_bytes == 7
+    monkeypatch.delenv("KVSWAP_COPY_METHOD", raising=False)
+    assert copy_method_options(None, 7, GPU).path == -1
+    assert copy_method_options("auto", 7, GPU).staging_bytes == 7
 
 
 def test_a_path_is_forced_by_its_name_or_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for path in CHOICES[1:]:
-        assert path_options(path, 0, GPU).path == PATHS.index(path)
-    monkeypatch.setenv("KVSWAP_PATH", "strided")
-    assert path_options(None, 0, GPU).path == PATHS.index("strided")
-    assert path_options("auto", 0, GPU).path == -1
+    for copy_method in CHOICES[1:]:
+        assert copy_method_options(copy_method, 0, GPU).path == COPY_METHODS.index(copy_method)
+    monkeypatch.setenv("KVSWAP_COPY_METHOD", "strided")
+    assert copy_method_options(None, 0, GPU).path == COPY_METHODS.index("strided")
+    assert copy_method_options("auto", 0, GPU).path == -1
 
 
 def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_expected_inline(
-        error_text(path_options, "fast", 0, CPU),
-        """ValueError: path='fast'; expected one of auto, batch, strided, staged, kernel""",
+        error_text(copy_method_options, "fast", 0, CPU),
+        """ValueError: copy_method='fast'; expected one of auto, batch, strided, staged, kernel""",
     )
     assert_expected_inline(
-        error_text(path_options, "auto", -1, CPU),
+        error_text(copy_method_options, "auto", -1, CPU),
         """ValueError: staging_bytes is -1; it must be 0 to 9223372036854775807""",
     )
-    monkeypatch.setenv("KVSWAP_PATH", "host")
+    monkeypatch.setenv("KVSWAP_COPY_METHOD", "host")
     assert_expected_inline(
-        error_text(path_options, None, 0, CPU),
-        """ValueError: KVSWAP_PATH='host'; expected one of auto, batch, strided, staged, kernel""",
+        error_text(copy_method_options, None, 0, CPU),
+        """ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, batch, strided, staged, kernel""",
     )
 
 
 def test_a_path_without_figures_is_unknown_to_the_native_side() -> None:
-    options = path_options("auto", 0, GPU)
+    options = copy_method_options("auto", 0, GPU)
     for of_direction in options.costs:
-        assert of_direction[PATHS.index("strided")].start_seconds > 0
-        assert of_direction[PATHS.index("host")].start_seconds < 0
+        assert of_direction[COPY_METHODS.index("strided")].start_seconds > 0
+        assert of_direction[COPY_METHODS.index("host")].start_seconds < 0
 
 
 def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
-    assert path_options("auto", 0, CPU).costs[0][0].start_seconds < 0
+    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
+    assert copy_method_options("auto", 0, CPU).costs[0][0].start_seconds < 0
     layout = PagedLayout([torch.zeros(4, 8)])
-    with OffloadHandler(layout, HostPool(layout, 2), path="staged") as handler:
-        job = handler.store([1], [1], background=True)
+    with OffloadHandler(layout, HostPool(layout, 2), copy_method="staged") as handler:
+        job = handler.store([1], [1], copy_engines_only=True)
         assert job.result is not None
-        assert job.result.path == "host"
+        assert job.result.copy_method == "host"
 
 
 # The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
@@ -83,17 +83,17 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
 @contextmanager
 def figures(folder: Path, **of_paths: tuple[float, float, float]) -> Iterator[None]:
     costs = {
-        path: {
+        copy_method: {
             "start_us": 1000 * start,
             "block_us": 1000 * block,
             "fragment_us": {"512": 1000 * fragment},
         }
-        for path, (start, block, fragment) in of_paths.items()
+        for copy_method, (start, block, fragment) in of_paths.items()
     }
     file = folder / "costs.json"
     file.write_text(json.dumps({"store": costs, "load": costs}))
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_PATH_COSTS", str(file))
+        environment.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
         yield
 
 
@@ -111,10 +111,12 @@ def paths_taken(
                 handler.store(ids, ids),
                 handler.load(ids, ids),
                 handler.load(ids, ids, expedited=True),
-                handler.load(ids, ids, background=True),
+                handler.load(ids, ids, copy_engines_only=True),
             ]
             handler.wait(jobs)
-            lines.append(f"{count}: " + " ".join(job.result.path for job in jobs if job.result))
+            lines.append(
+                f"{count}: " + " ".join(job.result.copy_method for job in jobs if job.result)
+            )
     return "\n".join(lines)
 
 
@@ -139,13 +141,13 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
     taken = []
     with figures(tmp_path, strided=(1, 0, 0), batch=(10, 0, 0)):
         for pinned in (True, False):
-            for path in ("auto", "strided"):
+            for copy_method in ("auto", "strided"):
                 pool = HostPool(layout, 4, pinned=pinned)
-                with OffloadHandler(layout, pool, path=path) as handler:
+                with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
                     job = handler.store([1], [1])
                     handler.wait(job)
                     assert job.result is not None
-                    taken.append(job.result.path)
+                    taken.append(job.result.copy_method)
     assert taken == ["strided", "strided", "batch", "batch"]
 
 
@@ -162,7 +164,7 @@ def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_pa
                 job = handler.store([1], [1])
                 handler.wait(job)
                 assert job.result is not None
-                taken.append(job.result.path)
+                taken.append(job.result.copy_method)
     assert taken == ["strided", "batch"]
 
 
@@ -237,10 +239,10 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
             # A hundred times as long as the copy took, two seconds at most, from its end on.
             avoided = [min(100 * copy.copy_seconds, 2) for copy in (first, second)]
             time.sleep(max(avoided))
-            assert first.path == "staged"
+            assert first.copy_method == "staged"
             is_soon = took < avoided[0]
-        assert second.path == "strided"
-        assert slow_store(driver, handler, copies, ms).path == "staged"
+        assert second.copy_method == "strided"
+        assert slow_store(driver, handler, copies, ms).copy_method == "staged"
 
 
 @needs_kernels
@@ -252,9 +254,9 @@ def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     copies = driver.cuda.create_stream() + 1
     with (
         figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
-        OffloadHandler(layout, HostPool(layout, 4), path="staged") as handler,
+        OffloadHandler(layout, HostPool(layout, 4), copy_method="staged") as handler,
     ):
-        taken = [slow_store(driver, handler, copies).path for _ in range(2)]
+        taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
     assert taken == ["staged"] * 2
 
 
@@ -269,7 +271,7 @@ def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
         figures(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 4)) as handler,
     ):
-        taken = [slow_store(driver, handler, copies).path for _ in range(2)]
+        taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
     assert taken == ["staged", "staged"]
 
 
@@ -297,7 +299,7 @@ def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_k
         assert job.result.copy_seconds > 0.2
         handler.wait(job := handler.store([1], [1], after=()))
         assert job.result is not None
-        assert job.result.path == "staged"
+        assert job.result.copy_method == "staged"
 
 
 @stubbed
@@ -342,11 +344,11 @@ def make_what_kernels_need(driver: Driver) -> None:
     ):
         driver.fail(name, nth, 2)
         try:
-            OffloadHandler(gpu, host, path="staged")
+            OffloadHandler(gpu, host, copy_method="staged")
         except ValueError as error:
             print(f"{name}: {error}")
         assert driver.live("allocations") == 0
-    OffloadHandler(gpu, host, path="staged").close()
+    OffloadHandler(gpu, host, copy_method="staged").close()
 
 
 @needs_kernels

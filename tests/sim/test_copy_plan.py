@@ -124,7 +124,7 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
 def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driver) -> None:
     whole = torch.randint(256, (2, 12, 4096), dtype=torch.uint8)
     layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=12), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=12), copy_method="staged") as handler:
         driver.log()
         handler.wait(handler.store([1, 5, 3, 7, 11], [6, 4, 7, 5, 1], after=()))
         assert re.findall(r"(?:batch of|copy) \d+", driver.log()) == ["batch of 2"]
@@ -138,7 +138,7 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
     whole = torch.randint(256, (2, 24, 1 << 18), dtype=torch.uint8)
     layout = on_device(driver, whole)
     ids = list(range(12))
-    with OffloadHandler(layout, HostPool(layout, num_pages=24), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=24), copy_method="staged") as handler:
         handler.wait(handler.store(ids, ids))
         driver.set_mode("manual")
         driver.log()
@@ -168,7 +168,7 @@ def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
 def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))
-    with OffloadHandler(layout, HostPool(layout, num_pages=160), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=160), copy_method="staged") as handler:
         sizes = {}
         for kind in ("store", "load"):
             driver.log()

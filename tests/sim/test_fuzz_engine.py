@@ -37,14 +37,14 @@ class Server:
         self.handler = OffloadHandler(
             layouts if self.is_list else layouts[0],
             pools if self.is_list else pools[0],
-            path=self.rng.choice(device.paths),
-            threaded=self.rng.random() < 0.3,
+            copy_method=self.rng.choice(device.paths),
+            submit_thread=self.rng.random() < 0.3,
         )
         self.is_lazy = self.rng.random() < 0.3
         self.engine = OffloadEngine(
             self.handler,
             [BlockGroup(self.pool.num_pages)] if self.is_list else None,
-            storing="lazy" if self.is_lazy else "eager",
+            store_policy="lazy" if self.is_lazy else "eager",
             policy=self.rng.choice(["lru", "arc"]),
         )
         (self.stream,) = device.streams(1)[:1]

@@ -160,7 +160,7 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
     before = threads()
     driver.set_mode("manual")
     driver.set_stream(0, 42)
-    handler = OffloadHandler(*cache(driver), threaded=True)
+    handler = OffloadHandler(*cache(driver), submit_thread=True)
     gate = handler.gate()
     handler.load([5], [5], after=()).wait_on()  # starts the worker
     (worker,) = threads() - before

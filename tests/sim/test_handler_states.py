@@ -51,10 +51,10 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         per_page=st.integers(1, 3),
         mortal=st.integers(0, 3).map(lambda n: n == 0),
-        path=st.sampled_from(PATHS),
-        threaded=st.booleans(),
+        copy_method=st.sampled_from(PATHS),
+        submit_thread=st.booleans(),
     )
-    def make(self, per_page: int, mortal: bool, path: str, threaded: bool) -> None:
+    def make(self, per_page: int, mortal: bool, copy_method: str, submit_thread: bool) -> None:
         from torch_kvswap.handler import OffloadHandler
         from torch_kvswap.layout import PagedLayout
 
@@ -76,12 +76,16 @@ class Machine(RuleBasedStateMachine):
         self.slots[:] = self.rows[BLOCKS : self.version]
         self.model = Model(list(range(BLOCKS)), list(range(BLOCKS, self.version)))
         self.threads = number_of_threads()
-        if path != "auto":  # the first such handler loads the kernels
-            OffloadHandler(layout, self.host, path=path).close()
+        if copy_method != "auto":  # the first such handler loads the kernels
+            OffloadHandler(layout, self.host, copy_method=copy_method).close()
         first = self.driver.cuda.create_stream()
         self.driver.cuda.destroy_stream(first)
         self.handler = OffloadHandler(
-            layout, self.host, path=path, staging_bytes=1 << 20, threaded=threaded
+            layout,
+            self.host,
+            copy_method=copy_method,
+            staging_bytes=1 << 20,
+            submit_thread=submit_thread,
         )
         self.gate = self.handler.gate(LAYERS)
         self.streams = [KERNELS, OTHER, *range(first + 1, first + 10)]

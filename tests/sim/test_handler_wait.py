@@ -166,7 +166,7 @@ def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
 
 @stubbed
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim, stopped_worker(sim, "store"):
+    with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
         waiting = Call(job.wait_on, Stream(SIDE))
         assert waiting.waits()
@@ -182,7 +182,7 @@ def run_a_job(sim: SimulatedCache) -> None:
 
 @stubbed
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim:
+    with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
         with stopped_worker(sim, "store"):
             job = sim.store(1, 1)
@@ -195,7 +195,7 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
 
 @stubbed
 def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim:
+    with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
         gate = sim.handler.gate()
         with stopped_worker(sim, "load"):
@@ -214,7 +214,7 @@ def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver)
 
 @stubbed
 def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim:
+    with SimulatedCache(driver, submit_thread=True) as sim:
         gate = sim.handler.gate()
         with stopped_worker(sim, "load"):
             loads = []
@@ -231,7 +231,7 @@ def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driv
 
 @stubbed
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim:
+    with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits
             close = "kvswap_handler_close", sim.handler.native.pointer, 600.0
             closing = [Call(loader.call, *close) for _ in range(2)]

@@ -38,7 +38,7 @@ def pin_in_background(
 ) -> HostPool:
     """Pages of 1 MiB: the first 32 are pinned, and the others by a thread, 32 at a time."""
     layout = place(driver, make_layout(row_bytes=MIB))
-    options = {"chunk_bytes": 32 * MIB, "background": True}
+    options = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
     return HostPool(layout, num_pages, on_progress=on_progress, **options)  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) 
 
     def make() -> OffloadHandler:
         pool = HostPool(layout, 8)
-        return OffloadHandler(layout, pool.seen_by(layout) if kept == "the view" else pool)
+        return OffloadHandler(layout, pool.view_for(layout) if kept == "the view" else pool)
 
     handler = make()
     job = handler.store([0], [0], after=())
@@ -83,7 +83,7 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
 
     def make() -> OffloadHandler:
         pool = HostPool(layout, 4)
-        return OffloadHandler(layout, pool.seen_by(layout))
+        return OffloadHandler(layout, pool.view_for(layout))
 
     with make() as handler:
         gc.collect()
@@ -99,7 +99,7 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
 def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
     layout = make_layout()
     pool = HostPool(layout, 8)
-    view = pool.seen_by(layout)
+    view = pool.view_for(layout)
     handler = OffloadHandler(layout, view)
     for one in (view, pool) if first == "the view" else (pool, view):
         one.close()
@@ -115,7 +115,7 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
 def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which: str) -> None:
     layout = place(driver, make_layout())
     pool = HostPool(layout, 8)
-    view = pool.seen_by(layout)
+    view = pool.view_for(layout)
     (view if which == "view that is closed" else pool).close()
     streams = driver.live("streams")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
     "handler": lambda handler: handler,
     "native handler": lambda handler: handler.native,
     "pool": lambda handler: handler.pools[0],
-    "view": lambda handler: handler.pools[0].seen_by(handler.layouts[0]),
+    "view": lambda handler: handler.pools[0].view_for(handler.layouts[0]),
     "handle": lambda handler: handler.pools[0].share(),
     "gate": lambda handler: Gate.__new__(Gate),
 }

@@ -76,18 +76,18 @@ def test_the_stub_refuses_a_copy_across_two_registrations(driver: Driver) -> Non
 
 @stubbed
 @pytest.mark.parametrize(
-    "path",
+    "copy_method",
     [
         *("auto", "batch", "strided"),
         pytest.param("staged", marks=needs_kernels),
         pytest.param("kernel", marks=needs_kernels),
     ],
 )
-def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, path: str) -> None:
+def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: str) -> None:
     layout = gpu_cache(driver, layers=1)  # neighbours on both sides
     with HostPool(layout, 8, blocks_per_page=2, chunk_bytes=4 * BLOCK) as pool:
         assert registered(driver) == [4 * BLOCK] * 4
-        handler = OffloadHandler(layout, pool, path=path)
+        handler = OffloadHandler(layout, pool, copy_method=copy_method)
         kept = [tensor.clone() for tensor in layout.tensors]
         handler.wait(handler.store(list(range(16)), list(range(8))))
         for tensor in layout.tensors:
@@ -100,7 +100,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, path: str) ->
 def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
-        handler = OffloadHandler(layout, pool, path="batch")
+        handler = OffloadHandler(layout, pool, copy_method="batch")
         driver.log()
         handler.wait(handler.store(list(range(16)), list(range(16))))
         assert "batch of 4 on stream" in driver.log()
@@ -134,7 +134,7 @@ def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> Non
     driver.limit_registration(in_one=16 * MIB)
     pool = megabytes(driver, pinned=True)
     assert registered(driver) == [16 * MIB] * 4
-    assert pool.usable.chunk_blocks == 16
+    assert pool._ready_range.chunk_blocks == 16
     assert pool.is_pinned
     pool.close()
 
@@ -159,7 +159,7 @@ pass pinned=False for pageable memory""",
     assert len(warned) == 1
     assert driver.calls("cuMemHostUnregister") == 2
     assert not pool.is_pinned
-    assert pool.ready_pages == 64
+    assert pool.num_ready_pages == 64
 
 
 @stubbed
@@ -187,15 +187,15 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 @stubbed
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
     assert steps.seen[0] == (32, 128)
     assert pool.wait_ready(PATIENCE, pages=64)
-    assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
+    assert (pool.num_ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
     assert not pool.wait_ready(timeout=0.01)
     assert not pool.wait_ready(timeout=0.01, pages=65)
     steps.pin_more(3)
     assert pool.wait_ready()
-    assert (pool.ready_pages, pool.is_ready, pool.is_pinned) == (128, True, True)
+    assert (pool.num_ready_pages, pool.is_ready, pool.is_pinned) == (128, True, True)
     assert steps.seen == [(32, 128), (64, 128), (96, 128), (128, 128)]
     pool.close()
     assert driver.calls("cuMemHostUnregister") == 4
@@ -206,7 +206,9 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(layout, 96, chunk_bytes=32 * MIB, background=True, on_progress=steps)
+    pool = HostPool(
+        layout, 96, chunk_bytes=32 * MIB, pin_in_pin_in_pin_in_background=True, on_progress=steps
+    )
     assert pool.wait_ready(PATIENCE, pages=64)
     with OffloadHandler(layout, pool) as handler:
         handler.wait(handler.store([0, 1], [31, 32]))  # on both sides of a seam
@@ -232,7 +234,7 @@ others are not pinned yet, or another rank has them""",
 @stubbed
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
     waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready)))
@@ -252,7 +254,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
 
 @stubbed
 def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
-    pool = megabytes(driver, 128, background=True)
+    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True)
     del pool
     gc.collect()
     names = [thread.name for thread in threading.enumerate()]
@@ -265,7 +267,7 @@ def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> Non
     steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
         patch.setattr(system, "memlock_limit", lambda: None)
-        pool = megabytes(driver, 128, background=True, on_progress=steps)
+        pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
         steps.pin_more(3)
@@ -281,7 +283,7 @@ CUDA_ERROR_STUB (2): made up by the stub""",
         str(warned[0].message),
         """64 of 128 host pages are pinned, and the others cannot be used: cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages""",
     )
-    assert pool.ready_pages == 64
+    assert pool.num_ready_pages == 64
     assert pool.wait_ready(0, pages=64)
     pool.close()
     assert driver.calls("cuMemHostUnregister") == 2
@@ -291,10 +293,10 @@ CUDA_ERROR_STUB (2): made up by the stub""",
 def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
     driver.limit_registration(in_all=0)
     with pytest.warns(RuntimeWarning, match="The pages are pageable now"):
-        pool = megabytes(driver, background=True)
+        pool = megabytes(driver, pin_in_pin_in_pin_in_background=True)
     assert pool.is_ready
     with pytest.raises(RuntimeError, match="did not pin"):
-        megabytes(driver, background=True, pinned=True)
+        megabytes(driver, pin_in_pin_in_pin_in_background=True, pinned=True)
 
 
 @stubbed
@@ -302,8 +304,10 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
     steps = PinningSteps()
     rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(layout, 64, chunk_bytes=32 * MIB, background=True, on_progress=steps)
-    handler = OffloadHandler(layout, pool, path="batch")
+    pool = HostPool(
+        layout, 64, chunk_bytes=32 * MIB, pin_in_pin_in_pin_in_background=True, on_progress=steps
+    )
+    handler = OffloadHandler(layout, pool, copy_method="batch")
     driver.limit_registration(in_one=16 * MIB)
     steps.pin_more(3)
     assert pool.wait_ready(PATIENCE)
@@ -315,14 +319,14 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
 
 @stubbed
 def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
-    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, background=True)
-    assert (pool.ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
+    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, pin_in_pin_in_pin_in_background=True)
+    assert (pool.num_ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
 
 
 @stubbed
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
     child = os.fork()
     if child == 0:
         said = error_text(pool.wait_ready)
@@ -342,11 +346,11 @@ def test_copies_across_seams_are_right_on_a_gpu() -> None:
     layout = PagedLayout(rows)
     kept = [tensor.clone() for tensor in rows]
     ids = list(range(64))
-    for path in ("batch", "strided", "auto"):
-        pool = HostPool(layout, 64, chunk_bytes=4 * MIB, background=True)
+    for copy_method in ("batch", "strided", "auto"):
+        pool = HostPool(layout, 64, chunk_bytes=4 * MIB, pin_in_pin_in_pin_in_background=True)
         assert pool.wait_ready(60)
         assert pool.is_pinned
-        with pool, OffloadHandler(layout, pool, path=path) as handler:
+        with pool, OffloadHandler(layout, pool, copy_method=copy_method) as handler:
             handler.wait(handler.store(ids, ids))
             for tensor in rows:
                 tensor.zero_()

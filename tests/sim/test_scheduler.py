@@ -93,7 +93,7 @@ def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(drive
 @stubbed
 def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVSWAP_PATH", "strided")  # an entry for each block
+        environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
         sim = SimulatedCache(driver, blocks=30, pages=30)
     with sim:
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driv
             sim.store(1, 1)
             assert sim.metrics("store").queued == 1, "there is no room for another entry"
             sim.release(hold)
-            assert {result.path for result in sim.finish()} == {"strided"}
+            assert {result.copy_method for result in sim.finish()} == {"strided"}
         assert sim.is_right()
 
 
@@ -225,7 +225,7 @@ def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, threaded=True) as sim:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
         threads = number_of_threads()
         sim.submit(kind, [0], [1])
         assert number_of_threads() == threads + 1
@@ -242,7 +242,7 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
 
 @stubbed
 def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
-    with SimulatedCache(driver, threaded=True) as sim:
+    with SimulatedCache(driver, submit_thread=True) as sim:
         for _ in range(20):
             sim.store(1, 2).wait_on(Stream(SIDE))
             job = sim.load(2, 1)

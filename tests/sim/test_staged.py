@@ -65,11 +65,11 @@ def test_every_byte_arrives_and_no_other_changes(
     before = list(whole.clone())
     layout = on_device(driver, whole)
     with OffloadHandler(
-        layout, HostPool(layout, num_pages=9), path="staged", staging_bytes=staging
+        layout, HostPool(layout, num_pages=9), copy_method="staged", staging_bytes=staging
     ) as handler:
         expect(handler, before, [3, 11, 0, 7, 8], [4, 0, 8, 2, 3])
-        assert handler.metrics().stores.path_jobs["staged"] == 1
-        assert handler.metrics().loads.path_jobs["staged"] == 1
+        assert handler.metrics().stores.jobs_by_copy_method["staged"] == 1
+        assert handler.metrics().loads.jobs_by_copy_method["staged"] == 1
 
 
 @needs_kernels
@@ -80,7 +80,7 @@ def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> N
     before = [tensor.clone() for tensor in tensors]
     layout = on_device(driver, whole, tensors)
     pool = HostPool(layout, num_pages=4, blocks_per_page=2)
-    with OffloadHandler(layout, pool, path="staged") as handler:
+    with OffloadHandler(layout, pool, copy_method="staged") as handler:
         expect(handler, before, [3, 11, 0, 7], [3, 1])
 
 
@@ -92,7 +92,7 @@ def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode:
     before = whole.clone()
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=16)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
         driver.set_mode(mode)
         expected = [before[:, block].flatten() for block in range(16)]
         for turn in range(30):
@@ -113,7 +113,7 @@ def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(drive
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
         driver.log()
         handler.wait(handler.store([7, 2, 5, 11, 0], [0, 4, 5, 6, 9], after=()))
         assert_expected_inline(
@@ -163,7 +163,7 @@ def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None
     whole = numbers(4, 16, 1024)
     layout = on_device(driver, whole)
     driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, HostPool(layout, num_pages=16), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=16), copy_method="staged") as handler:
         driver.set_mode("manual")
         hold = driver.hold(CURRENT)
         for block in range(200):
@@ -180,14 +180,14 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
     whole = numbers(8, 6, 4096)
     before = whole.clone()
     layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         handler.wait(handler.store([1, 2], [1, 2]))
         driver.set_mode("manual")
         handler.load([1], [5], after=())
-        last = handler.load([2], [5], after=(), background=True)
+        last = handler.load([2], [5], after=(), copy_engines_only=True)
         run_until(driver, last.done)
         assert last.result is not None
-        assert last.result.path == "strided"
+        assert last.result.copy_method == "strided"
         assert torch.equal(whole[:, 5], before[:, 2])
         driver.set_mode("immediate")
 
@@ -198,13 +198,13 @@ def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None
     whole = numbers(6, 6, 2048)
     before = whole.clone()
     layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         handler.wait(handler.store([1, 2], [4, 3]))
         whole.zero_()
         job = handler.load([4, 3], [0, 5], layer_groups=3)
         handler.wait(job)
         assert job.result is not None
-        assert job.result.path == "staged"
+        assert job.result.copy_method == "staged"
         assert torch.equal(whole[:, 0], before[:, 1])
         assert torch.equal(whole[:, 5], before[:, 2])
         assert not whole[:, 1:5].any()
@@ -220,7 +220,7 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
     layouts = [on_device(driver, of_group) for of_group in whole]
     pools = [HostPool(layout, num_pages=6) for layout in layouts]
     copies = driver.cuda.create_stream() + 3  # of loads: each channel makes two
-    with OffloadHandler(layouts, pools, path="staged") as handler:
+    with OffloadHandler(layouts, pools, copy_method="staged") as handler:
         handler.wait(handler.store([[1], []], [[1], []]))
         driver.set_mode("manual")
         job = handler.load([[1], []], [[5], []], layer_groups=2, after=())
@@ -237,16 +237,16 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
 def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     whole = numbers(8, 6, 2048)
     layout = on_device(driver, whole)
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         jobs = [
             handler.store([1], [1]),
-            handler.store([2], [2], background=True),
+            handler.store([2], [2], copy_engines_only=True),
             handler.load([1], [3]),
-            handler.load([1], [4], background=True),
+            handler.load([1], [4], copy_engines_only=True),
             handler.load([1], [5], expedited=True),
         ]
         handler.wait(jobs)
-        paths = [job.result.path for job in jobs if job.result]
+        paths = [job.result.copy_method for job in jobs if job.result]
         assert paths == ["staged", "strided", "staged", "strided", "strided"]
 
 
@@ -264,7 +264,7 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
     before = list(whole.clone())
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
         ids = [7, 2, 5, 11, 0]
         events = driver.live("events")
         calls = driver.calls(call)
@@ -291,7 +291,7 @@ def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)
     pool = HostPool(layout, num_pages=12)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=4 * MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
         driver.set_mode("manual")
         driver.fail("cuLaunchKernel", 3)
         ids = [7, 2, 5, 11, 0, 1, 3]
@@ -310,7 +310,7 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
     layout = on_device(driver, whole)
     ids = list(range(24))
     pool = HostPool(layout, num_pages=24)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=8 * MIB) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=8 * MIB) as handler:
         sizes = {}
         for kind in ("store", "load"):
             driver.log()
@@ -335,7 +335,7 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
     pool.pages.random_(256)
     # A buffer of 20 blocks and some bytes for loads.
     staging = 2 * (20 * size + size // 2)
-    with OffloadHandler(layout, pool, path="staged", staging_bytes=staging) as handler:
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=staging) as handler:
         driver.set_mode("manual")
         base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
         driver.log()
@@ -363,13 +363,15 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
     whole = numbers(8, 16, 1024)
     layout = on_device(driver, whole)
     driver.set_stream(0, CURRENT)
-    with OffloadHandler(layout, HostPool(layout, num_pages=16), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=16), copy_method="staged") as handler:
         driver.set_mode("manual")
         hold = driver.hold(CURRENT)
-        jobs = [handler.store([i % 16], [i % 16], background=i % 100 >= 50) for i in range(200)]
+        jobs = [
+            handler.store([i % 16], [i % 16], copy_engines_only=i % 100 >= 50) for i in range(200)
+        ]
         driver.release(hold)
         run_until(driver, lambda: handler.metrics().stores.done == 200)
-        paths = [job.result.path for job in jobs if job.result]
+        paths = [job.result.copy_method for job in jobs if job.result]
         assert paths == (["staged"] * 50 + ["strided"] * 50) * 2
         assert handler.metrics().stores.transfers < 150
         driver.set_mode("immediate")
@@ -379,7 +381,7 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
 @stubbed
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
-    handler = OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged")
+    handler = OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
     handler.wait(handler.store([1], [1]))
     streams = driver.live("streams")
     driver.log()
@@ -394,7 +396,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
 @stubbed
 def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         driver.set_mode("manual")
         job = handler.load([1], [1])
         driver.fail("cuEventQuery", code=700)
@@ -411,7 +413,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
     layout = on_device(driver, numbers(8, 6, 4096))
     driver.fail("cuMemAlloc", 1, 2)
     with pytest.raises(ValueError, match="CUDA_ERROR_STUB") as refusal:
-        OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged")
+        OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
     assert_expected_inline(
         str(refusal.value),
         """copy_method='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
@@ -420,7 +422,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
         job = handler.store([1], [1])
         handler.wait(job)
         assert job.result is not None
-        assert job.result.path == "strided"
+        assert job.result.copy_method == "strided"
 
 
 @needs_kernels
@@ -428,12 +430,14 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
 def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     with pytest.raises(ValueError, match="path='staged'") as refusal:
-        OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), path="staged")
+        OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), copy_method="staged")
     assert_expected_inline(
         str(refusal.value), """copy_method='staged' cannot be had: the host pages are not pinned"""
     )
     with pytest.raises(ValueError, match="path='staged'") as refusal:
-        OffloadHandler(layout, HostPool(layout, num_pages=6), path="staged", staging_bytes=100)
+        OffloadHandler(
+            layout, HostPool(layout, num_pages=6), copy_method="staged", staging_bytes=100
+        )
     assert_expected_inline(
         str(refusal.value),
         """copy_method='staged' cannot be had: staging_bytes=100 is too little; give it 1048576 or more""",
@@ -449,7 +453,7 @@ def test_every_byte_arrives_on_a_gpu(fragment: int, staging: int) -> None:
     before = list(whole.cpu())
     layout = PagedLayout(list(whole))
     with OffloadHandler(
-        layout, HostPool(layout, num_pages=9), path="staged", staging_bytes=staging
+        layout, HostPool(layout, num_pages=9), copy_method="staged", staging_bytes=staging
     ) as handler:
         handler.wait(handler.store([3, 11, 0, 7, 8], [4, 0, 8, 2, 3]))
         handler.wait(handler.load([4, 0, 8, 2, 3], [4, 0, 1, 8, 9]))

@@ -15,11 +15,11 @@ from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 BLOCKS = 7
 
 
-def moved(driver: Driver, layout: PagedLayout, path: str = "auto") -> str:
+def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str:
     """Stores two blocks and loads them elsewhere, compares all bytes; what the driver copied."""
     host = HostPool(layout, num_pages=3)
     expected = [tensor.clone() for tensor in layout.tensors]
-    with OffloadHandler(layout, host, path=path) as handler:
+    with OffloadHandler(layout, host, copy_method=copy_method) as handler:
         driver.log()
         handler.wait(handler.store([1, 4], [2, 0]))
         for tensor in expected:
@@ -66,7 +66,7 @@ strided copy of 5 x 48 bytes on stream 103""",
 def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
     whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
-    with OffloadHandler(layout, HostPool(layout, num_pages=3), path="strided") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=3), copy_method="strided") as handler:
         driver.log()
         handler.wait(handler.load([2], [1], layer_groups=2))
     assert_expected_inline(
@@ -77,11 +77,11 @@ strided copy of 2 x 48 bytes on stream 103""",
     )
 
 
-@pytest.mark.parametrize("path", ["auto", "strided"])
+@pytest.mark.parametrize("copy_method", ["auto", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
 @stubbed
 def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
-    driver: Driver, kind: str, path: str
+    driver: Driver, kind: str, copy_method: str
 ) -> None:
     whole = torch.randint(256, (16, BLOCKS, 48), dtype=torch.uint8)
     tensors = {
@@ -89,8 +89,8 @@ def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
         "backwards": [whole[layer] for layer in (9, 7, 5, 3, 1)],
         "of two sizes": [whole[layer][:, : 16 + 8 * (layer % 2)] for layer in range(6)],
     }[kind]
-    log = moved(driver, on_device(driver, whole, tensors), path)
-    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (path == "auto")
+    log = moved(driver, on_device(driver, whole, tensors), copy_method)
+    assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (copy_method == "auto")
 
 
 @stubbed
@@ -134,7 +134,7 @@ def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
         job = handler.store([1], [2])
         handler.wait(job)
         assert job.result is not None
-        assert job.result.path == "batch"
+        assert job.result.copy_method == "batch"
         assert torch.equal(handler.pools[0].pages[2, 0], whole[:, 1].flatten())
 
 
@@ -166,8 +166,8 @@ def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", ["strided", "staged", "batch", "kernel"])
-def test_memory_that_goes_between_two_layers_does_not_matter(path: str) -> None:
+@pytest.mark.parametrize("copy_method", ["strided", "staged", "batch", "kernel"])
+def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -> None:
     """Matters with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; goes well without, too."""
     mib = 1 << 20
     torch.cuda.empty_cache()
@@ -177,7 +177,7 @@ def test_memory_that_goes_between_two_layers_does_not_matter(path: str) -> None:
     layout = PagedLayout([first, last])
     host = HostPool(layout, num_pages=3)
     expected = [tensor.clone() for tensor in (first, last)]
-    with OffloadHandler(layout, host, path=path) as handler:
+    with OffloadHandler(layout, host, copy_method=copy_method) as handler:
         handler.wait(handler.store([1, 4], [2, 0]))
         del between
         torch.cuda.synchronize()
@@ -195,11 +195,11 @@ def test_every_byte_arrives_on_a_gpu(fragment: int) -> None:
     whole = torch.randint(256, (61, BLOCKS, fragment), dtype=torch.uint8, device="cuda")
     before = whole.clone()
     layout = PagedLayout(list(whole))
-    with OffloadHandler(layout, HostPool(layout, num_pages=4), path="strided") as handler:
+    with OffloadHandler(layout, HostPool(layout, num_pages=4), copy_method="strided") as handler:
         job = handler.store([6, 0, 3], [1, 3, 0])
         handler.wait(job)
         assert job.result is not None
-        assert job.result.path == "strided"
+        assert job.result.copy_method == "strided"
         for block, page in ((6, 1), (0, 3), (3, 0)):
             assert torch.equal(handler.pools[0].pages[page, 0], before[:, block].flatten().cpu())
         handler.wait(handler.load([1, 3], [2, 6]))

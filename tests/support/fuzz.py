@@ -129,8 +129,8 @@ class Session:
             layer, part = 0, -1
             for number, group in enumerate(groups):
                 for index in range(group.num_layers):
-                    if layer * gate.parts // layers != part:
-                        part = layer * gate.parts // layers
+                    if layer * gate.layer_groups // layers != part:
+                        part = layer * gate.layer_groups // layers
                         gate.wait(part, stream)
                     for block in self.blocks[group.space]:
                         pairs = [
@@ -291,7 +291,7 @@ class Session:
             self._wait(stream, other) for other in before - {stream}
         ):
             return []
-        options: dict[str, Any] = {"background": self.rng.random() < 0.2}
+        options: dict[str, Any] = {"copy_engines_only": self.rng.random() < 0.2}
         if kind == "load":
             options["expedited"] = self.rng.random() < 0.3
             if gate is not None:
@@ -600,7 +600,7 @@ class Scenario:
         self.cancelling = threading.Lock()
         self.made = {
             "path": self.rng.choice(device.paths),
-            "threaded": self.rng.random() < 0.3,
+            "submit_thread": self.rng.random() < 0.3,
             "staging_bytes": self.rng.choice([1 << 20, 1 << 22]),
         }
         self.handlers = [

@@ -310,7 +310,7 @@ def make_pools(
         largest = max(groups, key=lambda group: group.block_bytes)
         pool, memory = _pool(rng, device, largest, 0, least)
         for group in groups:
-            own = pool if group is largest else pool.seen_by(group.layout)
+            own = pool if group is largest else pool.view_for(group.layout)
             _give(group, own, 0, memory)
         return [pool], [memory]
     made = [_pool(rng, device, group, number, least) for number, group in enumerate(groups)]

@@ -97,7 +97,7 @@ class SimulatedCache:
         pages: int = 16,
         per_page: int = 1,
         layers: int = 1,
-        threaded: bool = False,
+        submit_thread: bool = False,
     ) -> None:
         torch.set_num_threads(1)  # or number_of_threads() would count those of PyTorch
         self.driver = driver
@@ -111,7 +111,7 @@ class SimulatedCache:
         self._moves: list[tuple[int, str, list[int], list[int]]] = []
         self._holds: list[int] = []
         self._events: dict[str, int] = {}
-        self.handler = OffloadHandler(self.layout, self.host, threaded=threaded)
+        self.handler = OffloadHandler(self.layout, self.host, submit_thread=submit_thread)
         driver.log()
 
     # Bytes.

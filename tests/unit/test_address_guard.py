@@ -11,7 +11,7 @@ import torch
 from error_text import error_text
 from torch import Tensor
 
-from torch_kvswap.groups import Watch
+from torch_kvswap.groups import AddressGuard
 from torch_kvswap.layout import PagedLayout
 
 
@@ -37,7 +37,7 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("index", [0, 2])
 def test_whatever_gives_a_tensor_other_memory_is_seen(move: str, index: int) -> None:
     layout = make_layout()
-    watch = Watch([make_layout(1), layout])
+    watch = AddressGuard([make_layout(1), layout])
     watch.check()
     MOVES[move](layout.tensors[index])
     assert error_text(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
@@ -50,7 +50,7 @@ def shrink(tensor: Tensor, nbytes: int) -> None:
 @pytest.mark.parametrize("left", [0, 8, 95])
 def test_a_storage_that_lost_bytes_is_seen(left: int) -> None:
     layout = make_layout()
-    watch = Watch([layout])
+    watch = AddressGuard([layout])
     shrink(layout.tensors[1], left)
     assert " ".join(error_text(watch.check).split()) == (
         "RuntimeError: tensors[1] reaches to byte 96 of its storage, which was freed or resized "
@@ -62,7 +62,7 @@ def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
     """Allocators give addresses again, so that a storage that shrank twice may be where it was."""
     memory = torch.zeros(24)
     tensor = memory.view(4, 6)
-    watch = Watch([layout := PagedLayout([tensor])])
+    watch = AddressGuard([layout := PagedLayout([tensor])])
     watch.check()
     tensor.set_(torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8))
     assert tensor.data_ptr() == layout.addresses[0]
@@ -73,12 +73,12 @@ def test_a_smaller_storage_at_the_same_address_is_seen() -> None:
 def test_a_tensor_that_moved_before_the_watch_began_is_seen() -> None:
     layout = make_layout()
     replace_data(layout.tensors[1])
-    assert "tensors[1] has moved" in error_text(Watch([layout]).check)
+    assert "tensors[1] has moved" in error_text(AddressGuard([layout]).check)
 
 
 def test_what_leaves_the_memory_alone_is_no_move() -> None:
     layout = make_layout()
-    watch = Watch([layout])
+    watch = AddressGuard([layout])
     for tensor in layout.tensors:
         tensor.fill_(1).unsqueeze_(0)
     watch.check()
@@ -86,7 +86,7 @@ def test_what_leaves_the_memory_alone_is_no_move() -> None:
 
 def test_tensors_cannot_be_swapped_behind_the_watch() -> None:
     layout = make_layout()
-    watch = Watch([layout])
+    watch = AddressGuard([layout])
     with pytest.raises(RuntimeError):  # PyTorch counts the references, for whatever reason it names
         torch.utils.swap_tensors(layout.tensors[0], torch.zeros(4, 6))
     watch.check()
@@ -96,7 +96,7 @@ def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
     layout = make_layout()
     dropped = weakref.ref(layout.tensors[0].untyped_storage())
     tensor = weakref.ref(layout.tensors[0])
-    watch = Watch([layout])
+    watch = AddressGuard([layout])
     del layout
     gc.collect()
     assert tensor() is not None
@@ -109,7 +109,7 @@ def test_a_watch_that_is_dropped_lets_the_tensors_go() -> None:
 @pytest.mark.parametrize("left", [0, 8, 95])
 def test_a_storage_on_a_gpu_that_lost_bytes_is_seen(left: int) -> None:
     tensors = [torch.zeros(4, 6, device="cuda:0") for _ in range(2)]
-    watch = Watch([PagedLayout(tensors)])
+    watch = AddressGuard([PagedLayout(tensors)])
     watch.check()
     shrink(tensors[1], left)
     assert f"which was freed or resized to {left}" in " ".join(error_text(watch.check).split())

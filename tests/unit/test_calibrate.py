@@ -5,41 +5,43 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_kvswap.calibrate import PATHS, SIZES, STEPS, Machine, Seconds, calibrate
-from torch_kvswap.copy_method import PathCosts
+from torch_kvswap.calibrate import COPY_METHODS, SIZES, STEPS, Machine, Seconds, calibrate
+from torch_kvswap.copy_method import CopyMethodCosts
 
 
-def machine_with(costs: dict[tuple[str, str], PathCosts]) -> Seconds:
-    def seconds(path: str, direction: str, size: int, planes: int, blocks: int) -> float:
-        return costs[direction, path].seconds(blocks, planes, size)
+def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Seconds:
+    def seconds(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> float:
+        return costs[direction, copy_method].seconds(blocks, slabs, size)
 
     return seconds
 
 
-def made_up() -> dict[tuple[str, str], PathCosts]:
-    """Other figures for each path."""
+def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
+    """Other figures for each copy_method."""
     costs = {}
-    for direction, paths in PATHS.items():
-        for path in paths:
+    for direction, copy_methods in COPY_METHODS.items():
+        for copy_method in copy_methods:
             n = 1 + len(costs)
             fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
-            costs[direction, path] = PathCosts(n * 5e-6, n * 0.3e-6, fragment)
+            costs[direction, copy_method] = CopyMethodCosts(n * 5e-6, n * 0.3e-6, fragment)
     return costs
 
 
 def test_it_finds_the_start_the_block_and_every_fragment() -> None:
     truth = made_up()
     found = calibrate(machine_with(truth))
-    assert {(direction, path) for direction in found for path in found[direction]} == set(truth)
-    for (direction, path), expected in truth.items():
-        costs = found[direction][path]
+    assert {
+        (direction, copy_method) for direction in found for copy_method in found[direction]
+    } == set(truth)
+    for (direction, copy_method), expected in truth.items():
+        costs = found[direction][copy_method]
         assert costs.start == pytest.approx(expected.start)
         assert costs.block == pytest.approx(expected.block)
         assert costs.fragment == pytest.approx(expected.fragment)
 
 
 def test_noise_makes_no_cost_negative() -> None:
-    def seconds(path: str, direction: str, size: int, planes: int, blocks: int) -> float:
+    def seconds(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> float:
         return 1e-5 / blocks  # more blocks take less
 
     for of_direction in calibrate(seconds).values():
@@ -73,8 +75,8 @@ def test_a_gpu_is_calibrated() -> None:
         costs = calibrate(machine.seconds)
     finally:
         machine.close()
-    for direction, paths in PATHS.items():
-        assert set(costs[direction]) == set(paths)
+    for direction, copy_methods in COPY_METHODS.items():
+        assert set(costs[direction]) == set(copy_methods)
         big = max(SIZES)
-        for of_path in costs[direction].values():
-            assert 1e9 < big / of_path.fragment_seconds(big) < 2e11  # bytes a second
+        for of_method in costs[direction].values():
+            assert 1e9 < big / of_method.fragment_seconds(big) < 2e11  # bytes a second

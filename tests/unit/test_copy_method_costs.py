@@ -16,33 +16,33 @@ from torch_kvswap import copy_method
 from torch_kvswap.copy_method import (
     DIRECTIONS,
     SHIPPED,
-    PathCosts,
+    CopyMethodCosts,
     cache_file,
-    path_options,
+    copy_method_options,
     read_figures,
     write_figures,
 )
 
 COSTS = {
-    direction: {"strided": PathCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
+    direction: {"strided": CopyMethodCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
     for direction in DIRECTIONS
 }
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("KVSWAP_PATH_COSTS", raising=False)
+    monkeypatch.delenv("KVSWAP_COPY_METHOD_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_a_size_in_between_lies_between_its_neighbours() -> None:
-    costs = PathCosts(0, 0, {1024: 1.0, 4096: 3.0})
+    costs = CopyMethodCosts(0, 0, {1024: 1.0, 4096: 3.0})
     sizes = (1, 1024, 2048, 4096, 8192)
     assert [costs.fragment_seconds(size) for size in sizes] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
 def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
-    assert PathCosts(100.0, 10.0, {512: 1.0}).seconds(3, 4, 512) == 100 + 3 * 10 + 12
+    assert CopyMethodCosts(100.0, 10.0, {512: 1.0}).seconds(3, 4, 512) == 100 + 3 * 10 + 12
 
 
 def test_the_native_table_has_the_same_figures() -> None:
@@ -55,7 +55,7 @@ def test_the_native_table_has_the_same_figures() -> None:
 
 def test_json_gives_back_what_it_was_given() -> None:
     costs = COSTS["load"]["strided"]
-    again = PathCosts.from_json(json.loads(json.dumps(costs.to_json())))
+    again = CopyMethodCosts.from_json(json.loads(json.dumps(costs.to_json())))
     assert again.fragment == pytest.approx(costs.fragment)
     assert (again.start, again.block) == pytest.approx((costs.start, costs.block))
 
@@ -90,9 +90,9 @@ def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -
             return 12345
 
     before = cache_file("A/B GPU 80GB")
-    assert before.name == "path-costs-A-B-GPU-80GB-0.json"
+    assert before.name == "copy-method-costs-A-B-GPU-80GB-0.json"
     monkeypatch.setattr(copy_method.loader, "library", Library)
-    assert cache_file("A/B GPU 80GB").name == "path-costs-A-B-GPU-80GB-12345.json"
+    assert cache_file("A/B GPU 80GB").name == "copy-method-costs-A-B-GPU-80GB-12345.json"
 
 
 def test_a_file_that_is_named_comes_before_all(
@@ -101,7 +101,7 @@ def test_a_file_that_is_named_comes_before_all(
     write_figures("Imaginary 9000", COSTS)
     named = tmp_path / "mine.json"
     named.write_text(cache_file("Imaginary 9000").read_text())
-    monkeypatch.setenv("KVSWAP_PATH_COSTS", str(named))
+    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", str(named))
     assert read_figures("Imaginary 9000").source == str(named)
 
 
@@ -130,8 +130,10 @@ def test_a_cache_that_cannot_be_looked_at_is_passed_over(
             monkeypatch.setattr(Path, name, denied(getattr(Path, name)))
     assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
     (record,) = caplog.records
-    assert record.getMessage().startswith("shipped costs of the paths are used, the cache cannot")
-    assert path_options("auto", 0, torch.device("cuda", 0)).path == -1
+    assert record.getMessage().startswith(
+        "shipped costs of the copy methods are used, the cache cannot"
+    )
+    assert copy_method_options("auto", 0, torch.device("cuda", 0)).path == -1
 
 
 def test_a_cache_in_what_is_no_folder_is_empty(
@@ -191,19 +193,19 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_text(text)
-    monkeypatch.setenv("KVSWAP_PATH_COSTS", str(file))
+    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
     with pytest.raises(ValueError, match=reason) as refusal:
         read_figures("Imaginary 9000")
     message = str(refusal.value)
-    assert message.startswith(f"the costs of the paths cannot be read from {file}: ")
+    assert message.startswith(f"the costs of the copy methods cannot be read from {file}: ")
     assert message.endswith("remove it; `python -m torch_kvswap calibrate` writes another one")
 
 
 def test_a_file_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere/costs.json")
+    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere/costs.json")
     with pytest.raises(ValueError, match="/nowhere") as refusal:
         read_figures("Imaginary 9000")
     assert_expected_inline(
         str(refusal.value),
-        """the costs of the paths cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it; `python -m torch_kvswap calibrate` writes another one""",
+        """the costs of the copy methods cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it; `python -m torch_kvswap calibrate` writes another one""",
     )

@@ -68,10 +68,10 @@ TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a lis
 each; a HostPool is in the place of a PagedLayout
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
 ValueError: 2 layouts and 1 host pools: each layout needs one pool
-ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
-ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
+ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
+ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
-ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
+ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
 ValueError: a cache on meta cannot be moved; its tensors must be on cuda or cpu""",
     )
 
@@ -83,9 +83,9 @@ def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: a block has 20 bytes in plane 0 of the cache and 24 in the host pool; make
+ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; make
 the pool from this layout
-ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
+ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
     )
 
 

@@ -141,7 +141,7 @@ def test_several_handlers_share_a_pool(device: str) -> None:
 def test_a_job_says_what_it_is_and_a_result_how_it_went(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSWAP_PATH", "batch")
+    monkeypatch.setenv("KVSWAP_COPY_METHOD", "batch")
     handler = make_handler(device)
     store, load = handler.store([1, 2], [0, 1]), handler.load([2], [7])
     assert [(job.id, job.direction, job.nbytes) for job in (store, load)] == [
@@ -154,7 +154,7 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(
     assert results == [store.result, load.result]
     for result in results:
         assert (result.state, result.ok, result.error) == ("done", True, None)
-        assert result.path == ("host" if device == "cpu" else "batch")
+        assert result.copy_method == ("host" if device == "cpu" else "batch")
         assert 0 <= result.copy_seconds < 10
         assert 0 <= result.queue_seconds < 10
         assert 0 < result.submit_seconds < 10
@@ -296,7 +296,7 @@ def test_a_pool_of_another_number_of_planes_is_refused() -> None:
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
         error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
-        """ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout""",
+        """ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
     )
 
 
@@ -306,7 +306,7 @@ def test_a_pool_of_other_blocks_is_refused() -> None:
     assert_expected_inline(
         error_text(OffloadHandler, layout, host),
         """\
-ValueError: a block has 20 bytes in plane 1 of the cache and 28 in the host pool; make
+ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout""",
     )
 

@@ -96,14 +96,14 @@ def test_the_staging_memory_of_a_handler(value: Any, error: type[Exception]) -> 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 def test_the_parts_of_a_gate(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
-    is_refused("parts", error, lambda: handler.gate(value))
+    is_refused("layer_groups", error, lambda: handler.gate(value))
 
 
 @pytest.mark.parametrize("value", [0, 3, 1 << 31, 1 << 32])
 def test_a_gate_has_no_more_parts_than_the_cache_has_tensors(
     handler: OffloadHandler, value: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"^parts is {value}; it must be 1 to 2$"):
+    with pytest.raises(ValueError, match=f"^layer_groups is {value}; it must be 1 to 2$"):
         handler.gate(value)
 
 
@@ -137,7 +137,7 @@ def test_the_pages_that_are_waited_for(value: Any, error: type[Exception]) -> No
         is_refused("pages", error, lambda: HostPool(make_layout(), 4).wait_ready(0, pages=value))
 
 
-@pytest.mark.parametrize("option", ["background", "expedited"])
+@pytest.mark.parametrize("option", ["copy_engines_only", "expedited"])
 @pytest.mark.parametrize("value", [2**40, np.True_, "yes"])
 def test_a_truth_value_is_not_truncated(handler: OffloadHandler, option: str, value: Any) -> None:
     job = handler.load([0], [0], **{option: value})
@@ -240,9 +240,9 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
 
 def test_a_path_that_is_none() -> None:
     layout = make_layout()
-    for path in ("fast", 5, ["auto"]):
-        with pytest.raises(ValueError, match=r"^path="):
-            OffloadHandler(layout, HostPool(layout, 4), path=path)  # type: ignore[arg-type]
+    for copy_method in ("fast", 5, ["auto"]):
+        with pytest.raises(ValueError, match=r"^copy_method="):
+            OffloadHandler(layout, HostPool(layout, 4), copy_method=copy_method)  # type: ignore[arg-type]
 
 
 def test_a_pool_of_something_else() -> None:
@@ -251,7 +251,7 @@ def test_a_pool_of_something_else() -> None:
         with pytest.raises(TypeError, match=r"PagedLayout"):
             HostPool(wrong, 4)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"PagedLayout"):
-            HostPool(layout, 4).seen_by(wrong)  # type: ignore[arg-type]
+            HostPool(layout, 4).view_for(wrong)  # type: ignore[arg-type]
     for make in (
         lambda: HostPool(layout, 4, handle="x"),  # type: ignore[arg-type]
         lambda: HostPool.attach(layout, "x", 0, 2),  # type: ignore[arg-type]

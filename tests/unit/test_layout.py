@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_kvswap.layout import PagedLayout
 
 
-def block_bytes_of(layout: PagedLayout, plane: int, block: int) -> int:
-    return int(layout.bases[plane] + block * layout.strides[plane])
+def block_bytes_of(layout: PagedLayout, slab: int, block: int) -> int:
+    return int(layout.bases[slab] + block * layout.strides[slab])
 
 
 def test_k_and_v_split_makes_two_planes_of_a_tensor() -> None:
@@ -22,9 +22,9 @@ def test_k_and_v_split_makes_two_planes_of_a_tensor() -> None:
     layout = PagedLayout([cache, cache.clone()], block_dim=1)
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (4, 5, 4 * 24)
     assert layout.sizes.tolist() == [24] * 4
-    for plane in range(2):
+    for slab in range(2):
         for block in range(5):
-            assert block_bytes_of(layout, plane, block) == cache[plane, block].data_ptr()
+            assert block_bytes_of(layout, slab, block) == cache[slab, block].data_ptr()
 
 
 def test_blocks_first_makes_one_plane_of_a_tensor_whatever_follows() -> None:
@@ -43,8 +43,8 @@ def test_several_dimensions_before_the_blocks_are_all_planes() -> None:
 def test_every_plane_knows_its_tensor() -> None:
     tensors = [torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), torch.zeros(3, 5, 2)]
     layout = PagedLayout(tensors, block_dim=1)
-    assert layout.tensor_of_plane.tolist() == [0, 0, 1, 2, 2, 2]
-    for base, tensor in zip(layout.bases, layout.tensor_of_plane, strict=True):
+    assert layout.tensor_of_slab.tolist() == [0, 0, 1, 2, 2, 2]
+    for base, tensor in zip(layout.bases, layout.tensor_of_slab, strict=True):
         begin = tensors[tensor].data_ptr()
         assert begin <= base < begin + tensors[tensor].nbytes
 

@@ -33,7 +33,7 @@ BUSY = ChannelMetrics(
     transfers=3,
     streams=2,
     events=5,
-    path_jobs={"batch": 4},
+    jobs_by_copy_method={"batch": 4},
     submit=Histogram((1e-6, 2e-6), (3, 5, 1), 1.5e-05),
     queue=EMPTY,
     copy=EMPTY,
@@ -73,7 +73,7 @@ running=1006,
 transfers=1007,
 streams=1008,
 events=1009,
-path_jobs={'host': 1010, 'batch': 1011, 'strided': 1012, 'staged': 1013, 'kernel': 1014}""",
+jobs_by_copy_method={'host': 1010, 'batch': 1011, 'strided': 1012, 'staged': 1013, 'kernel': 1014}""",
     )
 
     for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
@@ -156,9 +156,9 @@ kvswap_jobs_ended_total{direction="expedited",rank="1",state="failed"} 0
 kvswap_jobs_ended_total{direction="expedited",rank="1",state="cancelled"} 0
 # HELP kvswap_jobs_copied_total Jobs done, by the way of copying.
 # TYPE kvswap_jobs_copied_total counter
-kvswap_jobs_copied_total{direction="store",rank="1",path="batch"} 4
-kvswap_jobs_copied_total{direction="load",rank="1",path="batch"} 0
-kvswap_jobs_copied_total{direction="expedited",rank="1",path="batch"} 0
+kvswap_jobs_copied_total{direction="store",rank="1",copy_method="batch"} 4
+kvswap_jobs_copied_total{direction="load",rank="1",copy_method="batch"} 0
+kvswap_jobs_copied_total{direction="expedited",rank="1",copy_method="batch"} 0
 # HELP kvswap_copied_bytes_total Bytes of the jobs done.
 # TYPE kvswap_copied_bytes_total counter
 kvswap_copied_bytes_total{direction="store",rank="1"} 4096
@@ -239,7 +239,9 @@ def test_a_label_value_is_escaped() -> None:
     assert r'kvswap_streams{direction="store",model="a\\b \"c\"\nd"} 0' in text.splitlines()
 
 
-@pytest.mark.parametrize("name", ["", "a-b", "1a", "__a", "ä", "direction", "le", "path", "state"])
+@pytest.mark.parametrize(
+    "name", ["", "a-b", "1a", "__a", "ä", "direction", "le", "copy_method", "state"]
+)
 def test_a_label_name_that_a_scraper_refuses_or_that_is_ours_raises(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot be named {name!r}")):
         Metrics(IDLE, IDLE, IDLE).prometheus({name: "x"})

@@ -88,9 +88,9 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
                 error_text(handler.rebind, moved) for moved in (wider, halves, [layout, layout])
             ),
             """\
-ValueError: a block has 41 bytes in plane 0 of the cache and 40 in the host pool; make
+ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
 the pool from this layout
-ValueError: the cache has 2 planes, the host pool 1; make the pool from this layout
+ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
 TypeError: pass a PagedLayout and a HostPool, or a list of each""",
         )
         handler.wait(handler.store([0], [0]))
@@ -134,7 +134,7 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
     before, layout, moved = old.clone(), on_device(driver, old), on_device(driver, new)
-    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+    with OffloadHandler(layout, HostPool(layout, 4), copy_method="kernel") as handler:
         allocations = driver.live("allocations")
         refused = 0
         for nth in itertools.count(1):
@@ -169,7 +169,7 @@ def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> Non
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
     layout, moved = on_device(driver, old), on_device(driver, new)
-    with OffloadHandler(layout, HostPool(layout, 4), path="kernel") as handler:
+    with OffloadHandler(layout, HostPool(layout, 4), copy_method="kernel") as handler:
         handler.rebind(moved)
         handler.wait(handler.store([2000], [3]))
         assert torch.equal(handler.pools[0].pages[3, 0], new[:, 2000].flatten())

@@ -16,7 +16,7 @@ ABI_VERSION = 1
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
-PATHS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
+COPY_METHODS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
 FRAGMENT_SIZES = 14
 BUCKETS = 26
 DIGEST_BYTES = 32
@@ -53,7 +53,7 @@ class Group(ctypes.Structure):
     )
 
 
-class PathCosts(ctypes.Structure):
+class CopyMethodCosts(ctypes.Structure):
     _fields_ = (
         ("start_seconds", ctypes.c_double),
         ("block_seconds", ctypes.c_double),
@@ -61,11 +61,11 @@ class PathCosts(ctypes.Structure):
     )
 
 
-class PathOptions(ctypes.Structure):
+class CopyMethodOptions(ctypes.Structure):
     _fields_ = (
         ("path", ctypes.c_int32),
         ("staging_bytes", ctypes.c_uint64),
-        ("costs", (PathCosts * len(PATHS)) * 2),  # of stores, of loads
+        ("costs", (CopyMethodCosts * len(COPY_METHODS)) * 2),  # of stores, of loads
     )
 
 
@@ -115,7 +115,7 @@ class Metrics(ctypes.Structure):
                 *("queued", "running", "transfers", "streams", "events"),
             )
         ),
-        ("jobs_by_path", ctypes.c_uint64 * len(PATHS)),
+        ("jobs_by_path", ctypes.c_uint64 * len(COPY_METHODS)),
         *((name, Histogram) for name in ("submit", "queue", "copy")),
     )
 

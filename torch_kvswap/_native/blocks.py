@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 
 POLICIES = ("lru", "arc")  # by number
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class NativeBlocks(NotCopyable):
         native = (abi.BlocksGroup * len(groups))(*(abi.BlocksGroup(*group) for group in groups))
         asked = sum(num_pages for num_pages, *_ in groups)
         options = abi.BlocksOptions(POLICIES.index(policy), events, store_threshold, asked)
-        self._process = Process()
+        self._process = ForkGuard()
         self._pointer: int = loader.call(
             "kvswap_blocks_create", native, len(native), ctypes.byref(options)
         )
@@ -53,8 +53,8 @@ class NativeBlocks(NotCopyable):
         self._process.check("block manager")
         return self._pointer
 
-    def grow(self, ready_pages: Sequence[int]) -> None:
-        ready = array("q", ready_pages)
+    def grow(self, num_ready_pages: Sequence[int]) -> None:
+        ready = array("q", num_ready_pages)
         loader.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
@@ -92,10 +92,10 @@ class NativeBlocks(NotCopyable):
             done = _go_on(done, "prepare_store", *arguments)
         return (ids[0], ids[1], numbers[:count], numbers[count:], new) if done else None
 
-    def end(self, job: int, well: bool) -> None:
-        answer = _end(self.pointer, job, well, False)
+    def end(self, job: int, succeeded: bool) -> None:
+        answer = _end(self.pointer, job, succeeded, False)
         if answer < 0:
-            _go_on(answer, "end", self.pointer, job, well)
+            _go_on(answer, "end", self.pointer, job, succeeded)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
         place = counts.buffer_info()[0]
@@ -164,6 +164,6 @@ def _go_on(answer: int, name: str, *arguments: Any) -> int:
     return answer
 
 
-def _destroy(pointer: int, process: Process) -> None:
+def _destroy(pointer: int, process: ForkGuard) -> None:
     if process.is_current:
         loader.library().kvswap_blocks_destroy(pointer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 
 if TYPE_CHECKING:
     from torch_kvswap._native.submit import Request
@@ -29,17 +29,17 @@ _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
 class NativeHandler(NotCopyable):
     """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
 
-    def __init__(self, groups: Groups, threaded: bool, options: abi.PathOptions) -> None:
+    def __init__(self, groups: Groups, submit_thread: bool, options: abi.CopyMethodOptions) -> None:
         self.groups = groups
         self.device = groups.device
-        self._process = Process()
+        self._process = ForkGuard()
         self._pointer: int | None = loader.call(
             "kvswap_handler_create",
             groups.structures,
             len(groups.structures),
             groups.num_layers,
             -1 if groups.device.type == "cpu" else groups.device.index,
-            threaded,
+            submit_thread,
             ctypes.byref(options),
         )
         try:

@@ -96,7 +96,7 @@ def call(name: str, *arguments: Any) -> Any:
     return result
 
 
-class Process:
+class ForkGuard:
     """The calling process, remembered."""
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ class Request:
         after: object,
         layer_groups: int = 1,
         gate: int | None = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> None:
         began = time.perf_counter()
         groups.check_unmoved()
@@ -167,7 +167,7 @@ class Request:
             layer_groups,
             after_kind,
             groups.is_list,
-            bool(background),
+            bool(copy_engines_only),
             after_handle,
             gate,
             blocks.buffer_info()[0],

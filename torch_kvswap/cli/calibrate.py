@@ -14,7 +14,7 @@ import torch
 
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.copy_method import PathCosts, cache_file, write_figures
+from torch_kvswap.copy_method import CopyMethodCosts, cache_file, write_figures
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
@@ -44,12 +44,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _table(direction: str, costs: Mapping[str, PathCosts]) -> str:
+def _table(direction: str, costs: Mapping[str, CopyMethodCosts]) -> str:
     sizes = [f"{size >> 10} KiB" for size in _SHOWN]
     lines = [f"{direction:8}{'start, us':>11}{'block, us':>11}   fragments in GB/s:{'':2}"]
     lines[0] += "".join(f"{size:>9}" for size in sizes)
-    for path, of_path in costs.items():
-        rates = (size / max(of_path.fragment_seconds(size), 1e-12) / 1e9 for size in _SHOWN)
-        figures = f"{of_path.start * 1e6:11.1f}{of_path.block * 1e6:11.2f}"
-        lines.append(f"{path:8}{figures}{'':23}" + "".join(f"{rate:9.1f}" for rate in rates))
+    for copy_method, of_method in costs.items():
+        rates = (size / max(of_method.fragment_seconds(size), 1e-12) / 1e9 for size in _SHOWN)
+        figures = f"{of_method.start * 1e6:11.1f}{of_method.block * 1e6:11.2f}"
+        lines.append(f"{copy_method:8}{figures}{'':23}" + "".join(f"{rate:9.1f}" for rate in rates))
     return "\n".join(lines)

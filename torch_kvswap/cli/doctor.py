@@ -54,7 +54,7 @@ def _scattered_copies() -> str:
     return f"cuMemcpyBatchAsync, {limit} fragments a call"
 
 
-def _path_costs() -> str:
+def _copy_method_costs() -> str:
     """Where the figures are from that decide between the ways of copying, for each kind of GPU."""
     files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
     found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
@@ -87,7 +87,7 @@ def report() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
-        "path costs": _path_costs(),
+        "copy costs": _copy_method_costs(),
         "host memory": _host_memory(),
     }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import loader
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.pages import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -141,7 +141,7 @@ class Registration:
         self._address = memory.data_ptr()
         self._held: Tensor | None = memory
         self._device = device
-        self._process = Process()
+        self._process = ForkGuard()
         self._bytes: dict[int, int] = {}  # by address
 
     def add(self, first: int, last: int) -> str | None:

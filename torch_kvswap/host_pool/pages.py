@@ -9,25 +9,29 @@ import numpy as np
 from torch import Tensor
 
 from torch_kvswap._native.arguments import INT64_MAX, read_int
-from torch_kvswap.layout import Planes
+from torch_kvswap.layout import Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Pages:
     """`count` pages of `size` bytes, `nbytes` together, each of blocks_per_page blocks. A process
-    uses `own`: its part by rank, or all if replicated. Raises ValueError for impossible numbers."""
+    uses `local`: its share by rank, or all if replicated.
+
+    Raises:
+        ValueError: the numbers are impossible.
+    """
 
     def __init__(
         self,
-        layout: Planes,
+        layout: Slabs,
         count: int,
         blocks_per_page: int,
         rank: int = 0,
         world: int = 1,
         replicated: bool = False,
     ) -> None:
-        if not isinstance(layout, Planes):
+        if not isinstance(layout, Slabs):
             raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
         count = read_int("num_pages", count, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
@@ -47,8 +51,8 @@ class Pages:
         self.size = blocks_per_page * layout.block_bytes
         self.nbytes = nbytes
         part = rank * count // world, (rank + 1) * count // world
-        self.own = range(count) if replicated else range(*part)
-        self.own_bytes = range(self.own.start * self.size, self.own.stop * self.size)
+        self.local = range(count) if replicated else range(*part)
+        self.local_bytes = range(self.local.start * self.size, self.local.stop * self.size)
 
     def chunk_of(self, nbytes: int) -> int:
         """Pages in a chunk of this many bytes at most, always a power of two. Chunks end between
@@ -60,10 +64,10 @@ class Pages:
         """uint8 [pages, blocks in a page, bytes of a block]"""
         return memory.view(self.count, self.blocks_per_page, -1)
 
-    def planes(self, memory: Tensor, layout: Planes, slot_bytes: int | None = None) -> Planes:
-        """A block on the host is its planes one after another. slot_bytes: from one block to the
+    def slabs(self, memory: Tensor, layout: Slabs, slot_bytes: int | None = None) -> Slabs:
+        """A block on the host is its slabs one after another. slot_bytes: from one block to the
         next, where that is more than a block has."""
-        return Planes(
+        return Slabs(
             bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
             strides=np.full_like(layout.sizes, slot_bytes or layout.block_bytes),
             sizes=layout.sizes,

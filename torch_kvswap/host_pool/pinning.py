@@ -13,7 +13,7 @@ import torch
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import UsablePages
 from torch_kvswap._native.arguments import read_int
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool.memory import Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], object]
 
 
 class Pinning:
-    """Touches and registers the pages of a process, and says in `usable` which of them are ready.
+    """Touches and registers the pages of a process, and publishes in `ready_range` which are ready.
 
     start() pins; where the driver refuses, it lets all go again and raises RuntimeError if
     `required`, else it warns, and the pages are usable as they are. In the background it returns
@@ -38,26 +38,26 @@ class Pinning:
         mapping: Mapping,
         device: torch.device,
         pages: Pages,
-        usable: UsablePages,
+        ready_range: UsablePages,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
         self._device = device
         self._pages = pages
-        self._usable = usable
+        self._ready_range = ready_range
         self._chunk = 1
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._process = Process()
+        self._process = ForkGuard()
 
     def start(
         self, required: bool, background: bool, chunk_bytes: int, on_progress: Progress | None
     ) -> None:
         """on_progress: is not kept here. A finalizer keeps this object, and a callback that refers
         to the pool would keep that for ever."""
-        pages, own = self._pages, self._pages.own
+        pages, own = self._pages, self._pages.local
         self._chunk = min(pages.chunk_of(chunk_bytes), 1 << (own.stop - 1).bit_length())
         self._publish(own.start)
         chunks = self._chunks(on_progress)
@@ -83,13 +83,13 @@ class Pinning:
         RuntimeError when they never will be."""
 
         def is_over() -> bool:
-            return self._usable.last_page >= page or self._error is not None or self._stopping
+            return self._ready_range.last_page >= page or self._error is not None or self._stopping
 
         if timeout is not None:
             timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout)
-        if in_time and self._usable.last_page < page:
+        if in_time and self._ready_range.last_page < page:
             why = "the pool was closed" if self._error is None else _words(self._error)
             raise RuntimeError(f"{self._state()}, and no more will be: {why}") from self._error
         return in_time
@@ -106,7 +106,7 @@ class Pinning:
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Stops after each chunk that has been pinned."""
-        own, begin = self._pages.own, self._pages.own.start
+        own, begin = self._pages.local, self._pages.local.start
         with ThreadPoolExecutor(1, "torch_kvswap touching") as ahead:
             touched = ahead.submit(self._touch, begin, self._end_of(begin))
             while begin < own.stop and not self._stopping:
@@ -126,12 +126,12 @@ class Pinning:
         """Lets jobs use the pages before last_page, and tells them in what pieces these are pinned.
         Only native stores order what was registered before them, on every machine."""
         blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
-        usable = ctypes.byref(self._usable)
-        loader.library().kvswap_usable_pages_publish(usable, last_page, blocks)
+        ready_range = ctypes.byref(self._ready_range)
+        loader.library().kvswap_usable_pages_publish(ready_range, last_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """Where the chunk ends in which this page is."""
-        return min(begin - begin % self._chunk + self._chunk, self._pages.own.stop)
+        return min(begin - begin % self._chunk + self._chunk, self._pages.local.stop)
 
     def _touch(self, begin: int, end: int) -> None:
         if begin < end:
@@ -177,22 +177,22 @@ class Pinning:
         )
 
     def _state(self) -> str:
-        own, last = self._pages.own, self._usable.last_page
+        own, last = self._pages.local, self._ready_range.last_page
         return f"{last - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = len(self._pages.own_bytes)
+        nbytes = len(self._pages.local_bytes)
         return (
             f"the driver did not pin {nbytes} bytes of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 
     def _advice(self) -> str:
-        return advice(len(self._pages.own_bytes))
+        return advice(len(self._pages.local_bytes))
 
     def _degrade(self, error: Exception) -> None:
         """All pages are usable, and every copy is the driver's to stage."""
-        self._publish(self._pages.own.stop, 1 << 62)
+        self._publish(self._pages.local.stop, 1 << 62)
         warnings.warn(
             f"{self._refusal(error)}. The pages are pageable now: the driver copies them through "
             "memory of its own and holds up the thread that submits, and no kernel reaches them",

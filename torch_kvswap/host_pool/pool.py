@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, is_pinned, map_pool
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.pinning import Pinning, Progress, check_pinned
@@ -33,16 +33,16 @@ class _Memory:
     """
 
     def __init__(self, mapping: Mapping, pages: Pages) -> None:
-        self.process = Process()
+        self.process = ForkGuard()
         self.mapping = mapping
         self.pages: Tensor | None = pages.view(mapping.tensor)
         # The native side reads it at each job.
-        self.usable = abi.UsablePages(pages.own.start, pages.own.stop, 1 << 62)
+        self._ready_range = abi.UsablePages(pages.local.start, pages.local.stop, 1 << 62)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
-        self.pinning = Pinning(self.mapping, device, pages, self.usable)
+        self.pinning = Pinning(self.mapping, device, pages, self._ready_range)
         weakref.finalize(self, self.pinning.close)
         return self.pinning
 
@@ -65,32 +65,32 @@ class _Memory:
 
 
 class HostPool(NotCopyable):
-    """Host pages, each with `blocks_per_page` blocks one after another, each block with all planes.
+    """Host pages, each with `blocks_per_page` blocks one after another, each block with all slabs.
 
     layout: the cache whose blocks come here. num_pages, blocks_per_page: at least 1. pinned: None
     pins when the cache is on CUDA, and warns where the driver does not; True raises there; False
     asks for pageable memory. The memory has exactly num_pages * page_bytes bytes (`nbytes`) and
     starts as zeros; pinning commits it, pageable memory is committed as it is written.
 
-    background: returns when the first chunk is pinned, a thread pins the others. Pages become
-    usable from the front (`ready_pages`, `wait_ready`); a job with another page is refused with
-    IndexError. on_progress(ready, all) is called after each chunk, by the thread that pins, and is
-    held until all is pinned; an exception of it ends the pinning, and wait_ready() raises.
-    huge_pages: None takes what the kernel makes when asked, True what the machine has reserved,
-    False none (`huge_bytes` is what was got). numa_node: None is that of the GPU. chunk_bytes: what
-    the driver registers in one piece, at most.
+    pin_in_background: returns when the first chunk is pinned; a thread pins the others. Pages
+    become usable from the front (`num_ready_pages`, `wait_ready`); a job with another page is
+    refused with IndexError. on_progress(ready, all) is called after each chunk, by the thread that
+    pins, and is held until all is pinned; an exception of it ends the pinning, and wait_ready()
+    raises. huge_pages: None takes what the kernel makes when asked, True what the machine has
+    reserved, False none (`huge_bytes` is what was got). numa_node: None is that of the GPU.
+    chunk_bytes: what the driver registers in one piece, at most.
 
     world: processes of this machine that share the memory; one makes it, the others attach() to
-    what share() returns. Each pins the pages `own_pages`, its part by `rank`, and can use those
+    what share() returns. Each pins the pages `local_pages`, its part by `rank`, and can use those
     only; replicated: each pins and can use all, and the caller sees to it that nobody reads what
     another one still writes.
 
-    The attribute `layout` has the planes of the pages: num_pages * blocks_per_page blocks. Several
+    The attribute `layout` has the slabs of the pages: num_pages * blocks_per_page blocks. Several
     handlers may use one pool. A pool that is dropped or left open at exit is closed. Not thread
-    safe, but for ready_pages and wait_ready. A context manager. In a forked child only views can be
-    used: of a pool of one process they are zeros there. Raises ValueError for a wrong size and for
-    more than the machine has room for, RuntimeError when the driver does not pin: then nothing is
-    left mapped.
+    safe, but for num_ready_pages and wait_ready. A context manager. In a forked child only views
+    can be used: of a pool of one process they are zeros there. Raises ValueError for a wrong size
+    and for more than the machine has room for, RuntimeError when the driver does not pin: then
+    nothing is left mapped.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HostPool(NotCopyable):
         blocks_per_page: int = 1,
         pinned: bool | None = None,
         *,
-        background: bool = False,
+        pin_in_background: bool = False,
         on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
@@ -121,16 +121,16 @@ class HostPool(NotCopyable):
         self.device = layout.device
         self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
         self.page_bytes, self.nbytes = pages.size, pages.nbytes
-        self.own_pages = pages.own
+        self.local_pages = pages.local
         self._shares = world, replicated
         mapping = map_pool(pages.nbytes, world > 1, huge_pages, handle)
-        self.layout = pages.planes(mapping.tensor, layout)
+        self.layout = pages.slabs(mapping.tensor, layout)
         self._memory = _Memory(mapping, pages)
         if layout.device.type == "cuda" and pinned is not False:
             if handle is None or not replicated:  # what all of them pin, its maker has placed
-                mapping.place(layout.device, numa_node, pages.own_bytes)
+                mapping.place(layout.device, numa_node, pages.local_bytes)
             pinning = self._memory.make_pinning(pages, layout.device)
-            pinning.start(pinned is True, background, chunk_bytes, on_progress)
+            pinning.start(pinned is True, pin_in_background, chunk_bytes, on_progress)
 
     @classmethod
     def attach(
@@ -152,7 +152,7 @@ class HostPool(NotCopyable):
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         return PoolHandle(os.dup(fd), *shape, *self._shares)
 
-    def seen_by(self, layout: PagedLayout) -> HostPool:
+    def view_for(self, layout: PagedLayout) -> HostPool:
         """The same pages for another group of layers, whose blocks are no larger: a page has a
         block of one or the other. The view keeps the memory, and closing either closes both. Raises
         ValueError for larger blocks, RuntimeError when the pool is closed."""
@@ -166,7 +166,7 @@ class HostPool(NotCopyable):
             )
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
-        view.layout = sizes.planes(self._memory.mapping.tensor, layout, slot_bytes)
+        view.layout = sizes.slabs(self._memory.mapping.tensor, layout, slot_bytes)
         return view
 
     @property
@@ -176,25 +176,25 @@ class HostPool(NotCopyable):
         return self._memory.check_open()
 
     @property
-    def usable(self) -> abi.UsablePages:
+    def _ready_range(self) -> abi.UsablePages:
         """Which pages can be used now, as the native side reads it: one object for all views."""
-        return self._memory.usable
+        return self._memory._ready_range
 
     @property
-    def ready_pages(self) -> int:
-        """How many of own_pages, from the front on, can be used now."""
-        return int(self.usable.last_page - self.usable.first_page)
+    def num_ready_pages(self) -> int:
+        """How many of local_pages, from the front on, can be used now."""
+        return int(self._ready_range.last_page - self._ready_range.first_page)
 
     @property
     def is_ready(self) -> bool:
-        return self.ready_pages == len(self.own_pages)
+        return self.num_ready_pages == len(self.local_pages)
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
-        """Waits until this many pages of own_pages, all by default, can be used; False when that
+        """Waits until this many pages of local_pages, all by default, can be used; False when that
         takes more than `timeout` seconds. Raises RuntimeError when they never will: the driver pins
         no more, or the pool is closed. Releases the GIL; any thread may wait."""
         self._memory.process.check("host pool")
-        own = self.own_pages
+        own = self.local_pages
         wanted = len(own) if pages is None else min(read_int("pages", pages), len(own))
         timeout = read_timeout("timeout", timeout)
         pinning = self._memory.pinning
@@ -202,13 +202,13 @@ class HostPool(NotCopyable):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver says that all of own_pages are pinned."""
+        """Whether the driver says that all of local_pages are pinned."""
         memory = self._memory
         if memory.pages is None or not self.is_ready:
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
-        return is_pinned(memory.pages[self.own_pages.start].data_ptr())
+        return is_pinned(memory.pages[self.local_pages.start].data_ptr())
 
     @property
     def huge_bytes(self) -> int:
@@ -220,7 +220,7 @@ class HostPool(NotCopyable):
         """Raises RuntimeError when the pool is closed, and in a forked child."""
         self._memory.check_open()
 
-    def used_by(self, user: User) -> None:
+    def _register_user(self, user: User) -> None:
         """Lets close() close the handler first; keeps only a weak reference to it."""
         self._memory.check_open()
         self._memory.users.add(user)

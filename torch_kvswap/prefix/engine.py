@@ -17,7 +17,7 @@ from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
-from torch_kvswap.prefix.lazy import LazyStoring
+from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -32,24 +32,24 @@ class EnginePages:
     def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
         self._pools = pools
         self._is_list = is_list
-        self.counts = [len(pool.own_pages) for pool in pools]
+        self.counts = [len(pool.local_pages) for pool in pools]
 
     @property
     def ready(self) -> list[int]:
         """How many of each pool are pinned by now."""
-        return [pool.ready_pages for pool in self._pools]
+        return [pool.num_ready_pages for pool in self._pools]
 
     def in_pools(self, pages: Any) -> Any:
         """Their numbers in the pools."""
 
         def shift(pool: HostPool, _: str, pages: Numbers) -> Numbers:
-            return pages + pool.own_pages.start
+            return pages + pool.local_pages.start
 
         return self._each(shift, pages)
 
-    def select(self, keys: Any, gpu_block_ids: Any, places: Any) -> Any:
+    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Any:
         """Of the GPU blocks of all keys those of some."""
-        return self._each(_select, keys, gpu_block_ids, places)
+        return self._each(_select, keys, gpu_block_ids, key_indices)
 
     def read(self, keys: Any, gpu_block_ids: Any) -> list[tuple[bytes, array[int]]]:
         """The digests of each pool, and the GPU blocks."""
@@ -102,11 +102,11 @@ def _blocks_of(pool: HostPool, name: str, keys: Keys, ids: Ids) -> array[int]:
     return blocks
 
 
-def _select(pool: HostPool, name: str, keys: Keys, ids: Ids, places: Any) -> Numbers:
+def _select(pool: HostPool, name: str, keys: Keys, ids: Ids, key_indices: Any) -> Numbers:
     # The manager has read the keys: digests of them all are not made again.
     blocks = np.frombuffer(_blocks_of(pool, name, keys, ids), np.int64)
     per_page = pool.blocks_per_page
-    slots = np.asarray(places, np.int64)[:, None] * per_page + np.arange(per_page)
+    slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
     selected: Numbers = blocks[slots[slots < len(blocks)]]
     return selected
 
@@ -133,8 +133,9 @@ class OffloadEngine(NotCopyable):
     Args:
         handler: moves the blocks.
         groups: for a handler with several layouts a BlockGroup for each, with as many pages as its
-            pool has own_pages.
-        storing: "eager" stores at once; "lazy" stores what is about to leave the GPU cache, when
+            pool has local_pages.
+        store_policy: "eager" stores at once; "lazy" stores what is about to leave the GPU cache,
+        when
             evict() says so.
         policy, store_threshold, events, clock: see BlockManager.
 
@@ -147,7 +148,7 @@ class OffloadEngine(NotCopyable):
         handler: OffloadHandler,
         groups: Sequence[BlockGroup] | None = None,
         *,
-        storing: Literal["eager", "lazy"] = "eager",
+        store_policy: Literal["eager", "lazy"] = "eager",
         policy: str = "lru",
         store_threshold: int = 1,
         events: bool | Collection[EventKind] = False,
@@ -155,8 +156,8 @@ class OffloadEngine(NotCopyable):
     ) -> None:
         if not hasattr(handler, "pools"):
             raise TypeError(f"handler is a {type(handler).__name__}; pass an OffloadHandler")
-        if storing not in ("eager", "lazy"):
-            raise ValueError(f"storing is {storing!r}; it can be eager or lazy")
+        if store_policy not in ("eager", "lazy"):
+            raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
         self._pages = EnginePages(handler.pools, handler.native.groups.is_list)
         counts = self._pages.counts
@@ -169,14 +170,14 @@ class OffloadEngine(NotCopyable):
         self._ready = self._pages.ready
         self.manager = BlockManager(
             counts[0] if groups is None else groups,
-            ready_pages=self._ready,
+            num_ready_pages=self._ready,
             policy=policy,
             store_threshold=store_threshold,
             events=events,
             clock=clock,
         )
-        pools = handler.pools if storing == "lazy" else ()
-        self._lazy = [LazyStoring(pool.blocks_per_page) for pool in pools]
+        pools = handler.pools if store_policy == "lazy" else ()
+        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
         self._jobs: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # by an evict() that raised: the next one returns them
@@ -195,7 +196,7 @@ class OffloadEngine(NotCopyable):
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> Job | None:
         """Loads what the keys stand for, None when some of it is not ready.
 
@@ -206,14 +207,14 @@ class OffloadEngine(NotCopyable):
             gpu_block_ids: of all the keys; where it goes.
             prefix (int): only what is needed behind a prefix of this length, such as
                 `Lookup.ready`.
-            after, layer_groups, expedited, gate, background: see OffloadHandler.load().
+            after, layer_groups, expedited, gate, copy_engines_only: see OffloadHandler.load().
         """
         load = self.manager.prepare_load(keys, prefix)
         if load is None:
             return None
 
         def move() -> Job:
-            blocks = self._pages.select(keys, gpu_block_ids, load.places)
+            blocks = self._pages.select(keys, gpu_block_ids, load.key_indices)
             pages = self._pages.in_pools(load.pages)
             return self.handler.load(
                 pages,
@@ -222,7 +223,7 @@ class OffloadEngine(NotCopyable):
                 layer_groups=layer_groups,
                 expedited=expedited,
                 gate=gate,
-                background=background,
+                copy_engines_only=copy_engines_only,
             )
 
         return self._submit(load, move)
@@ -233,7 +234,7 @@ class OffloadEngine(NotCopyable):
         gpu_block_ids: Ids | Sequence[Ids],
         *,
         after: After = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> Job | None:
         """Stores what the host has not; None when that is nothing, or more than there is room for.
 
@@ -242,14 +243,19 @@ class OffloadEngine(NotCopyable):
 
         Args:
             gpu_block_ids: of all the keys.
-            after, background: see OffloadHandler.store(). With lazy storing evict() takes them.
+            after, copy_engines_only: see OffloadHandler.store(). With a lazy store policy evict()
+                takes them.
         """
         if not self._lazy:
             self._grow()
             store = self.manager.prepare_store(keys)
-            return self._store(store, gpu_block_ids, keys, after, background) if store else None
-        if after is not None or background:
-            raise TypeError("with lazy storing evict() takes the options after and background")
+            return (
+                self._store(store, gpu_block_ids, keys, after, copy_engines_only) if store else None
+            )
+        if after is not None or copy_engines_only:
+            raise TypeError(
+                "with lazy storing evict() takes the options after and copy_engines_only"
+            )
         computed = self._pages.read(keys, gpu_block_ids)
         for group, (_, blocks) in enumerate(computed):
             self._check_blocks(group, blocks)
@@ -263,7 +269,7 @@ class OffloadEngine(NotCopyable):
         gpu_block_ids: Ids | Sequence[Ids],
         *,
         after: After = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> list[Job]:
         """With lazy storing stores what leaves the GPU, with all that is before it.
 
@@ -275,7 +281,7 @@ class OffloadEngine(NotCopyable):
         had been started before, too.
 
         Args:
-            after, background: see OffloadHandler.store().
+            after, copy_engines_only: see OffloadHandler.store().
         """
         leaving = self._pages.read_blocks(gpu_block_ids)
         with self._lock:
@@ -288,7 +294,11 @@ class OffloadEngine(NotCopyable):
                     keys, blocks = (self._pages.only(group, its) for its in chain)
                     self._grow()
                     store = self.manager.prepare_store(keys)
-                    job = self._store(store, blocks, keys, after, background) if store else None
+                    job = (
+                        self._store(store, blocks, keys, after, copy_engines_only)
+                        if store
+                        else None
+                    )
                     jobs += [job] if job else []
         except BaseException:
             with self._lock:
@@ -305,7 +315,7 @@ class OffloadEngine(NotCopyable):
         gpu_block_ids: Ids | Sequence[Ids],
         *,
         after: After = None,
-        background: bool = False,
+        copy_engines_only: bool = False,
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
@@ -314,7 +324,7 @@ class OffloadEngine(NotCopyable):
         if store is None:
             return None
         try:
-            job = self._store(store, gpu_block_ids, keys, after, background)
+            job = self._store(store, gpu_block_ids, keys, after, copy_engines_only)
         except BaseException:
             self.manager.release(store)
             raise
@@ -358,15 +368,17 @@ class OffloadEngine(NotCopyable):
             )
 
     def _store(
-        self, store: Store, gpu_block_ids: Any, keys: Any, after: After, background: bool
+        self, store: Store, gpu_block_ids: Any, keys: Any, after: After, copy_engines_only: bool
     ) -> Job | None:
         if store.id == 0:
             return None
 
         def move() -> Job:
-            blocks = self._pages.select(keys, gpu_block_ids, store.places)
+            blocks = self._pages.select(keys, gpu_block_ids, store.key_indices)
             pages = self._pages.in_pools(store.pages)
-            return self.handler.store(blocks, pages, after=after, background=background)
+            return self.handler.store(
+                blocks, pages, after=after, copy_engines_only=copy_engines_only
+            )
 
         return self._submit(store, move)
 

@@ -90,11 +90,13 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
         return every
     several = [ready] if isinstance(ready, SupportsIndex) else ready
     if not isinstance(several, Sequence) or isinstance(several, str | bytes):
-        raise TypeError(f"ready_pages is a {type(ready).__name__}; pass a number for each group")
+        raise TypeError(
+            f"num_ready_pages is a {type(ready).__name__}; pass a number for each group"
+        )
     if len(several) != len(every):
-        raise ValueError(f"ready_pages is {ready}; the groups have {every} pages")
+        raise ValueError(f"num_ready_pages is {ready}; the groups have {every} pages")
     return [
-        read_int(f"ready_pages of group {index}", pages, 0, every[index])
+        read_int(f"num_ready_pages of group {index}", pages, 0, every[index])
         for index, pages in enumerate(several)
     ]
 

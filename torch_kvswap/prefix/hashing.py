@@ -25,8 +25,8 @@ from torch_kvswap._native.arguments import UINT64_MAX, read_int
 DIGEST_BYTES = abi.DIGEST_BYTES
 # The first byte of what is hashed, so that no digest of one kind is ever one of another.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
-_BLOCK_HEAD = struct.Struct("<II")  # tokens; media that begin in the block
-_MEDIUM_HEAD = struct.Struct("<IQ")  # first token in the block; tokens
+_BLOCK_HEAD = struct.Struct("<II")  # tokens; multi_modal_items that begin in the block
+_ITEM_HEAD = struct.Struct("<IQ")  # first token in the block; tokens
 _UINT32_MAX = 2**32 - 1
 _TOKEN_SLICE = (
     1 << 14
@@ -72,7 +72,7 @@ def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Medium:
+class MultiModalItem:
     """What placeholder tokens stand for, such as an image.
 
     Args:
@@ -141,35 +141,48 @@ class PrefixHasher:
         fields = ("torch_kvswap", 1, model, dtype, self.block_tokens, adapter, salt, group, extra)
         self._root = sha256(_ROOT + encode(fields)).digest()
 
-    def keys(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
+    def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> bytes:
         """The digests of all full blocks, one after another: what can be stored.
 
         Raises:
-            TypeError: tokens are no integers, or no sequence; media are no Medium.
+            TypeError: tokens are no integers, or no sequence; an item is no
+                MultiModalItem.
             IndexError: a token is not in 0 to 2**32 - 1.
-            ValueError: a medium begins outside of the tokens, or the tokens have several
+            ValueError: an item begins outside of the tokens, or the tokens have several
                 dimensions.
         """
         content = _token_bytes(tokens)
-        return self._digests(content, media, len(content) // 4 // self.block_tokens)
+        return self._digests(content, multi_modal_items, len(content) // 4 // self.block_tokens)
 
-    def lookup_keys(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
+    def lookup_keys(
+        self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
+    ) -> bytes:
         """keys() without the block that has the last token: what a prompt can reuse, and so what it
         looks up. A prompt of n tokens gets n - 1 of them from a cache at most."""
         content = _token_bytes(tokens)
-        return self._digests(content, media, reusable_blocks(len(content) // 4, self.block_tokens))
+        return self._digests(
+            content, multi_modal_items, reusable_blocks(len(content) // 4, self.block_tokens)
+        )
 
-    def partial_key(self, tokens: Tokens, media: Sequence[Medium] = ()) -> bytes:
+    def partial_key(
+        self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
+    ) -> bytes:
         """The digest of the last block, which is part full: of a request that is preempted. Its
         number of tokens is in it, so it is no prefix of a full one. Empty when it is full."""
         content = _token_bytes(tokens)
         num_tokens = len(content) // 4
         full, blocks = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
-        return self._digests(content, media, blocks)[full * DIGEST_BYTES :]
+        return self._digests(content, multi_modal_items, blocks)[full * DIGEST_BYTES :]
 
-    def _digests(self, content: bytes, media: Sequence[Medium], blocks: int) -> bytes:
+    def _digests(
+        self, content: bytes, multi_modal_items: Sequence[MultiModalItem], blocks: int
+    ) -> bytes:
         """Of the first blocks. content: the tokens, as 32-bit words."""
-        of_block = self._media_of_blocks(media, len(content) // 4) if media != () else {}
+        of_block = (
+            self._items_of_blocks(multi_modal_items, len(content) // 4)
+            if multi_modal_items != ()
+            else {}
+        )
         size = self.block_tokens * 4
         parent, digests = self._root, []
         head = _BLOCK + _BLOCK_HEAD.pack(self.block_tokens, 0)
@@ -184,22 +197,31 @@ class PrefixHasher:
             digests.append(parent)
         return b"".join(digests)
 
-    def _media_of_blocks(self, media: Sequence[Medium], num_tokens: int) -> dict[int, list[bytes]]:
+    def _items_of_blocks(
+        self, multi_modal_items: Sequence[MultiModalItem], num_tokens: int
+    ) -> dict[int, list[bytes]]:
         """For each block what begins in it. Later blocks have it from their parent."""
         of_block: dict[int, list[bytes]] = {}
-        if not isinstance(media, Sequence):
-            raise TypeError(f"media is a {type(media).__name__}; pass a list of Medium")
-        for place, medium in enumerate(media):
-            if not isinstance(medium, Medium):
-                raise TypeError(f"media[{place}] is a {type(medium).__name__}; pass a Medium")
-        for medium in sorted(media, key=lambda its: (its.first_token, its.num_tokens, its.key)):
-            if not 0 <= medium.first_token < num_tokens:
-                raise ValueError(
-                    f"a medium begins at token {medium.first_token} of a prompt of {num_tokens}"
+        if not isinstance(multi_modal_items, Sequence):
+            raise TypeError(
+                f"multi_modal_items is a {type(multi_modal_items).__name__}; "
+                "pass a list of MultiModalItem"
+            )
+        for place, item in enumerate(multi_modal_items):
+            if not isinstance(item, MultiModalItem):
+                raise TypeError(
+                    f"multi_modal_items[{place}] is a {type(item).__name__}; pass a MultiModalItem"
                 )
-            block, first = divmod(medium.first_token, self.block_tokens)
-            head = _MEDIUM_HEAD.pack(first, medium.num_tokens)
-            of_block.setdefault(block, []).append(head + encode(medium.key))
+        for item in sorted(
+            multi_modal_items, key=lambda its: (its.first_token, its.num_tokens, its.key)
+        ):
+            if not 0 <= item.first_token < num_tokens:
+                raise ValueError(
+                    f"an item begins at token {item.first_token} of a prompt of {num_tokens}"
+                )
+            block, first = divmod(item.first_token, self.block_tokens)
+            head = _ITEM_HEAD.pack(first, item.num_tokens)
+            of_block.setdefault(block, []).append(head + encode(item.key))
         return of_block
 
 

@@ -16,7 +16,7 @@ class Chain(NamedTuple):
     gpu_block_ids: list[int]
 
 
-class LazyStoring:
+class LazyStorePolicy:
     """Names only what leaves the GPU cache, with all that is before it: a common prefix that never
     leaves is stored with the first block behind it that does, which nobody could find without it.
 

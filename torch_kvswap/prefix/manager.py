@@ -53,22 +53,22 @@ class Lookup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Pages to load, held until the load has ended. places: which of the keys they belong to; with
+    """Pages to load, held until the load has ended. key_indices: the keys that they belong to; with
     several groups both are lists with an entry for each."""
 
     id: int
-    places: Any
+    key_indices: Any
     pages: Any
 
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """Keys that are new, by their places among those given, and the pages that are to be filled
+    """Keys that are new, by their indices among those given, and the pages that are to be filled
     with them, ascending; with several groups both are lists. id: 0 when there are none. lease: of
     preempt(), which has no end."""
 
     id: int
-    places: Any
+    key_indices: Any
     pages: Any
     lease: int = 0
 
@@ -130,9 +130,9 @@ class BlockManager(NotCopyable):
 
     Args:
         groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers;
-            then keys, places and pages are lists with an entry for each.
-        ready_pages: how many of its pages, from the first on, each group can use already (a number,
-            or a list of them); None: all. grow() adds others.
+            then keys, key_indices and pages are lists with an entry for each.
+        num_ready_pages: how many pages of each group, from the first one on, can be used already
+            (a number, or a list of them); None: all. grow() adds others.
         policy: who is evicted, "lru" or "arc".
         store_threshold: a block is stored when so many lookups asked for it.
         events: whether events() has any, or of which kinds ("stored", "evicted"; the others always
@@ -147,7 +147,7 @@ class BlockManager(NotCopyable):
         self,
         groups: int | Sequence[BlockGroup],
         *,
-        ready_pages: int | Sequence[int] | None = None,
+        num_ready_pages: int | Sequence[int] | None = None,
         policy: str = "lru",
         store_threshold: int = 1,
         events: bool | Collection[EventKind] = False,
@@ -162,7 +162,7 @@ class BlockManager(NotCopyable):
             raise TypeError(
                 f"clock is a {type(clock).__name__}; pass a function that gives seconds"
             )
-        ready = read_ready_pages(self.groups, ready_pages)
+        ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
         self._clock = clock
         native_groups = [
@@ -172,10 +172,10 @@ class BlockManager(NotCopyable):
         self._native = NativeBlocks(native_groups, policy, threshold, event_bits(events))
         self._native.grow(ready)
 
-    def grow(self, ready_pages: int | Sequence[int] | None = None) -> None:
+    def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
         """From now on each group can use so many pages; None: all. A smaller number than before
         changes nothing. Raises ValueError for more than there are."""
-        self._native.grow(read_ready_pages(self.groups, ready_pages))
+        self._native.grow(read_ready_pages(self.groups, num_ready_pages))
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """The longest prefix that is cached: of a sliding window or a state only what is needed
@@ -277,18 +277,18 @@ class BlockManager(NotCopyable):
             stats.append(BlockStats(*(getattr(native, name) for name, *_ in native._fields_)))
         return stats if self._is_list else stats[0]
 
-    def _end(self, job: Load | Store, well: bool) -> None:
+    def _end(self, job: Load | Store, succeeded: bool) -> None:
         if not isinstance(job, Load | Store):
             raise TypeError(f"job is a {type(job).__name__}; pass a Load or a Store")
         if job.id:
-            self._native.end(job.id, well)
+            self._native.end(job.id, succeeded)
 
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
             return None
-        job, lease, places, pages, counts = stored
-        return Store(job, self._split(places, counts), self._split(pages, counts), lease)
+        job, lease, key_indices, pages, counts = stored
+        return Store(job, self._split(key_indices, counts), self._split(pages, counts), lease)
 
     def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
         if not self._is_list:

@@ -24,7 +24,7 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a process with the simulated driver, which can import the test support and
     the package. It has cost tables by which kernels are used only where a test asks for them."""
     support, root = Path(__file__).parents[1], Path(__file__).parents[3]
-    more = {"KVSWAP_PATH_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
+    more = {"KVSWAP_COPY_METHOD_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
     path = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "STUB": str(build()), **more}
 

@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from torch_kvswap._native.loader import Process
+from torch_kvswap._native.loader import ForkGuard
 
 
 def test_the_process_that_made_it_may_use_it() -> None:
-    Process().check("handler")
+    ForkGuard().check("handler")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_is_refused_by_name() -> None:
-    process = Process()
+    process = ForkGuard()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -24,7 +24,7 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "GPUs",
         "CUDA kernels",
         "scattered copies",
-        "path costs",
+        "copy costs",
         "host memory",
         "0",
     ]
@@ -33,18 +33,18 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
 def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("KVSWAP_PATH_COSTS", raising=False)
+    monkeypatch.delenv("KVSWAP_COPY_METHOD_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(system, "ROOT", tmp_path)
-    assert doctor.report()["path costs"] == "unknown: the system names no GPU"
+    assert doctor.report()["copy costs"] == "unknown: the system names no GPU"
     for number, model in enumerate(["Imaginary 9000", "Imaginary 9000", "Other GPU"]):
         file = f"proc/driver/nvidia/gpus/{number}/information"
         write(tmp_path, file, f"Model: \t\t {model}\nIRQ:   1\n")
-    assert doctor.report()["path costs"] == (
+    assert doctor.report()["copy costs"] == (
         "copy_method_costs.json, NVIDIA H200 (Imaginary 9000), copy_method_costs.json, NVIDIA H200 (Other GPU)"
     )
-    monkeypatch.setenv("KVSWAP_PATH_COSTS", "/nowhere")
-    assert doctor.report()["path costs"].startswith("none: the costs of the paths cannot be read")
+    monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
+    assert doctor.report()["copy costs"].startswith("none: the costs of the paths cannot be read")
 
 
 def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):

@@ -25,15 +25,15 @@ def layout(row_bytes: int = 64) -> PagedLayout:
 def test_the_parts_of_the_ranks_are_all_pages_once(count: int, world: int) -> None:
     if count < world:
         return
-    parts = [Pages(layout(), count, 1, rank, world).own for rank in range(world)]
+    parts = [Pages(layout(), count, 1, rank, world).local for rank in range(world)]
     assert [page for part in parts for page in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_replicated_pages_are_those_of_every_rank() -> None:
     pages = Pages(layout(), 3, 2, rank=7, world=8, replicated=True)
-    assert pages.own == range(3)
-    assert pages.own_bytes == range(3 * 2 * 64)
+    assert pages.local == range(3)
+    assert pages.local_bytes == range(3 * 2 * 64)
 
 
 def test_ranks_and_parts_that_cannot_be_are_refused() -> None:

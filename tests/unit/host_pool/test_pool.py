@@ -204,7 +204,7 @@ def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -
     view = pool.pages
     handlers = [Handler(), Handler()]
     for handler in handlers:
-        pool.used_by(handler)
+        pool._register_user(handler)
     pool.close()
     assert closed == [HOST, HOST]
     assert driver.cuda.memory_type(view) == 0
@@ -216,7 +216,7 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
 
     pool = HostPool(make_layout(), num_pages=1)
     handler = Handler()
-    pool.used_by(handler)  # type: ignore[arg-type]
+    pool._register_user(handler)  # type: ignore[arg-type]
     reference = weakref.ref(handler)
     del handler
     assert reference() is None
@@ -269,7 +269,7 @@ pageable memory. The pages are pageable now: the driver copies them through memo
 its own and holds up the thread that submits, and no kernel reaches them""",
     )
     assert not pool.is_pinned
-    assert (pool.ready_pages, pool.wait_ready()) == (10, True)
+    assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
     with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
         handler.wait(handler.store([0, 1], [8, 9]))
         assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])

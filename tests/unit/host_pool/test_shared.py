@@ -48,7 +48,7 @@ def test_a_handle_goes_through_a_socket() -> None:
     assert (handle.world, handle.replicated) == (3, False)
     assert not os.get_inheritable(handle.fd)
     other = HostPool.attach(layout(), handle, rank=1, world=3)
-    assert (other.own_pages, other.num_pages) == (range(2, 4), 6)
+    assert (other.local_pages, other.num_pages) == (range(2, 4), 6)
     pool.pages[5, 1].fill_(9)
     assert other.pages[5, 1].eq(9).all()
     assert other.pages.data_ptr() != pool.pages.data_ptr()
@@ -120,7 +120,7 @@ def test_the_memory_stays_while_one_process_has_it() -> None:
 def test_a_rank_uses_its_own_pages_only() -> None:
     cache = layout()
     pool = HostPool(cache, 8, rank=1, world=4)
-    assert (pool.own_pages, pool.ready_pages) == (range(2, 4), 2)
+    assert (pool.local_pages, pool.num_ready_pages) == (range(2, 4), 2)
     with OffloadHandler(cache, pool) as handler:
         handler.wait(handler.store([0, 1], [2, 3]))
         assert_expected_inline(
@@ -139,7 +139,7 @@ def test_replicated_pages_are_used_by_all() -> None:
     pool = HostPool(cache, 4, world=2, replicated=True)
     mine = layout()
     other = HostPool.attach(mine, pool.share(), rank=1, world=2)
-    assert other.own_pages == range(4)
+    assert other.local_pages == range(4)
     with OffloadHandler(cache, pool) as handler:
         handler.wait(handler.store([7], [0]))
     with OffloadHandler(mine, other) as handler:
@@ -157,11 +157,11 @@ def test_each_rank_pins_its_part(driver: Driver) -> None:
     for rank, one in enumerate([pool, *others]):
         kinds = [driver.cuda.memory_type(page) for page in one.pages]
         assert kinds == [HOST if page // 3 == rank else 0 for page in range(9)]
-    with OffloadHandler(caches[2], others[1], path="strided") as handler:
+    with OffloadHandler(caches[2], others[1], copy_method="strided") as handler:
         job = handler.store([0, 1, 2], [6, 7, 8])
         handler.wait(job)
         assert job.result is not None
-        assert job.result.path == "strided"  # not that of pageable memory
+        assert job.result.copy_method == "strided"  # not that of pageable memory
     for one in (*others, pool):
         one.close()
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
@@ -172,7 +172,7 @@ def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
     pool = HostPool(caches[0], 3, world=2, replicated=True)
     pool.pages.fill_(7)
-    other = HostPool.attach(caches[1], pool.share(), 1, 2, background=True)
+    other = HostPool.attach(caches[1], pool.share(), 1, 2, pin_in_pin_in_background=True)
     assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
@@ -191,13 +191,13 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "kvswap_host_register", note)
         pool = HostPool(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
-    assert pool.own_pages == range(1333, 2666)
+    assert pool.local_pages == range(1333, 2666)
     assert len(begins) == 6
     first = pool.pages[1333].data_ptr()
     assert begins[0] == first  # a part begins anywhere, as it has no other chunk before it
     assert all(begin % os.sysconf("SC_PAGE_SIZE") == 0 for begin in begins[1:])
     kinds = [driver.cuda.memory_type(page) for page in pool.pages]
-    assert kinds == [HOST if page in pool.own_pages else 0 for page in range(4000)]
+    assert kinds == [HOST if page in pool.local_pages else 0 for page in range(4000)]
 
 
 def test_a_handle_of_something_else_is_refused() -> None:
@@ -360,7 +360,7 @@ def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
         connection, cache = rank(int(sys.argv[1]))
         pool = HostPool.attach(cache, PoolHandle.receive(connection), rank=1, world=2)
         assert pool.pages[0, 0].eq(1).all()
-        for page in pool.own_pages:
+        for page in pool.local_pages:
             pool.pages[page].fill_(2)
         connection.send(b"!")
     """

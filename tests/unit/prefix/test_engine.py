@@ -122,7 +122,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
         assert pool.wait_ready(PATIENCE, pages=8)
         engine = OffloadEngine(handler)
@@ -149,7 +149,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
 def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
-    options = {"chunk_bytes": 4 * 4096, "background": True, "on_progress": steps}
+    options = {"chunk_bytes": 4 * 4096, "pin_in_background": True, "on_progress": steps}
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
@@ -170,10 +170,10 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
     layout, ids = PagedLayout([rows]), list(range(64))
     kept = rows.clone()
     with (
-        HostPool(layout, 64, chunk_bytes=4 << 20, background=True) as pool,
+        HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_pin_in_pin_in_background=True) as pool,
         OffloadHandler(layout, pool) as handler,
     ):
-        engine = OffloadEngine(handler, storing="lazy")
+        engine = OffloadEngine(handler, store_policy="lazy")
         assert engine.store(ids, ids) is None
         for job in engine.evict(ids):
             handler.wait(job)
@@ -254,7 +254,7 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
 def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
-    engine, tensor = make(storing="lazy")
+    engine, tensor = make(store_policy="lazy")
     with engine.handler as handler:
         for number in range(3):
             engine.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
@@ -324,8 +324,8 @@ def test_errors_say_what_was_wrong():
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(several.store, [["a"]], None),
             error_text(OffloadEngine, None),
-            error_text(OffloadEngine, engine.handler, storing="never"),
-            error_text(OffloadEngine, engine.handler, ready_pages=3),
+            error_text(OffloadEngine, engine.handler, store_policy="never"),
+            error_text(OffloadEngine, engine.handler, num_ready_pages=3),
             error_text(OffloadEngine, handler, [4]),
             error_text(engine.store, ["a"], [1], first_block=1),
             error_text(engine.load, ["a"], [1], first_block=1),
@@ -335,7 +335,9 @@ def test_errors_say_what_was_wrong():
             error_text(engine.store, None, [1]),
             error_text(engine.lookup, {"a": 1}),
             error_text(engine.release, 5),
-            error_text(OffloadEngine(engine.handler, storing="lazy").store, ["a"], [1, BLOCKS]),
+            error_text(
+                OffloadEngine(engine.handler, store_policy="lazy").store, ["a"], [1, BLOCKS]
+            ),
             error_text(copy.copy, engine),
             error_text(copy.deepcopy, engine),
             error_text(pickle.dumps, engine),
@@ -350,8 +352,8 @@ ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
 ValueError: keys and gpu_block_ids must have a list for each of 1 groups
 ValueError: keys and gpu_block_ids must have a list for each of 1 groups
 TypeError: handler is a NoneType; pass an OffloadHandler
-ValueError: storing is 'never'; it can be eager or lazy
-TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'ready_pages'
+ValueError: store_policy is 'never'; it can be eager or lazy
+TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'num_ready_pages'
 TypeError: groups[0] is a int; pass a BlockGroup
 TypeError: OffloadEngine.store() got an unexpected keyword argument 'first_block'
 TypeError: OffloadEngine.load() got an unexpected keyword argument 'first_block'

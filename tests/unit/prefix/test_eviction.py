@@ -136,7 +136,7 @@ def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, tra
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
 def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
-    manager = BlockManager(7, ready_pages=ready, policy="arc")
+    manager = BlockManager(7, num_ready_pages=ready, policy="arc")
     reference = PlainArc(ready)
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     manager.grow()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
-    Medium,
+    MultiModalItem,
     PrefixHasher,
     encode,
     key_digest,
@@ -32,8 +32,8 @@ def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
 
 
-def keys(tokens=TOKENS, media=(), **settings) -> list[bytes]:
-    return split(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, media))
+def keys(tokens=TOKENS, multi_modal_items=(), **settings) -> list[bytes]:
+    return split(PrefixHasher(**{**SETTINGS, **settings}).keys(tokens, multi_modal_items))
 
 
 # Who shares blocks
@@ -94,22 +94,22 @@ def test_settings_that_would_be_equal_when_joined_share_nothing(one, other):
 
 
 def test_media_behind_equal_placeholders_are_told_apart_from_where_they_begin():
-    cat, dog = Medium(20, 24, b"cat"), Medium(20, 24, b"dog")
-    plain, first, second = keys(), keys(media=[cat]), keys(media=[dog])
+    cat, dog = MultiModalItem(20, 24, b"cat"), MultiModalItem(20, 24, b"dog")
+    plain, first, second = keys(), keys(multi_modal_items=[cat]), keys(multi_modal_items=[dog])
     assert plain[0] == first[0] == second[0]
     for one, other in combinations((plain, first, second), 2):
         assert not set(one[1:]) & set(other[1:])
     others = [
-        [Medium(21, 24, b"cat")],
-        [Medium(20, 23, b"cat")],
+        [MultiModalItem(21, 24, b"cat")],
+        [MultiModalItem(20, 23, b"cat")],
         [cat, cat],
         [cat, dog],
-        [Medium(20, 24, b"ca"), Medium(20, 24, b"t")],
-        [Medium(20, 24, b"cat"), Medium(50, 1, b"x")],
+        [MultiModalItem(20, 24, b"ca"), MultiModalItem(20, 24, b"t")],
+        [MultiModalItem(20, 24, b"cat"), MultiModalItem(50, 1, b"x")],
     ]
-    last = [keys(media=media)[-1] for media in [[cat], *others]]
+    last = [keys(multi_modal_items=multi_modal_items)[-1] for multi_modal_items in [[cat], *others]]
     assert len(set(last)) == len(last)
-    assert keys(media=[dog, cat]) == keys(media=[cat, dog])
+    assert keys(multi_modal_items=[dog, cat]) == keys(multi_modal_items=[cat, dog])
 
 
 def test_a_digest_of_one_kind_is_none_of_another_kind():
@@ -178,7 +178,7 @@ def test_errors_say_what_was_wrong():
         error_text(hasher.keys, np.array([1, -1])),
         error_text(hasher.keys, [1.5]),
         error_text(hasher.keys, np.array([1.5])),
-        error_text(hasher.keys, TOKENS, [Medium(64, 2, b"x")]),
+        error_text(hasher.keys, TOKENS, [MultiModalItem(64, 2, b"x")]),
         error_text(PrefixHasher, "m", "bfloat16", 0),
         error_text(PrefixHasher, "m", "bfloat16", 16, adapter=[1]),
         error_text(PrefixHasher, "m", "bfloat16", 1.5),
@@ -206,11 +206,11 @@ def test_errors_say_what_was_wrong():
         error_text(hasher.keys, np.ones((2, 2), np.int64)),
         error_text(hasher.keys, TOKENS, ["x"]),
         error_text(hasher.keys, TOKENS, None),
-        error_text(hasher.keys, TOKENS, Medium(1, 1, b"x")),
-        error_text(Medium, -1, 2**64, b"x"),
-        error_text(Medium, 1, 2**64, b"x"),
-        error_text(Medium, 1.5, 1, b"x"),
-        error_text(Medium, 1, 1, "x"),
+        error_text(hasher.keys, TOKENS, MultiModalItem(1, 1, b"x")),
+        error_text(MultiModalItem, -1, 2**64, b"x"),
+        error_text(MultiModalItem, 1, 2**64, b"x"),
+        error_text(MultiModalItem, 1.5, 1, b"x"),
+        error_text(MultiModalItem, 1, 1, "x"),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -220,7 +220,7 @@ IndexError: tokens[1] is 4294967296; a token is 0 to 4294967295
 IndexError: tokens[1] is -1; a token is 0 to 4294967295
 TypeError: tokens[0] is a float; a token is an integer
 TypeError: tokens is an array of float64; tokens must be integers
-ValueError: a medium begins at token 64 of a prompt of 64
+ValueError: an item begins at token 64 of a prompt of 64
 ValueError: block_tokens is 0; it must be 1 to 4294967295
 TypeError: adapter: a key, or a part of one, is of type list; make it of None, bool,
 int, float, str, bytes and tuples of them
@@ -249,9 +249,9 @@ TypeError: tokens[1] is a str; a token is an integer
 TypeError: tokens[20000] is a NoneType; a token is an integer
 IndexError: tokens[20000] is -1; a token is 0 to 4294967295
 ValueError: tokens has shape (2, 2); it must have one dimension
-TypeError: media[0] is a str; pass a Medium
-TypeError: media is a NoneType; pass a list of Medium
-TypeError: media is a Medium; pass a list of Medium
+TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
+TypeError: multi_modal_items is a NoneType; pass a list of MultiModalItem
+TypeError: multi_modal_items is a MultiModalItem; pass a list of MultiModalItem
 ValueError: first_token is -1; it must be 0 to 9223372036854775807
 ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
 TypeError: first_token is a float; it must be an integer

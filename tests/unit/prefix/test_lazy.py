@@ -11,7 +11,7 @@ from error_text import error_text
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
-from torch_kvswap.prefix.lazy import Chain, LazyStoring
+from torch_kvswap.prefix.lazy import Chain, LazyStorePolicy
 
 HASHER = PrefixHasher("m", "bfloat16", 4)
 SYSTEM = list(range(8))  # two blocks that all prompts begin with
@@ -33,7 +33,7 @@ def evicting(storing, blocks):
 
 
 def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
-    storing = LazyStoring()
+    storing = LazyStorePolicy()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(2), [5, 6, 9, 10])
     assert evicting(storing, [8]) == [Chain(keys_of(1), [5, 6, 7, 8])]
@@ -45,14 +45,14 @@ def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
 
 
 def test_blocks_that_leave_together_are_one_chain():
-    storing = LazyStoring()
+    storing = LazyStorePolicy()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
     assert evicting(storing, [8, 7]) == []
 
 
 def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
-    storing = LazyStoring()
+    storing = LazyStorePolicy()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
     assert evicting(storing, [8]) == [Chain(keys_of(1)[3 * DIGEST_BYTES :], [8])]
@@ -62,7 +62,7 @@ def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first()
 
 
 def test_of_two_copies_of_a_block_one_may_leave():
-    storing = LazyStoring()
+    storing = LazyStorePolicy()
     storing.computed(keys_of(1), [5, 6, 7, 8])
     storing.computed(keys_of(1), [15, 16, 17, 18])
     assert evicting(storing, [6]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16])]
@@ -70,7 +70,7 @@ def test_of_two_copies_of_a_block_one_may_leave():
 
 
 def test_a_page_leaves_with_the_first_of_its_blocks():
-    storing = LazyStoring(2)
+    storing = LazyStorePolicy(2)
     storing.computed(keys_of(1, 0), [1, 2, 3])  # the last one is part full
     assert evicting(storing, [3, 2]) == [Chain(keys_of(1, 0), [1, 2, 3])]
     assert evicting(storing, [1]) == []
@@ -147,7 +147,7 @@ class Server:
 @pytest.mark.parametrize("per_page", [1, 3])
 @pytest.mark.parametrize("storing", ["eager", "lazy"])
 def test_prompts_that_have_left_the_gpu_are_found_on_the_host(storing, per_page):
-    with Server(10, 100, per_page, storing=storing) as server:
+    with Server(10, 100, per_page, store_policy=storing) as server:
         for number in range(1, 9):
             assert server.serve(prompt(number)) == 0
         assert server.serve(prompt(1)) == 2
@@ -160,7 +160,7 @@ def test_lazy_storing_stores_less_and_finds_as_much():
     order = np.random.default_rng(1).zipf(1.4, 100) % 30 + 1
     found, stored, jobs = {}, {}, {}
     for storing in ("eager", "lazy"):
-        with Server(20, 200, storing=storing) as server:
+        with Server(20, 200, store_policy=storing) as server:
             found[storing] = sum(server.serve(prompt(int(number))) for number in order)
             server.engine.finished()
             stored[storing], jobs[storing] = server.engine.manager.stats().stored, server.jobs
@@ -172,7 +172,7 @@ def test_lazy_storing_stores_less_and_finds_as_much():
 def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu():
     rates = {}
     for storing in ("eager", "lazy"):
-        with Server(10, 200, storing=storing) as server:
+        with Server(10, 200, store_policy=storing) as server:
             for number in range(1, 11):
                 server.serve(prompt(number))
             server.forget_gpu()
@@ -186,7 +186,7 @@ def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu
 
 @pytest.mark.parametrize("storing", ["eager", "lazy"])
 def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
-    with Server(8, 200, storing=storing, store_threshold=2) as server:
+    with Server(8, 200, store_policy=storing, store_threshold=2) as server:
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
         server.forget_gpu()
         assert server.engine.manager.stats().stored == 2  # the common prefix
@@ -198,7 +198,7 @@ def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
 
 
 def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
-    with Server(20, 200, storing="lazy") as server:
+    with Server(20, 200, store_policy="lazy") as server:
         for _ in range(10):
             server.serve(prompt(1))
             server.serve(prompt(2))
@@ -206,7 +206,7 @@ def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
 
 
 def test_what_leaves_is_left_out_where_the_host_has_no_room():
-    with Server(8, 5, storing="lazy") as server:
+    with Server(8, 5, store_policy="lazy") as server:
         server.serve(prompt(1, blocks=6))
         assert server.take(8) is not None  # all of its 8 pages leave, there is room for 5
         assert server.engine.manager.stats().stored == 0
@@ -217,7 +217,7 @@ def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
-        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)], storing="lazy")
+        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)], store_policy="lazy")
         assert engine.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
         (job,) = engine.evict([[2], []])
         assert job.nbytes == 2 * 16
@@ -232,13 +232,13 @@ def test_each_group_of_layers_stores_what_leaves_it():
 
 
 def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
-    with Server(2, 2, storing="lazy") as server:
+    with Server(2, 2, store_policy="lazy") as server:
         assert [
-            error_text(OffloadEngine, server.handler, storing="never"),
+            error_text(OffloadEngine, server.handler, store_policy="never"),
             error_text(server.engine.store, ["a"], [1], after=()),
             error_text(server.engine.store, ["a"], [1, 2]),
         ] == [
-            "ValueError: storing is 'never'; it can be eager or lazy",
-            "TypeError: with lazy storing evict() takes the options after and background",
+            "ValueError: store_policy is 'never'; it can be eager or lazy",
+            "TypeError: with lazy storing evict() takes the options after and copy_engines_only",
             "ValueError: gpu_block_ids has 2 ids for 1 keys of 1 blocks each",
         ]

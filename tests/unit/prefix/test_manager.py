@@ -26,7 +26,9 @@ from torch_kvswap.prefix.manager import BlockEvent, BlockGroup, BlockManager, Bl
 def stored(manager, keys):
     store = manager.prepare_store(keys)
     manager.complete(store)
-    return dict(zip((keys[place] for place in store.places), store.pages.tolist(), strict=True))
+    return dict(
+        zip((keys[place] for place in store.key_indices), store.pages.tolist(), strict=True)
+    )
 
 
 # What is found
@@ -48,7 +50,7 @@ def test_a_prompt_is_one_bytes_object_of_digests_or_a_list_of_them_or_of_any_key
     manager = BlockManager(8)
     digests = [os.urandom(32) for _ in range(3)]
     store = manager.prepare_store(b"".join(digests))
-    assert store.places.tolist() == [0, 1, 2]
+    assert store.key_indices.tolist() == [0, 1, 2]
     manager.complete(store)
     for prompt in (digests, tuple(digests), bytearray(b"".join(digests))):
         assert manager.lookup(prompt).ready == 3
@@ -64,7 +66,7 @@ def test_a_load_gets_the_pages_that_its_blocks_were_stored_to():
     load = manager.prepare_load(["c", "a"])
     assert load.pages.tolist() == [page_of["c"], page_of["a"]]
     assert load.pages.dtype == np.int64
-    assert load.places == range(2)
+    assert load.key_indices == range(2)
     assert manager.prepare_load(list("abc"), prefix=2).pages.tolist() == [
         page_of["a"],
         page_of["b"],
@@ -88,11 +90,11 @@ def test_only_new_blocks_are_stored_and_their_pages_are_neighbours():
     manager = BlockManager(100)
     stored(manager, list(range(10)))
     store = manager.prepare_store(list(range(20)))
-    assert store.places.tolist() == list(range(10, 20))
+    assert store.key_indices.tolist() == list(range(10, 20))
     assert store.pages.tolist() == list(range(10, 20))
     manager.complete(store)
     nothing = manager.prepare_store(list(range(20)))
-    assert (nothing.id, nothing.places.size, nothing.pages.size) == (0, 0, 0)
+    assert (nothing.id, nothing.key_indices.size, nothing.pages.size) == (0, 0, 0)
     manager.complete(nothing)
 
 
@@ -131,7 +133,7 @@ def test_pages_that_a_job_reads_or_writes_are_given_to_nobody():
 
 
 def test_pages_that_are_not_ready_are_given_to_nobody():
-    manager = BlockManager(6, ready_pages=2)
+    manager = BlockManager(6, num_ready_pages=2)
     assert manager.prepare_store(["a", "b", "c"]) is None
     assert stored(manager, ["a", "b"]) == {"a": 0, "b": 1}
     assert stored(manager, ["c"]) == {"c": 1}  # the end of the prompt goes for it
@@ -148,7 +150,7 @@ def test_pages_that_are_not_ready_are_given_to_nobody():
 
 
 def test_each_group_has_its_own_number_of_pages_that_are_ready():
-    manager = BlockManager([BlockGroup(4), BlockGroup(4)], ready_pages=[0, 2])
+    manager = BlockManager([BlockGroup(4), BlockGroup(4)], num_ready_pages=[0, 2])
     assert manager.prepare_store([["a"], ["a"]]) is None
     manager.complete(manager.prepare_store([[], ["a", "b"]]))
     manager.grow([1, 2])
@@ -182,11 +184,11 @@ def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_oth
 def test_blocks_are_stored_when_they_were_asked_for_often_enough():
     manager = BlockManager(8, store_threshold=2)
     manager.lookup(["a", "b"])
-    assert manager.prepare_store(["a", "b"]).places.tolist() == []
+    assert manager.prepare_store(["a", "b"]).key_indices.tolist() == []
     manager.lookup(["a", "b"], again=True)  # the same question is no further demand
-    assert manager.prepare_store(["a", "b"]).places.tolist() == []
+    assert manager.prepare_store(["a", "b"]).key_indices.tolist() == []
     manager.lookup(["a", "c"])
-    assert manager.prepare_store(["a", "b", "c"]).places.tolist() == [0]
+    assert manager.prepare_store(["a", "b", "c"]).key_indices.tolist() == [0]
     assert manager.stats().skipped == 2 + 2 + 2
 
 
@@ -195,11 +197,11 @@ def test_what_was_asked_for_longest_ago_is_not_counted_for_ever():
     manager.lookup(["a"])
     manager.lookup([1, 2, 3])
     manager.lookup(["a"])
-    assert manager.prepare_store(["a"]).places.tolist() == [0]
+    assert manager.prepare_store(["a"]).key_indices.tolist() == [0]
     manager.lookup(["b"])
     manager.lookup([4, 5, 6, 7])
     manager.lookup(["b"])
-    assert manager.prepare_store(["b"]).places.tolist() == []
+    assert manager.prepare_store(["b"]).key_indices.tolist() == []
 
 
 # Holding
@@ -245,9 +247,9 @@ def test_of_too_many_keys_those_that_were_asked_for_last_are_remembered():
     for keys in ("abcd", "a", "e", "f"):
         manager.lookup(list(keys))
     manager.lookup(["d"])
-    assert manager.prepare_store(list("ad")).places.tolist() == [0, 1]
+    assert manager.prepare_store(list("ad")).key_indices.tolist() == [0, 1]
     manager.lookup(["b"])  # which was forgotten
-    assert manager.prepare_store(["b"]).places.tolist() == []
+    assert manager.prepare_store(["b"]).key_indices.tolist() == []
 
 
 def test_a_preempted_request_comes_back_although_others_need_pages():
@@ -406,12 +408,12 @@ def test_a_hit_needs_of_each_group_only_what_is_needed_behind_it():
     assert manager.unit_tokens == 8
     full, window, state = keys_of(24)
     store = manager.prepare_store([full, window[6:8], state[1:2]])
-    assert [places.tolist() for places in store.places] == [list(range(6)), [0, 1], [0]]
+    assert [places.tolist() for places in store.key_indices] == [list(range(6)), [0, 1], [0]]
     manager.complete(store)
     found = manager.lookup([full, window, state])
     assert found == (2, 2, 0)  # 16 tokens: the window and the state that end there are cached
     load = manager.prepare_load([full, window, state], found.ready)
-    assert load.places == [range(4), range(6, 8), range(1, 2)]
+    assert load.key_indices == [range(4), range(6, 8), range(1, 2)]
     assert [len(pages) for pages in load.pages] == [4, 2, 1]
     assert load.pages[0].tolist() == store.pages[0][:4].tolist()
     assert load.pages[1].tolist() == store.pages[1].tolist()
@@ -509,7 +511,7 @@ def test_errors_say_what_was_wrong():
         error_text(BlockManager, [BlockGroup(1), BlockGroup(1, window_tokens=4, is_state=True)]),
         error_text(BlockManager, 1, policy="lfu"),
         error_text(BlockManager, 1, store_threshold=0),
-        error_text(BlockManager, 4, ready_pages=5),
+        error_text(BlockManager, 4, num_ready_pages=5),
         error_text(two.grow, 4),
         error_text(two.grow, [4, -1]),
         error_text(manager.lookup, b"123"),
@@ -535,9 +537,9 @@ ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
 ValueError: group 1 has a state and a window; it can have one of them
 ValueError: policy is 'lfu'; it can be lru or arc
 ValueError: store_threshold is 0; it must be 1 to 4294967295
-ValueError: ready_pages of group 0 is 5; it must be 0 to 4
-ValueError: ready_pages is 4; the groups have [4, 4] pages
-ValueError: ready_pages of group 1 is -1; it must be 0 to 4
+ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
+ValueError: num_ready_pages is 4; the groups have [4, 4] pages
+ValueError: num_ready_pages of group 1 is -1; it must be 0 to 4
 ValueError: keys has 3 bytes, but a digest has 32; pass digests one after another, or a
 list of keys
 TypeError: keys is a str; pass bytes of digests or a list
@@ -574,9 +576,9 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(BlockManager, [BlockGroup(4, window_tokens="8")]),
         error_text(BlockManager, [BlockGroup(4, is_state="no")]),
         error_text(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
-        error_text(BlockManager, 4, ready_pages="4"),
-        error_text(BlockManager, 4, ready_pages=1.5),
-        error_text(BlockManager, 4, ready_pages=2**64),
+        error_text(BlockManager, 4, num_ready_pages="4"),
+        error_text(BlockManager, 4, num_ready_pages=1.5),
+        error_text(BlockManager, 4, num_ready_pages=2**64),
         error_text(BlockManager, 4, policy=None),
         error_text(BlockManager, 4, store_threshold=2**32),
         error_text(BlockManager, 4, store_threshold="2"),
@@ -633,16 +635,16 @@ TypeError: is_state of group 0 is a str; it must be True or False
 ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
 together only every 10633823916761725492519750755069984780 tokens; give the groups
 block_tokens that divide each other
-TypeError: ready_pages is a str; pass a number for each group
-TypeError: ready_pages is a float; pass a number for each group
-ValueError: ready_pages of group 0 is 18446744073709551616; it must be 0 to 4
+TypeError: num_ready_pages is a str; pass a number for each group
+TypeError: num_ready_pages is a float; pass a number for each group
+ValueError: num_ready_pages of group 0 is 18446744073709551616; it must be 0 to 4
 ValueError: policy is None; it can be lru or arc
 ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 TypeError: store_threshold is a str; it must be an integer
 TypeError: events is a int; pass True, False or a list of kinds
 ValueError: events has []; kinds are stored, evicted, cleared, lost
 TypeError: clock is a int; pass a function that gives seconds
-TypeError: ready_pages of group 1 is a str; it must be an integer
+TypeError: num_ready_pages of group 1 is a str; it must be an integer
 TypeError: keys is a NoneType; pass bytes of digests or a list
 TypeError: keys is a int; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list

@@ -39,7 +39,7 @@ class Machine(RuleBasedStateMachine):
     def make(self, policy: str, ready: int) -> None:
         self.now = 0.0
         self.manager = BlockManager(
-            PAGES, ready_pages=ready, policy=policy, events=True, clock=lambda: self.now
+            PAGES, num_ready_pages=ready, policy=policy, events=True, clock=lambda: self.now
         )
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         if store is None:
             assert self.manager.events() == []
             return
-        new = [keys[place] for place in store.places]
+        new = [keys[place] for place in store.key_indices]
         assert new == [key for key in keys if key not in self.model.page_of]
         assert store.pages.tolist() == sorted(store.pages)
         assert all(page < self.model.num_pages for page in store.pages)
@@ -215,7 +215,7 @@ def test_in_a_million_operations_every_block_is_found_with_its_own_content(polic
         store = manager.prepare_store(prompt)
         if store and store.id:
             assert not {*store.pages.tolist()} & {page for _, held, _ in running for page in held}
-            running.append((store, store.pages, [numbers[place] for place in store.places]))
+            running.append((store, store.pages, [numbers[place] for place in store.key_indices]))
             operations += len(store.pages)
         while len(running) > 8 or (running and rng.integers(2)):
             job, held, written = running.pop(int(rng.integers(len(running))))

@@ -42,8 +42,8 @@ class LateHandler:
         self.host = SimpleNamespace(
             num_pages=num_pages,
             blocks_per_page=blocks_per_page,
-            own_pages=range(num_pages),
-            ready_pages=num_pages,
+            local_pages=range(num_pages),
+            num_ready_pages=num_pages,
         )
         self.pools, self.layouts = (self.host,), (SimpleNamespace(block_bytes=8),)
         self.native = SimpleNamespace(groups=SimpleNamespace(is_list=False))

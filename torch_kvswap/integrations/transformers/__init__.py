@@ -56,16 +56,16 @@ class Enabled:
 
 
 def enable(
-    *, path: str | None = None, background: bool = False, store_bytes: int = 32 << 20
+    *, copy_method: str | None = None, copy_engines_only: bool = False, store_bytes: int = 32 << 20
 ) -> Enabled:
     """Puts our manager in the place of transformers' own for every continuous batching that begins
     from now on in this process: `generate_batch`, `init_continuous_batching` and the context
     manager; a persistent one that exists already stays as it is.
 
-    path: as of `OffloadHandler`. background: copies slow down kernels beside them less, but
-    launches more (`OffloadHandler.store`). store_bytes: of the first part in which a request is
-    stored, at most; a batch that takes the first of its blocks waits for that part only. Each
-    further part has four times as many.
+    copy_method: as of `OffloadHandler`. copy_engines_only: copies slow down kernels beside them
+    less, but launches more (`OffloadHandler.store`). store_bytes: of the first part in which a
+    request is stored, at most; a batch that takes the first of its blocks waits for that part only.
+    Each further part has four times as many.
 
     Raises ImportError when transformers is missing or of a version that this does not know,
     RuntimeError when it is enabled already, ValueError for a wrong argument.
@@ -80,7 +80,7 @@ def enable(
 
     from torch_kvswap.integrations.transformers.manager import SwapManager
 
-    options = Options(path, background, store_bytes)
+    options = Options(copy_method, copy_engines_only, store_bytes)
     made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]

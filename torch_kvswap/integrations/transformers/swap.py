@@ -16,12 +16,13 @@ from torch_kvswap.layout import PagedLayout
 
 @dataclass(frozen=True)
 class Options:
-    """path, background: as of `OffloadHandler` and `OffloadHandler.store`. store_bytes: the first
-    part of a request that is stored has at most so many. Each further part has four times as many
-    as the one before: there are few, and a batch that takes the first blocks waits for few."""
+    """copy_method, copy_engines_only: as of `OffloadHandler` and `OffloadHandler.store`.
+    store_bytes: the first part of a request that is stored has at most so many. Each further part
+    has four times as many as the one before: there are few, and a batch that takes the first blocks
+    waits for few."""
 
-    path: str | None = None
-    background: bool = False
+    copy_method: str | None = None
+    copy_engines_only: bool = False
     store_bytes: int = 32 << 20
 
 
@@ -51,9 +52,11 @@ class Swap:
     ) -> None:
         self.pool = HostPool(layout, num_pages)
         # Whoever calls this also launches the model's kernels, and that is dearer than the copies.
-        self.handler = OffloadHandler(layout, self.pool, path=options.path, threaded=True)
+        self.handler = OffloadHandler(
+            layout, self.pool, copy_method=options.copy_method, submit_thread=True
+        )
         self._stream = stream
-        self._background = options.background
+        self._background = options.copy_engines_only
         self._part = max(1, options.store_bytes // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
@@ -81,7 +84,10 @@ class Swap:
             while begin < len(blocks):
                 part = slice(begin, begin + size)
                 job = self.handler.store(
-                    blocks[part], pages[part], after=self._stream, background=self._background
+                    blocks[part],
+                    pages[part],
+                    after=self._stream,
+                    copy_engines_only=self._background,
                 )
                 stored.stores.append(job)
                 self._add(job, blocks[part])
@@ -100,7 +106,9 @@ class Swap:
             count = min(len(held), len(wanted))
             pages += held[:count]
             blocks += wanted[:count]
-        job = self.handler.load(pages, blocks, after=self._stream, background=self._background)
+        job = self.handler.load(
+            pages, blocks, after=self._stream, copy_engines_only=self._background
+        )
         self._add(job, blocks)
         return job
 

@@ -143,7 +143,7 @@ class KVSwapManager(base.OffloadingManager):
         if store is None:
             return None
         evicted = self._take_evicted()
-        places = store.places.tolist()
+        places = store.key_indices.tolist()
         new = [keys[place] for place in places]
         if new:
             of_new = [digests[place] for place in places]

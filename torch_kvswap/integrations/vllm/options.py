@@ -19,13 +19,13 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 class Options:
     """cpu_bytes_to_use: host memory of all workers together. eviction_policy: "lru" or "arc".
     store_threshold: a block is stored when it is offered for so many times. manager: whose
-    bookkeeping the scheduler uses. path, staging_bytes: of OffloadHandler."""
+    bookkeeping the scheduler uses. copy_method, staging_bytes: of OffloadHandler."""
 
     cpu_bytes_to_use: int
     eviction_policy: str = "lru"
     store_threshold: int = 1
     manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
-    path: str | None = None
+    copy_method: str | None = None
     staging_bytes: int = 32 << 20
 
 

@@ -57,9 +57,9 @@ class KVSwapWorker(base.OffloadingWorker):
             self._pool = HostPool(largest, num_pages, blocks_per_page)
         else:
             self._pool = replicated_pool(largest, num_pages, blocks_per_page, replicas)
-        pools = [self._pool.seen_by(layout) for layout in layouts]
+        pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
-            layouts, pools, path=options.path, staging_bytes=options.staging_bytes
+            layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
         )
         self._open: dict[int, _Open] = {}  # by vLLM's number
         self._number: dict[int, int] = {}  # vLLM's, by ours
