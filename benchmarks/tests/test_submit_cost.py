@@ -12,7 +12,7 @@ import torch
 from blocks import NumberedBlocks
 from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
-from submit_cost_report import Cell, Expansion, expansion_table, judge, tables
+from submit_cost_report import Cell, Expansion, judge
 from timing import Spread
 
 from torch_kvswap import OffloadHandler
@@ -55,27 +55,6 @@ met          submit of 8 blocks, with most planes over with fewest: 1.20, at mos
 MISSED       submit of 64 blocks, with most planes over with fewest: 1.27, at most 1.25
 met          expand_block_ids by 4 over memcpy: 1.50, at most 1.50
 MISSED       expand_block_ids by 16 over memcpy: 1.50, at most 1.50""",
-    )
-
-
-def test_the_tables_have_medians_and_p99s_by_blocks() -> None:
-    cells = [
-        a_cell(planes, blocks, 10.0 * blocks + planes) for blocks in (1, 8) for planes in (16, 1)
-    ]
-    said = tables([*cells, a_cell(1, 4096, 7.0, "load")]) + "\n\n" + expansion_table(EXPANSIONS)
-    assert_expected_inline(
-        said,
-        """\
-store, us  planes  1 block: median    p99  8 blocks: median     p99
-held            1            11.00  22.00             81.00  162.00
-held           16            26.00  52.00             96.00  192.00
-
-load, us  planes  4,096 blocks: median    p99
-held           1                  7.00  14.00
-
-expand_block_ids  factor  median, us    p99  memcpy, us  ratio  allocating, us
-1,000,000 ids          4         750  1,500         500   1.50             900
-1,000,000 ids         16         751  1,502         500   1.50             900""",
     )
 
 
