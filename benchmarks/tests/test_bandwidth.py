@@ -1,4 +1,4 @@
-"""The benchmark of scattered blocks judges its figures, and sees bytes that are wrong."""
+"""The benchmark of scattered blocks: it judges its figures right, and notices wrong bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One big copy, and one each way at once."""
+"""The big copy that benchmarks compare with, in one direction and in both at once."""
 
 from __future__ import annotations
 

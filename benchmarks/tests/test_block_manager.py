@@ -1,4 +1,4 @@
-"""The benchmark of block managers: that it measures, and what it says of what it measured."""
+"""The benchmark of block managers: it runs, and judges its figures right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the paths finds the best forced one, and sees bytes that are wrong."""
+"""The benchmark of copy methods: it finds the best forced one, and notices wrong bytes."""
 
 from __future__ import annotations
 

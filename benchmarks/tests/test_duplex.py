@@ -1,4 +1,6 @@
-"""The benchmark of both directions at once judges its figures, and sees bytes that are wrong."""
+"""The benchmark of both directions at once: it judges its figures right, and notices wrong
+bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark of host memory judges its figures, and sees memory that is not zero."""
+"""The benchmark of host memory: it judges its figures right, and notices memory that is not
+zero.
+"""
 
 from __future__ import annotations
 

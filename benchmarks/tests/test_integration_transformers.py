@@ -1,4 +1,6 @@
-"""The benchmark of transformers' preemptions runs without a GPU, and its verdicts are right."""
+"""The benchmark of preemptions in transformers: it runs without a GPU, and judges its figures
+right.
+"""
 
 from __future__ import annotations
 

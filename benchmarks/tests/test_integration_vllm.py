@@ -1,4 +1,4 @@
-"""The benchmark of vLLM engines side by side: its prompts, its order, and how it judges."""
+"""The benchmark of vLLM engines: its prompts, the order of its rounds, and its verdicts."""
 
 from __future__ import annotations
 

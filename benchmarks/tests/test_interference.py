@@ -1,4 +1,4 @@
-"""The benchmark beside compute judges what is lost, and sees bytes that are wrong."""
+"""The benchmark beside computations: it judges their losses right, and notices wrong bytes."""
 
 from __future__ import annotations
 

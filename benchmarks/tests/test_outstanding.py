@@ -1,4 +1,6 @@
-"""The benchmark of many outstanding jobs counts what there is, and sees what goes wrong."""
+"""The benchmark of many outstanding jobs: it counts them right, and notices wrong bytes and lost
+jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures show what the JSON files hold; without matplotlib it is said what to install."""
+"""The plots show the figures of the JSON files."""
 
 from __future__ import annotations
 

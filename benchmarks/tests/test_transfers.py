@@ -1,4 +1,4 @@
-"""A transfer of a benchmark says what it took, and notes what it moved."""
+"""A benchmark's transfer is timed, and its blocks are recorded."""
 
 from __future__ import annotations
 
