@@ -7,10 +7,14 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build clean
+.PHONY: bench demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
+
+# Some minutes on one GPU; ARGS="--only bandwidth --json DIR"
+bench:
+	@python=$$($(environment) build) && "$$python" benchmarks/run_all.py $(ARGS)
 
 # Two minutes on two idle cores: tests marked slow and those of the benchmarks are for test-all.
 test:

@@ -1,4 +1,4 @@
-"""Times the calls of store() and load() alone, by blocks and by planes, and expand_block_ids.
+"""Times the calls of store() and load() alone, by blocks and by slabs, and expand_block_ids.
 
 "held": the caller's stream is busy, so the transfer begins only after the call. "free": nothing is
 held, each call comes when all before it has ended. Without a GPU only "free" runs, the call copies
@@ -37,7 +37,7 @@ from torch_kvswap import OffloadHandler, expand_block_ids
 from torch_kvswap.cli.progress import Progress
 
 BLOCKS = (1, 8, 64, 512, 4096)
-PLANES = (1, 16, 64, 160)
+SLABS = (1, 16, 64, 160)
 FACTORS = (4, 16, 64)  # small blocks in a large one
 OUTPUTS = 1_000_000
 WARM_UPS = 3
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     device = device_of(options)
     on_cuda = device.type == "cuda"
     counts = options.blocks or (BLOCKS if on_cuda else BLOCKS[:3])
-    cells = measure_all(device, options.planes, counts, options.samples, options.fragment_bytes)
+    cells = measure_all(device, options.slabs, counts, options.samples, options.fragment_bytes)
     expansions = [expand(OUTPUTS, factor, options.samples) for factor in FACTORS]
     verdicts = judge(cells if on_cuda else [], expansions)
     print(tables(cells), "", expansion_table(expansions), "", *verdicts, "", sep="\n")
@@ -66,23 +66,23 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--samples", type=int, default=100, help="calls in a cell, after the warm-up")
     add("--blocks", type=int, nargs="+", help="in a transfer")
-    add("--planes", type=int, nargs="+", default=PLANES, help="of the cache")
-    add("--fragment-bytes", type=int, default=1024, help="of a block in one plane")
+    add("--slabs", type=int, nargs="+", default=SLABS, help="of the cache")
+    add("--fragment-bytes", type=int, default=1024, help="of a block in one slab")
     return parser
 
 
 def measure_all(
     device: torch.device,
-    planes: Sequence[int],
+    slabs: Sequence[int],
     counts: Sequence[int],
     samples: int,
     fragment_bytes: int,
 ) -> list[Cell]:
     states = ("held", "free") if device.type == "cuda" else ("free",)
     kinds = list(product(counts, DIRECTIONS, states))
-    progress = Progress("calls", len(planes) * len(kinds), True, sys.stderr)
+    progress = Progress("calls", len(slabs) * len(kinds), True, sys.stderr)
     cells = []
-    for count in planes:
+    for count in slabs:
         blocks = NumberedBlocks(device, max(*counts, 16) + 2, count, fragment_bytes)
         with blocks.host, OffloadHandler(blocks.layout, blocks.host) as handler:
             for moving, direction, state in kinds:
@@ -106,9 +106,9 @@ def measure(
             times[max(number, 0)] = moved.submit_us * 1e3  # what warms up is written over
             paths.add(moved.copy_method)
     synchronize(blocks.device)
-    planes = len(blocks.layout.sizes)
+    slabs = len(blocks.layout.sizes)
     spread = Spread.of(times)
-    return Cell(planes, direction, count, state, spread, sorted(paths), blocks.wrong())
+    return Cell(slabs, direction, count, state, spread, sorted(paths), blocks.wrong())
 
 
 def expand(outputs: int, factor: int, samples: int) -> Expansion:

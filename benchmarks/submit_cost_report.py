@@ -9,7 +9,7 @@ from bandwidth_report import SUBMIT_US
 from report import Verdict, table
 from timing import Spread
 
-GROWTH = 1.25  # of the median with most planes over that with fewest: noise, not a loop over them
+GROWTH = 1.25  # of the median with most slabs over that with fewest: noise, not a loop over them
 EXPANSION = 1.5  # over a memcpy of the outputs
 
 
@@ -17,7 +17,7 @@ EXPANSION = 1.5  # over a memcpy of the outputs
 class Cell:
     """Calls of one kind, in microseconds. state: "held" or "free"."""
 
-    planes: int
+    slabs: int
     direction: str
     blocks: int
     state: str
@@ -50,19 +50,17 @@ def tables(cells: Sequence[Cell]) -> str:
 
 def _of_direction(cells: Sequence[Cell], direction: str) -> str:
     found = {
-        (cell.state, cell.planes, cell.blocks): cell
-        for cell in cells
-        if cell.direction == direction
+        (cell.state, cell.slabs, cell.blocks): cell for cell in cells if cell.direction == direction
     }
     counts = list(dict.fromkeys(blocks for _, _, blocks in found))
-    headers = [f"{direction}, us", "planes"]
+    headers = [f"{direction}, us", "slabs"]
     for blocks in counts:
         headers += [f"{blocks:,} block{'s' * (blocks > 1)}: median", "p99"]
     rows = []
-    for state, planes in sorted({(state, planes) for state, planes, _ in found}):
-        row: list[object] = [state, planes]
+    for state, slabs in sorted({(state, slabs) for state, slabs, _ in found}):
+        row: list[object] = [state, slabs]
         for blocks in counts:
-            submit = found[state, planes, blocks].submit
+            submit = found[state, slabs, blocks].submit
             row += [submit.median, submit.p99]
         rows.append(row)
     return table(headers, rows)
@@ -78,7 +76,7 @@ def expansion_table(expansions: Sequence[Expansion]) -> str:
 
 
 def judge(cells: Sequence[Cell], expansions: Sequence[Expansion]) -> list[Verdict]:
-    """A verdict is on the slowest cell, over directions, planes and states."""
+    """A verdict is on the slowest cell, over directions, slabs and states."""
     return [*_submits(cells), *_growths(cells), *_expansions(expansions)]
 
 
@@ -93,15 +91,15 @@ def _growths(cells: Sequence[Cell]) -> Iterator[Verdict]:
     kinds = [(cell.blocks, cell.direction, cell.state) for cell in cells]
     medians: dict[tuple[int, str, str], dict[int, float]] = {kind: {} for kind in kinds}
     for kind, cell in zip(kinds, cells, strict=True):
-        medians[kind][cell.planes] = cell.submit.median
+        medians[kind][cell.slabs] = cell.submit.median
     for blocks in dict.fromkeys(blocks for blocks, _, _ in kinds):
         growths = [
-            of_planes[max(of_planes)] / of_planes[min(of_planes)]
-            for kind, of_planes in medians.items()
-            if kind[0] == blocks and len(of_planes) > 1
+            of_slabs[max(of_slabs)] / of_slabs[min(of_slabs)]
+            for kind, of_slabs in medians.items()
+            if kind[0] == blocks and len(of_slabs) > 1
         ]
         if growths:
-            name = f"submit of {blocks:,} blocks, with most planes over with fewest"
+            name = f"submit of {blocks:,} blocks, with most slabs over with fewest"
             yield Verdict(name, GROWTH, max(growths))
 
 

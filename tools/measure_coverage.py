@@ -64,7 +64,7 @@ def run_tests(arguments: list[str]) -> int:
     environment.setdefault("KVSWAP_STATES_EXAMPLES", "100")
     command = [*COVERAGE, "run", f"--source={COPY / 'torch_kvswap'}", "-m", "pytest"]
     if not names_tests(arguments):
-        arguments = [f"--ignore=tests/test_{name}.py" for name in LEFT_OUT] + arguments
+        arguments = [f"--ignore-glob=*/test_{name}.py" for name in LEFT_OUT] + arguments
     return subprocess.run([*command, "-n2", *arguments], env=environment, cwd=COPY).returncode
 
 

@@ -5,7 +5,6 @@ from importlib import import_module
 
 # Imported only when asked for: a command must not fail because another one cannot be imported.
 COMMANDS = {
-    "bench": ("torch_kvswap.cli.bench", "measure how far transfers are from the speed of the link"),
     "calibrate": ("torch_kvswap.cli.calibrate", "measure which way of copying is best here"),
     "doctor": ("torch_kvswap.cli.doctor", "say what this installation can do on this machine"),
 }

@@ -1,4 +1,4 @@
-"""The benchmark of block managers: that it measures, and what it says of what it measured."""
+"""The benchmark of block managers: it runs, and judges its figures right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import block_manager
 import pytest
-from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge, tables
+from block_manager_report import MISS, VLLM, VLLM_BY_KEY, Cell, Memory, judge
 from block_managers import OfDigests, OfKeys, OneByOne
 from expecttest import assert_expected_inline
 from timing import Spread
@@ -72,21 +72,6 @@ def test_every_way_of_calling_finds_what_was_stored(kind):
     assert (manager.lookup(prompt), manager.lookup(other)) == (2, 0)
     manager.touch(prompt)
     manager.complete_load(manager.to_complete(prompt, manager.prepare_load(prompt)))
-
-
-def test_the_tables_have_a_column_for_each_manager():
-    cells = [its for its in CELLS if its.policy == "lru" and its.manager in ("digests", VLLM)]
-    assert_expected_inline(
-        tables(cells, MEMORY),
-        """\
-lru, ns a block  digests    vLLM  M blocks/s, digests
-lookup             30.00  600.00                33.33
-lookup, a miss      4.00    1.00               250.00
-
-policy  manager  bytes a page
-lru     digests         70.00
-lru     vLLM           300.00""",
-    )
 
 
 def test_the_least_gain_over_vllm_is_judged_and_a_miss_by_itself():

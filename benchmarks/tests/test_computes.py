@@ -1,4 +1,4 @@
-"""Compute that transfers run beside takes about as long as asked, and does not hold the host up."""
+"""The computations beside which transfers are measured take about as long as asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark of both directions at once judges its figures, and sees bytes that are wrong."""
+"""The benchmark of both directions at once: it judges its figures right, and notices wrong
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from big_copy import BigCopy
 from corrupting_handler import CorruptingHandler, leave_one_out
-from duplex_report import Cell, judge, table_of
+from duplex_report import Cell, judge
 from expecttest import assert_expected_inline
 from transfers import Move, Shape
 
@@ -41,17 +43,6 @@ def test_the_target_is_0_93_of_two_big_copies_at_once() -> None:
         """\
 met          both at once, 64 x (2 x 8 KiB), share of two big copies: 0.93, at least 0.93
 MISSED       both at once, 64 x (2 x 8 KiB), share of two big copies: 0.90, at least 0.93""",
-    )
-
-
-def test_the_table_counts_the_bytes_of_both_directions() -> None:
-    cells = [a_cell([100.0], [80.0], (50.0, 45.0)), a_cell([100.0], [80.0])]
-    assert_expected_inline(
-        table_of(cells),
-        """\
-both at once  blocks  big copies, GB/s  ours, GB/s  share  link share  path
-2 x 8 KiB         64             26.21       20.97   0.80        0.90  staged/strided
-2 x 8 KiB         64             26.21       20.97   0.80           -  staged/strided""",
     )
 
 

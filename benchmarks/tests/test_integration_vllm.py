@@ -1,4 +1,4 @@
-"""The benchmark of vLLM engines side by side: its prompts, its order, and how it judges."""
+"""The benchmark of vLLM engines: its prompts, the order of its rounds, and its verdicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import integration_vllm
 import pytest
 from expecttest import assert_expected_inline
-from integration_vllm_report import Round, differences, judge, table_of
+from integration_vllm_report import Round, differences, judge
 from prefix_cache_model import PrefixCacheModel, block_keys
 from vllm_server import make_prompts
 
@@ -52,18 +52,6 @@ met          alone, the best, share of the overhead of vLLM's own in time to fir
         """\
 MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
 MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
-    )
-
-
-def test_the_table_has_a_row_for_each_engine_and_kind_of_round():
-    rounds = rounds_of(dict(zip(ENGINES, (1, 3, 2), strict=True)), dict.fromkeys(ENGINES, 0.02))
-    assert_expected_inline(
-        "\n".join(table_of(rounds).splitlines()[:4]),
-        """\
-round  engine         s  throughput  TTFT, ms  overhead, ms      cached tokens
-cold   plain       1.50        3.00     20.00  0.0 (0.0 to 0.0)             32
-cold   vLLM's own  4.50        1.00     20.00  0.0 (0.0 to 0.0)             32
-cold   ours        3.00        1.50     20.00  0.0 (0.0 to 0.0)             32""",
     )
 
 

@@ -1,17 +1,16 @@
-"""The benchmark beside compute judges what is lost, and sees bytes that are wrong."""
+"""The benchmark beside computations: it judges their losses right, and notices wrong bytes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import interference
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from interference_report import Cell, Sample, judge, tables
+from interference_report import Cell, Sample, judge
 from transfers import Shape
 
 pytestmark = pytest.mark.slow  # of a benchmark program
@@ -72,43 +71,6 @@ met          load of 2 x 8 KiB beside GEMM, share of the link: 0.60, at least 0.
 met          load of 2 x 8 KiB beside GEMM in the background, lost ms/GB: 3, at most 3
 met          load of 2 x 4 KiB beside GEMM in the background, lost ms/GB: 3, at most 3""",
     )
-
-
-def test_the_table_has_a_row_for_each_way() -> None:
-    cells = [*CELLS, a_cell("big copy", 1.0, 50.0, "stream"), a_cell("auto", 1.5, 49.0, "stream")]
-    assert_expected_inline(
-        tables([*cells, a_cell("background", 1.0, 30.0, "stream")]),
-        """\
-ms: of compute lost for each GB moved; GB/s: meanwhile; medians
-
-load 2 x 8 KiB           path    decode: ms   GB/s  stream: ms   GB/s
-big copy                 -             2.00  50.00        1.00  50.00
-auto                     staged        4.00  46.50        1.50  49.00
-background               staged        3.00  30.00        1.00  30.00
-link, nothing beside it  -                -  50.00           -  50.00""",
-    )
-
-
-def test_the_ways_that_cannot_be_had_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(gpu: Any, host: Any, copy_method: str) -> Any:
-        if copy_method == "kernel":
-            raise ValueError("no kernels in this build")
-        return SimpleNamespace(copy_method=copy_method)
-
-    monkeypatch.setattr(interference, "OffloadHandler", make)
-    stack = SimpleNamespace(enter_context=lambda handler: handler)
-    handlers = interference._handlers(
-        SimpleNamespace(layout=None, host=None, device=torch.device("cuda")), stack
-    )
-    assert {name: handler.copy_method for name, handler in handlers.items()} == {
-        "auto": "auto",
-        "strided": "strided",
-        "staged": "staged",
-        "background": "auto",
-    }
-    assert capsys.readouterr().out == "kernel cannot be had: no kernels in this build\n"
 
 
 def test_each_repeat_has_a_floor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The benchmark of many outstanding jobs counts what there is, and sees what goes wrong."""
+"""The benchmark of many outstanding jobs: it counts them right, and notices wrong bytes and lost
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 from blocks import NumberedBlocks
 from expecttest import assert_expected_inline
 from outstanding_report import Run, judge
-from report import Verdict, table
+from report import Verdict
 from rounds import Few, Round, Scenario, run_few
 from timing import Spread
 
@@ -261,36 +263,6 @@ met          resident bytes that a second round adds (2 MiB is noise): 4,096, at
 met          streams and events that a second round adds: 0, at most 0
 met          blocks and pages with wrong bytes: 0, at most 0
 met          jobs not reported as done once: 0, at most 0""",
-    )
-
-
-def test_the_tables_have_units_in_their_headers() -> None:
-    runs = [a_run("held", 1), a_run("free", 1, held=False, few=False)]
-    assert_expected_inline(
-        outstanding.tables(runs),
-        """\
-submit, us  jobs   round  median  mean   p90  p99  p99.9  max  p99/median  submit, s
-held        store  1        4.00  4.00  8.00    8      9   10        2.00       0.01
-free        store  1        4.00  4.00  8.00    8      9   10        2.00       0.01
-
-outstanding, us  jobs   round  submit, 100  mean  submit, all  mean  poll, 100  mean  poll, all  mean  collect, us/job
-held             store  1             2.00  2.00         4.00  4.00       2.00  2.00       2.00  2.00             0.50
-free             store  1                -     -         4.00  4.00          -     -          -     -             0.50
-
-moving  jobs   round  outstanding  bytes/job  left, KiB  streams  events  jobs/transfer     s  GB/s  big copy, GB/s  of it
-held    store  1            1,000     480.00       4.00        4       9           4.00  0.10     1               2   0.50
-free    store  1            1,000          -       4.00        4       9           4.00  0.10     1               2   0.50""",
-    )
-
-
-def test_a_table_has_text_to_the_left_and_numbers_to_the_right() -> None:
-    rows = [["a", 1234567, 0.5, None], ["bcd", 2, 12345.6, 1]]
-    assert_expected_inline(
-        table(["name", "n", "us", "x"], rows),
-        """\
-name          n      us  x
-a     1,234,567    0.50  -
-bcd           2  12,346  1""",
     )
 
 

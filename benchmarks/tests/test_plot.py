@@ -1,4 +1,4 @@
-"""The pictures show what the JSON files hold; without matplotlib it is said what to install."""
+"""The plots show the figures of the JSON files."""
 
 from __future__ import annotations
 
@@ -78,19 +78,6 @@ def test_a_way_has_a_bar_for_each_compute() -> None:
     }
 
 
-def test_the_spread_is_drawn_from_the_median() -> None:
-    assert plot._errors([(2.0, 1.5, 5.0), (3.0, 3.0, 3.0)]) == [[0.5, 0.0], [3.0, 0.0]]
-
-
-def test_without_matplotlib_it_is_said_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plot.main([]) == 2
-    said = capsys.readouterr().err
-    assert said == "plot.py draws with matplotlib; install it: pip install matplotlib\n"
-
-
 @pytest.mark.usefixtures("without_drawing")
 def test_a_file_that_cannot_be_drawn_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -100,21 +87,6 @@ def test_a_file_that_cannot_be_drawn_is_named_and_nothing_is_written(
     said = capsys.readouterr().err
     assert said == f"{bad} is not of bandwidth or interference, which are what can be drawn\n"
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
-
-
-@pytest.mark.usefixtures("without_drawing")
-def test_a_picture_has_the_name_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved: list[Path] = []
-    picture = SimpleNamespace(savefig=lambda target, dpi: saved.append(target))
-    monkeypatch.setitem(plot.DRAWINGS, "bandwidth", lambda figures: picture)
-    file = a_file(tmp_path, BANDWIDTH)
-    assert plot.main([str(file)]) == 0
-    assert plot.main([str(file), "--out", str(tmp_path / "pictures")]) == 0
-    names = [tmp_path / "bandwidth-test.png", tmp_path / "pictures" / "bandwidth-test.png"]
-    assert saved == names
-    assert capsys.readouterr().out.splitlines() == list(map(str, names))
 
 
 def test_the_committed_files_are_drawn_by_default() -> None:

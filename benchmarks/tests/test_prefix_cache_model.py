@@ -1,4 +1,4 @@
-"""The model of a host cache that a server's hits are compared with."""
+"""The model that predicts a server's hits in a host cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmark programs take their options, and how they end."""
+"""Options and exit codes that all benchmark programs share."""
 
 from __future__ import annotations
 

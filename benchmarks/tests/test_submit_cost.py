@@ -1,4 +1,6 @@
-"""The benchmark of the calls judges the slowest cell, and whether planes make it slower."""
+"""The benchmark of the calls: it judges the slowest cell, and the growth with the number of
+slabs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from blocks import NumberedBlocks
 from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
-from submit_cost_report import Cell, Expansion, expansion_table, judge, tables
+from submit_cost_report import Cell, Expansion, judge
 from timing import Spread
 
 from torch_kvswap import OffloadHandler
@@ -20,15 +22,15 @@ from torch_kvswap import OffloadHandler
 pytestmark = pytest.mark.slow  # of a benchmark program
 
 CPU = torch.device("cpu")
-SMALL = ["--blocks", "1", "8", "--planes", "1", "3", "--fragment-bytes", "64", "--samples", "3"]
+SMALL = ["--blocks", "1", "8", "--slabs", "1", "3", "--fragment-bytes", "64", "--samples", "3"]
 
 
 def a_spread(median: float) -> Spread:
     return Spread(median, median, median, 2 * median, 2 * median, 2 * median)
 
 
-def a_cell(planes: int, blocks: int, us: float, direction: str = "store", wrong: int = 0) -> Cell:
-    return Cell(planes, direction, blocks, "held", a_spread(us), ["staged"], wrong)
+def a_cell(slabs: int, blocks: int, us: float, direction: str = "store", wrong: int = 0) -> Cell:
+    return Cell(slabs, direction, blocks, "held", a_spread(us), ["staged"], wrong)
 
 
 EXPANSIONS = [
@@ -51,31 +53,10 @@ def test_the_slowest_cell_and_the_most_growth_are_judged() -> None:
         """\
 MISSED       submit of 8 blocks, slowest median in us: 36, at most 35
 met          submit of 64 blocks, slowest median in us: 51, at most 60
-met          submit of 8 blocks, with most planes over with fewest: 1.20, at most 1.25
-MISSED       submit of 64 blocks, with most planes over with fewest: 1.27, at most 1.25
+met          submit of 8 blocks, with most slabs over with fewest: 1.20, at most 1.25
+MISSED       submit of 64 blocks, with most slabs over with fewest: 1.27, at most 1.25
 met          expand_block_ids by 4 over memcpy: 1.50, at most 1.50
 MISSED       expand_block_ids by 16 over memcpy: 1.50, at most 1.50""",
-    )
-
-
-def test_the_tables_have_medians_and_p99s_by_blocks() -> None:
-    cells = [
-        a_cell(planes, blocks, 10.0 * blocks + planes) for blocks in (1, 8) for planes in (16, 1)
-    ]
-    said = tables([*cells, a_cell(1, 4096, 7.0, "load")]) + "\n\n" + expansion_table(EXPANSIONS)
-    assert_expected_inline(
-        said,
-        """\
-store, us  planes  1 block: median    p99  8 blocks: median     p99
-held            1            11.00  22.00             81.00  162.00
-held           16            26.00  52.00             96.00  192.00
-
-load, us  planes  4,096 blocks: median    p99
-held           1                  7.00  14.00
-
-expand_block_ids  factor  median, us    p99  memcpy, us  ratio  allocating, us
-1,000,000 ids          4         750  1,500         500   1.50             900
-1,000,000 ids         16         751  1,502         500   1.50             900""",
     )
 
 
@@ -90,7 +71,7 @@ def measured(corrupt: Any) -> Cell:
 
 def test_a_cell_says_what_was_called_and_that_its_bytes_are_right() -> None:
     cell = measured(lambda first, second: (first, second))
-    assert (cell.planes, cell.direction, cell.blocks, cell.state) == (3, "store", 8, "free")
+    assert (cell.slabs, cell.direction, cell.blocks, cell.state) == (3, "store", 8, "free")
     assert cell.paths == ["host"]
     assert 0 < cell.submit.median <= cell.submit.p99
     assert cell.wrong == 0
@@ -121,11 +102,11 @@ def test_every_cell_is_in_the_file(
     assert figures["settings"] == {"samples": 3, "fragment_bytes": 64}
     states = ["held", "free"] if device == "cuda" else ["free"]
     kinds = [
-        (one["planes"], one["blocks"], one["direction"], one["state"]) for one in figures["cells"]
+        (one["slabs"], one["blocks"], one["direction"], one["state"]) for one in figures["cells"]
     ]
     assert kinds == [
-        (planes, blocks, direction, state)
-        for planes in (1, 3)
+        (slabs, blocks, direction, state)
+        for slabs in (1, 3)
         for blocks in (1, 8)
         for direction in ("store", "load")
         for state in states

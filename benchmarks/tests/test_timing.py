@@ -1,4 +1,4 @@
-"""What the benchmarks measure with measures what it says."""
+"""The clocks, holds and memory counters of the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers that go on and on are counted by time, and are the right bytes."""
+"""Continuous transfers beside a computation: their bytes are right and counted by time."""
 
 from __future__ import annotations
 

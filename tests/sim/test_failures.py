@@ -348,10 +348,10 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
             found = FINDERS[finder](sim, jobs[0])
         if finder == "close":
             assert len(sim.handler.finished()) == len(jobs)
-            assert number_of_threads() == threads
+            assert in_time(lambda: number_of_threads() <= threads)
             return
         assert_lost(sim, jobs, found)
-        assert number_of_threads() == threads
+        assert in_time(lambda: number_of_threads() <= threads)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class TensorShape:
 
     @property
     def nbytes(self) -> int:
-        """Of one block, in all planes."""
+        """Of one block, in all slabs."""
         return math.prod(self.lead) * self.numel * self.dtype.itemsize
 
     @property
@@ -224,14 +224,14 @@ def _apart(
     made = []
     for index, tensor in enumerate(shape.tensors):
         unit = tensor.numel + rng.choice([0, 0, 0, 1, 3, 16])
-        planes = math.prod(tensor.lead)
+        slabs = math.prod(tensor.lead)
         if rng.random() < 0.3:
-            distance, block_stride = unit, planes * unit + rng.choice([0, 0, 5])
+            distance, block_stride = unit, slabs * unit + rng.choice([0, 0, 5])
             total = blocks * block_stride
         else:
             block_stride = unit
             distance = blocks * unit + rng.choice([0, 0, 7])
-            total = planes * distance
+            total = slabs * distance
         size = tensor.dtype.itemsize
         memory = _memory(rng, device, total * size, f"{name}, tensor {index}")
         memories.append(memory)

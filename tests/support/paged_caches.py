@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, list[Spec]]] = {  # block_dim and the tensors
     "fp8": (1, [dense(_FP8, 2, 9, 16, 3)] * 2),
     "odd rows": (0, [dense(_U8, 9, 4, 656), dense(_U8, 9, 13)]),
     "padded blocks": (0, [Spec(_BF16, (9, 4, 8), (37, 8, 1)), Spec(_U8, (9, 656), (1024, 1))]),
-    "padded planes": (1, [Spec(_FP8, (2, 9, 5), (100, 7, 1))]),
+    "padded slabs": (1, [Spec(_FP8, (2, 9, 5), (100, 7, 1))]),
     "heads before tokens": (0, [Spec(_BF16, (9, 16, 2, 4), (128, 4, 64, 1))]),
     "K and V side by side": (1, [Spec(_BF16, (2, 9, 4, 8), (32, 64, 8, 1))]),
     "mixed": (0, [dense(_FP8, 9, 24), dense(torch.float32, 9, 3), dense(_U8, 9, 1)]),
@@ -77,17 +77,17 @@ class Cache:
         return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pairs)
 
     def store(self, block: int, slot: Tensor) -> None:
-        """Writes the bytes of the block to the slot, one plane after another."""
-        slot.copy_(torch.cat([view.flatten() for view in self._planes(block)]))
+        """Writes the bytes of the block to the slot, one slab after another."""
+        slot.copy_(torch.cat([view.flatten() for view in self._slabs(block)]))
 
     def load(self, slot: Tensor, block: int) -> None:
-        views = self._planes(block)
+        views = self._slabs(block)
         parts = slot.split([view.numel() for view in views])
         for view, part in zip(views, parts, strict=True):
             view.copy_(part.view(view.shape))
 
-    def _planes(self, block: int) -> list[Tensor]:
-        """The bytes of the block in each plane, in the order in which they lie in memory."""
+    def _slabs(self, block: int) -> list[Tensor]:
+        """The bytes of the block in each slab, in the order in which they lie in memory."""
         views = []
         for tensor in self.tensors:
             for index in itertools.product(*map(range, tensor.shape[: self._block_dim])):

@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from expecttest import assert_expected_inline
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "tools" / "environment.py"
@@ -168,37 +166,12 @@ def constrain(monkeypatch, tmp_path) -> Callable[[str], None]:
     return constrain
 
 
-def torch_messages(capfd: pytest.CaptureFixture[str]) -> str:
-    """What the program itself said of torch on stderr, without what pip printed."""
-    lines = capfd.readouterr().err.splitlines()
-    return "".join(
-        f"{line}\n" for line in lines if re.match("torch_kvswap: (?!installing what)", line)
-    )
-
-
 def test_an_old_python_can_read_the_file_and_gets_a_clear_message():
     ast.parse(SOURCE.read_text(), feature_version=(3, 6))
     code = "import runpy, sys; sys.version_info = (3, 8, 1); runpy.run_path(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, SOURCE], capture_output=True, text=True)
     assert done.returncode == 1
-    assert_expected_inline(
-        done.stderr.replace(sys.executable, "python3"),
-        """\
-torch_kvswap: Python 3.10 or later is needed, python3 is 3.8. Name another one, such as make PYTHON=python3.12
-""",
-    )
-
-
-def test_the_lint_tools_are_pinned(environment):
-    pins = environment.requirements("lint")
-    assert [pin.partition("==")[0] for pin in pins] == ["ruff", "mypy", "clang-format"]
-    assert all("==" in pin for pin in pins)
-
-
-def test_every_list_that_is_installed_is_in_pyproject(environment):
-    for extras in environment.EXTRAS.values():
-        for name in ["requires", "dependencies", *extras]:
-            assert environment.requirements(name)
+    assert "Python 3.10 or later is needed" in done.stderr
 
 
 def test_a_virtual_environment_with_torch_is_used_itself(environment, machine, monkeypatch):
@@ -212,15 +185,6 @@ def test_a_virtual_environment_without_torch_is_left_alone(environment, machine,
     monkeypatch.setattr(sys, "prefix", "ROOT/their_venv")
     assert environment.find_python() == machine.folder / ".venv/bin/python"
     assert machine.ran == ["ROOT/bin/python3 -m venv --clear --without-pip ROOT/.venv"]
-
-
-def test_a_system_python_with_torch_is_seen_by_a_venv(environment, machine, capsys):
-    machine.answers["m.version('torch')"] = "2.13.0\n"
-    assert environment.find_python() == machine.folder / ".venv/bin/python"
-    assert machine.ran == [
-        "ROOT/bin/python3 -m venv --clear --without-pip --system-site-packages ROOT/.venv"
-    ]
-    assert "which sees torch 2.13.0 of ROOT/bin/python3" in capsys.readouterr().err
 
 
 def test_a_venv_really_sees_the_torch_of_a_system_python(checkout, monkeypatch, tmp_path):
@@ -252,7 +216,7 @@ def test_a_venv_that_is_there_is_kept(environment, machine):
     assert machine.ran == []
 
 
-def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constrain, capfd):
+def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constrain):
     checkout.index.add("torch", *CUDA_BUILDS, needs="needed")
     constrain("torch<=2.14.1")
     checkout.environment.ensure_packages(checkout.python, [])
@@ -263,71 +227,23 @@ def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constra
         "numpy": "99.0",
         "setuptools": "99.0",
     }
-    assert_expected_inline(
-        torch_messages(capfd),
-        """\
-torch_kvswap: there is no NVIDIA driver, but pip can get no CPU build of torch (a version with +cpu). What it downloads now may be a CUDA build of several GB. To avoid that, interrupt, and put the address of a package index with CPU builds into KVSWAP_TORCH_INDEX.
-torch_kvswap: downloading torch>=2.11
-""",
-    )
 
 
-def test_without_a_driver_an_older_cpu_build_is_preferred_to_a_newer_cuda_build(checkout, capfd):
+def test_without_a_driver_an_older_cpu_build_is_preferred_to_a_newer_cuda_build(checkout):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.9.0+cpu")
     checkout.environment.install_torch(checkout.python)
     assert checkout.packages()["torch"] == "2.13.0+cpu"
-    assert_expected_inline(
-        torch_messages(capfd),
-        """\
-torch_kvswap: downloading torch>=2.11,!=2.15.0,!=2.14.1,!=2.13.0+cu130
-""",
-    )
 
 
-def test_pip_chooses_among_the_cpu_builds_too(checkout, constrain):
-    checkout.index.add("torch", *CUDA_BUILDS, "2.14.1+cpu", "2.13.0+cpu", "2.12.0+cpu")
-    constrain("torch!=2.14.1")
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.13.0+cpu"
-
-
-def test_a_constraint_that_allows_no_cpu_build_is_obeyed(checkout, constrain, capfd):
-    checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
-    constrain("torch==2.14.1")
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.14.1"
-    assert_expected_inline(
-        torch_messages(capfd),
-        """\
-torch_kvswap: downloading torch>=2.11,!=2.15.0,!=2.14.1
-torch_kvswap: there is no NVIDIA driver, but pip can get no CPU build of torch (a version with +cpu). What it downloads now may be a CUDA build of several GB. To avoid that, interrupt, and put the address of a package index with CPU builds into KVSWAP_TORCH_INDEX.
-torch_kvswap: downloading torch>=2.11
-""",
-    )
-
-
-def test_with_a_driver_the_newest_cuda_build_is_taken(checkout, monkeypatch, capfd):
+def test_with_a_driver_the_newest_cuda_build_is_taken(checkout, monkeypatch):
     monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
     checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
     checkout.environment.install_torch(checkout.python)
     assert checkout.packages()["torch"] == "2.15.0"
-    assert_expected_inline(
-        torch_messages(capfd),
-        """\
-torch_kvswap: downloading torch>=2.11,!=2.15.0+cpu
-""",
-    )
-
-
-def test_with_a_driver_a_cpu_build_is_better_than_none(checkout, monkeypatch):
-    monkeypatch.setattr(checkout.environment, "has_nvidia_driver", lambda: True)
-    checkout.index.add("torch", "2.13.0+cpu")
-    checkout.environment.install_torch(checkout.python)
-    assert checkout.packages()["torch"] == "2.13.0+cpu"
 
 
 def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
-    checkout, monkeypatch, tmp_path, capfd
+    checkout, monkeypatch, tmp_path
 ):
     checkout.index.add("torch", *CUDA_BUILDS, "2.15.0+cpu")
     named = Index(tmp_path / "named")
@@ -336,46 +252,20 @@ def test_torch_comes_from_the_named_index_and_its_needs_from_the_others(
     checkout.environment.install_torch(checkout.python)
     assert checkout.packages()["torch"] == "2.12.0+cpu"
     assert checkout.packages()["needed"] == "99.0"
-    assert_expected_inline(
-        torch_messages(capfd),
-        """\
-torch_kvswap: downloading torch>=2.11
-""",
-    )
 
 
 @pytest.mark.parametrize("versions", [[], ["2.9.0", "2.9.0+cpu"]])
 def test_where_no_torch_can_be_had_it_stops_with_the_way_out(checkout, versions):
     checkout.index.add("torch", *versions)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="KVSWAP_TORCH_INDEX, or use another Python"):
         checkout.environment.install_torch(checkout.python)
     assert checkout.packages() == {}
-    assert_expected_inline(
-        str(stop.value).replace(str(checkout.folder), "CHECKOUT"),
-        """torch_kvswap: pip finds no torch>=2.11 for CHECKOUT/.venv/bin/python; it said why above. Put the address of a package index that has one into KVSWAP_TORCH_INDEX, or use another Python, such as make PYTHON=python3.12""",
-    )
 
 
 def test_a_torch_of_ours_that_is_too_old_is_replaced(checkout):
     checkout.index.add("torch", *CUDA_BUILDS, "2.13.0+cpu")
     checkout.install("torch", "2.9.0")
     checkout.environment.ensure_packages(checkout.python, [])
-    assert checkout.packages()["torch"] == "2.13.0+cpu"
-
-
-def test_a_torch_that_is_there_is_kept_whatever_the_constraints_allow(checkout, constrain):
-    checkout.index.add("torch", *CUDA_BUILDS)
-    checkout.install("torch", "2.15.0")
-    constrain("torch<=2.14.1")
-    checkout.environment.ensure_packages(checkout.python, [])
-    assert checkout.packages()["torch"] == "2.15.0"
-    assert checkout.packages()["setuptools"] == "99.0"
-
-
-def test_a_configuration_for_installs_into_the_home_folder_does_not_matter(checkout, monkeypatch):
-    checkout.index.add("torch", "2.13.0+cpu")
-    monkeypatch.setenv("PIP_USER", "1")
-    checkout.environment.install_torch(checkout.python)
     assert checkout.packages()["torch"] == "2.13.0+cpu"
 
 
@@ -412,16 +302,6 @@ def test_the_second_time_nothing_is_installed_or_asked(environment, machine):
     assert not any("pip" in question for question in machine.asked[asked:])
     environment.ensure_packages(python, ["lint"])
     assert "ruff" in machine.ran[1]
-
-
-def test_a_venv_that_was_made_again_is_filled_again(environment, machine):
-    python = make_venv(machine)
-    machine.answers["m.version('torch')"] = "2.13.0\n"
-    environment.ensure_packages(python, [])
-    (python.parent.parent / "pyvenv.cfg").unlink()
-    (python.parent.parent / "pyvenv.cfg").write_text("new")
-    environment.ensure_packages(python, [])
-    assert len(machine.ran) == 2
 
 
 def test_lint_builds_no_library_and_the_others_do(environment, machine, capsys):

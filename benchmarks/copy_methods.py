@@ -1,10 +1,10 @@
-"""Moves scattered blocks by the copy method that the handler chooses, and by each forced one.
+"""Compares the copy method that a handler chooses for scattered blocks with each forced method.
 
-Total time runs from the call of store() or load() until handler.wait() returns. A sample has one
-transfer by each method in turn, in an order that changes; a forced method of which the first
-samples show that it takes more than twice as long as the best is left out of the rest. All handlers
-have the same cache and pages; all bytes are compared after each cell. Without a GPU there is no
-method to force. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+Total time is from the call of store() or load() until handler.wait() returns. Each sample copies
+once with each method, in changing order. A forced method that takes more than twice as long as the
+best in the first samples is left out of the others. All handlers share a cache and a pool, whose
+bytes are compared after each cell. Without a GPU no method can be forced. The exit code is 1 if
+bytes are wrong, else 0, whether targets are met or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 from bandwidth_report import SUBMIT_US
 from blocks import NumberedBlocks
-from paths_report import Cell, judge, tables
+from copy_methods_report import Cell, judge, tables
 from program import device_of, finish, new_parser
 from timing import no_garbage_collection, synchronize
 from transfers import DIRECTIONS, Kind, Shape, add_shapes, move, shapes_of
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     missed = [verdict for verdict in verdicts if verdict.met is False]
     print(tables(cells), "", *missed, "", sep="\n")
     content = {
-        "benchmark": "paths",
+        "benchmark": "copy_methods",
         "settings": {"samples": options.samples, "warm_ups": WARM_UPS},
         "cells": [cell.to_json() for cell in cells],
     }
@@ -66,7 +66,9 @@ def _parser() -> ArgumentParser:
 def measure_all(
     device: torch.device, shapes: Sequence[Shape], counts: Sequence[int], samples: int
 ) -> list[Cell]:
-    progress = Progress("paths", len(shapes) * len(DIRECTIONS) * len(counts), True, sys.stderr)
+    progress = Progress(
+        "copy methods", len(shapes) * len(DIRECTIONS) * len(counts), True, sys.stderr
+    )
     cells = []
     for shape in shapes:
         blocks = shape.new_blocks(device, 2 * max(*counts, 16) + 2)  # half of them do not move

@@ -1,18 +1,17 @@
-"""The benchmark of the paths finds the best forced one, and sees bytes that are wrong."""
+"""The benchmark of copy methods: it finds the best forced one, and notices wrong bytes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import paths
+import copy_methods
 import pytest
 import torch
+from copy_methods_report import Cell, judge
 from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
-from paths_report import Cell, judge, tables
 from transfers import Kind, Move, Shape
 
 from torch_kvswap import OffloadHandler
@@ -58,21 +57,6 @@ not measured load of 64 x (2 x 8 KiB), automatic path over the best forced one: 
     )
 
 
-def test_the_tables_have_the_paths_side_by_side() -> None:
-    assert_expected_inline(
-        tables(CELLS),
-        """\
-store, us  blocks    auto  staged  strided  chosen  best    auto / best
-2 x 8 KiB      64  105.00  100.00   200.00  staged  staged         1.05
-2 x 8 KiB      64  106.00  100.00   200.00  staged  staged         1.06
-
-load, us   blocks    auto  chosen  best  auto / best
-2 x 8 KiB      64  106.00  staged     -            -
-
-strided cannot be had: the layers lie at several distances""",
-    )
-
-
 class Recorded:
     """Stands for move(): tells which handler moved."""
 
@@ -87,10 +71,10 @@ class Recorded:
 
 def test_paths_take_turns_and_a_slow_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded({"auto": 10, "strided": 10, "batch": 30})
-    monkeypatch.setattr(paths, "move", recorded)
+    monkeypatch.setattr(copy_methods, "move", recorded)
     blocks = Shape(2, 8).new_blocks(CPU, 34)
     ways = {name: name for name in recorded.seconds}
-    cell = paths.measure(ways, {}, blocks, Kind(Shape(2, 8), "store", 8), 4)
+    cell = copy_methods.measure(ways, {}, blocks, Kind(Shape(2, 8), "store", 8), 4)
     assert {name: len(times) for name, times in cell.total_us.items()} == {
         "auto": 4,
         "strided": 4,
@@ -113,22 +97,8 @@ def test_bytes_that_one_path_gets_wrong_are_seen(corrupt: Any, right: bool) -> N
     blocks = shape.new_blocks(CPU, 34)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         ways = {"auto": handler, "staged": CorruptingHandler(handler, corrupt)}
-        cell = paths.measure(ways, {}, blocks, Kind(shape, "load", 8), 2)
+        cell = copy_methods.measure(ways, {}, blocks, Kind(shape, "load", 8), 2)
     assert (cell.wrong == 0) == right
-
-
-def test_a_path_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(gpu: Any, host: Any, path: str) -> Any:
-        if path in ("strided", "kernel"):
-            raise ValueError(f"no {path} here")
-        return path
-
-    monkeypatch.setattr(paths, "OffloadHandler", make)
-    ways, refused = paths.handlers(
-        SimpleNamespace(layout=None, host=None, device=torch.device("cuda"))
-    )
-    assert list(ways) == ["auto", "batch", "staged"]
-    assert refused == {"strided": "no strided here", "kernel": "no kernel here"}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -136,9 +106,9 @@ def test_every_cell_is_in_the_file(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    assert paths.main([*TINY, "--device", device, "--json", str(file)]) == 0
+    assert copy_methods.main([*TINY, "--device", device, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert (figures["benchmark"], figures["settings"]["samples"]) == ("paths", 2)
+    assert (figures["benchmark"], figures["settings"]["samples"]) == ("copy_methods", 2)
     kinds = [(one["shape"]["layers"], one["direction"], one["blocks"]) for one in figures["cells"]]
     assert kinds == [(n, to, count) for n in (3, 1) for to in ("store", "load") for count in (1, 8)]
     assert len(figures["verdicts"]) == (8 if device == "cuda" else 0)
@@ -149,12 +119,12 @@ def test_every_cell_is_in_the_file(
         else:
             assert cell["ratio"] > 0
             assert cell["used"]["strided"] == ["strided"]
-    assert "paths 100 %" in capsys.readouterr().err
+    assert "copy methods 100 %" in capsys.readouterr().err
 
 
 def test_wrong_bytes_end_the_program_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = a_cell([200.0], staged=[100.0])  # a missed target does not
-    monkeypatch.setattr(paths, "measure_all", lambda *_: [cell])
-    assert paths.main(TINY) == 0
+    monkeypatch.setattr(copy_methods, "measure_all", lambda *_: [cell])
+    assert copy_methods.main(TINY) == 0
     cell.wrong = 1
-    assert paths.main(TINY) == 1
+    assert copy_methods.main(TINY) == 1
