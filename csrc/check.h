@@ -5,7 +5,7 @@
 
 namespace kvswap {
 
-// A wrong argument. The C interface says which it was, and Python raises its exception of that
+// A wrong argument. The C interface passes the type on, and Python raises its exception of that
 // name.
 struct ValueError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -17,15 +17,15 @@ struct IndexError : std::runtime_error {
 template <typename Error = std::runtime_error, typename... Args>
 [[noreturn]] void fail(const Args&... args) {
   std::ostringstream message;
-  message.exceptions(std::ios::badbit);  // else what there is no memory for would be left out
+  message.exceptions(std::ios::badbit);  // else text without memory for it would be left out
   ((message << args), ...);
   throw Error(message.str());
 }
 
 }  // namespace kvswap
 
-// The message is evaluated only when the condition is false, so a check may describe what it saw at
-// any length without costing the path that succeeds.
+// The message is evaluated only when the condition is false, so a check may describe at any length
+// what it saw without a cost when it succeeds.
 #define KVSWAP_CHECK(condition, ...)               \
   do {                                             \
     if (!(condition)) ::kvswap::fail(__VA_ARGS__); \

@@ -3,7 +3,7 @@
 #include <cstddef>
 
 // The environment variables of the library. An op reads them at each call, a handler when it is
-// made: a thread of ours must not read them while a thread of Python changes them.
+// made: no native thread may read them while a Python thread changes them.
 namespace kvswap {
 
 // KVSWAP_BATCH: whether scattered copies may go to the driver in one call (1).
@@ -15,7 +15,7 @@ size_t batch_limit();
 // KVSWAP_CHECK_ADDRESSES: whether raw addresses are checked before they are used (0).
 bool address_check_is_on();
 
-// What they say about copies. Throws when one says nothing known.
+// What they say about copies. Throws for an unknown value.
 struct Environment {
   bool batch = batch_is_on();
   size_t batch_limit = kvswap::batch_limit();

@@ -2,29 +2,29 @@
 
 #include <cstdint>
 
-// Host memory of a pool: mapped, put on a NUMA node and touched. Nothing here knows CUDA.
+// Host memory of a pool: mapping, NUMA binding, touching. Knows no CUDA.
 namespace kvswap {
 
-// Maps `bytes`, a multiple of the system's page, at a multiple of `alignment`: a file, shared; or
-// with fd -1 private zeros, which a fork finds wiped, so that no page is copied when the parent
-// writes to it. A page that nobody may touch follows, which also keeps the kernel from joining the
-// mapping with another one. transparent: asks for huge pages. Throws what the kernel refuses.
+// Maps `bytes`, a multiple of the system's page, at a multiple of `alignment`: a file, shared, or
+// with fd -1 private zeros. Private pages are wiped in a fork, so that none is copied when the
+// parent writes to it. A guard page follows, which also keeps the kernel from merging the mapping
+// with another one. transparent: asks for huge pages. Throws if the kernel refuses.
 void* map_host(int fd, uint64_t bytes, uint64_t alignment, bool transparent);
 void unmap_host(void* address, uint64_t bytes);
 
-// Pages that are touched from now on come from this NUMA node while it has some. False where the
-// kernel has no such call or a container forbids it.
+// Pages touched from now on come from this NUMA node while it has free ones. False if the kernel
+// has no such call or a container forbids it.
 bool bind_host(void* address, uint64_t bytes, int node);
 
 // How pages are touched.
 struct Touch {
   int threads;
-  bool collapse;        // make huge pages of what the kernel gives small pages for
-  const int32_t* cpus;  // on which the threads run; none: anywhere
+  bool collapse;        // make huge pages out of small ones
+  const int32_t* cpus;  // for the threads; none: any
   int cpu_count;
 };
 
-// Gives memory to all pages without changing what is in them. Throws when there is none.
+// Allocates all pages without changing their contents. Throws if there is no memory.
 void touch_host(void* address, uint64_t bytes, const Touch& how);
 
 }  // namespace kvswap

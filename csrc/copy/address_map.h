@@ -18,9 +18,8 @@ struct Memory {
   bool on_device() const { return kind == MemoryKind::kDevice; }
 };
 
-// Answers from what it has already seen of an allocation, so that a cache of a few allocations
-// costs a few calls of the driver, not one per fragment. Lives for one call of an op: allocations
-// come and go in between.
+// Asks the driver about addresses, once for each allocation and not for each fragment. Lives for
+// one call of an op: allocations come and go between calls.
 class AddressMap {
  public:
   AddressMap();
@@ -29,8 +28,8 @@ class AddressMap {
   // process, is pageable host memory.
   Memory find(uint64_t address);
 
-  // Where the memory that backs a known address ends. A reservation (expandable segments) is backed
-  // in pieces, and in places not at all: `address` itself is returned there. Asks the driver.
+  // The end of the memory that backs a known address. A reservation (expandable segments) is backed
+  // in pieces; where it is not backed this returns `address` itself. Asks the driver.
   uint64_t mapped_until(uint64_t address) const;
 
   // "0x7f00 (device 0, allocation 0x7f00 + 4096 bytes)", for errors.

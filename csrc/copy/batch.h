@@ -11,10 +11,10 @@ struct BatchOptions {
       : environment(environment) {}
 
   Environment environment;
-  int src_device = -1;                 // of the sources, where they lie on another GPU
+  int src_device = -1;                 // of the sources, if they are on another GPU
   bool has_pageable = false;           // some address is pageable host memory
-  bool wait = false;                   // return when the bytes have been read and written
-  bool one_call = false;               // not small ones first, where the copies before take long
+  bool wait = false;                   // return only when the bytes were read and written
+  bool one_call = false;               // no small calls first: earlier copies keep the link busy
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 

@@ -2,39 +2,38 @@
 
 #include <cstdint>
 
-// What the kernels of pack.cu are told. Read by nvcc and by the C++ compiler, so it has nothing but
-// numbers.
+// The arguments of the kernels of pack.cu. Read by nvcc and by the C++ compiler, so it has nothing
+// but numbers.
 namespace kvswap {
 
-// A slab of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. Packed,
-// which is how a host page has them, they lie `offset` behind the first byte of the block.
+// A slab of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. In a packed
+// block, such as in a host page, they begin at byte `offset`.
 struct SlabEntry {
   uint64_t base, stride, offset, bytes;
 };
 
-// Blocks in one launch: arguments have 4 KiB in all.
+// Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
 constexpr unsigned kPackBlocks = 496;
 
-// Copies blocks between the slabs and where they are packed: block blocks[i] and the bytes at
+// Copies blocks between the slabs and packed memory: block blocks[i] and the bytes at
 // packed + slots[i] * packed_stride.
 struct PackArguments {
   uint64_t slabs;  // address of the SlabEntry of the first slab of `slab_count`
   uint64_t packed, packed_stride;
-  // Of all bytes, counted block after block, those that are copied: a large block is moved piece by
-  // piece.
+  // The range of bytes to copy, counted block after block: a large block is copied in pieces.
   uint64_t begin, end, block_bytes;
   uint32_t slab_count, block_count;
-  uint32_t chunk_bytes, chunks_per_slab;  // what a thread or a warp moves at a time
-  uint32_t to_packed;                     // else from there
-  uint32_t word_bytes;                    // all addresses and sizes are multiples of it
+  uint32_t chunk_bytes, chunks_per_slab;  // what a thread or a warp copies at a time
+  uint32_t to_packed;                     // 0: from packed memory to the slabs
+  uint32_t word_bytes;                    // divides all addresses and sizes
   int32_t blocks[kPackBlocks];
   int32_t slots[kPackBlocks];
 };
 static_assert(sizeof(PackArguments) <= 4096);
 
-// What one thread or warp copies.
+// What a thread or a warp copies at a time.
 struct PackChunk {
-  uint64_t paged, packed, bytes;  // bytes: 0 where there is nothing
+  uint64_t paged, packed, bytes;  // bytes: 0 if there is nothing to copy
 };
 
 #ifdef __CUDACC__

@@ -11,19 +11,19 @@
 // Blocks as the pack kernels see them: slabs on the GPU, and packed in a host page or a buffer.
 namespace kvswap {
 
-// What the kernels read of the slabs of a cache, in the memory of the GPU.
+// The slabs of a cache as an array in GPU memory, for the kernels.
 class SlabTable {
  public:
-  // Uploads it on `stream` and waits for that. The context of the device is current.
+  // Uploads the array on `stream` and waits for that. The context of the device is current.
   SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream);
   ~SlabTable();
   SlabTable(const SlabTable&) = delete;
   SlabTable& operator=(const SlabTable&) = delete;
-  // Leaves the memory where it is: the device is lost, and nobody knows what still reads it.
-  void leave() noexcept { address_ = 0; }
+  // Never frees the memory: the device is lost, and may still read it.
+  void leak() noexcept { address_ = 0; }
 
   uint64_t entry(size_t slab) const { return address_ + slab * sizeof(SlabEntry); }
-  // Of all addresses and sizes, on both sides; 16 at most.
+  // Divides all addresses and sizes on both sides; 16 at most.
   uint32_t word_bytes() const { return word_bytes_; }
 
  private:
@@ -31,7 +31,7 @@ class SlabTable {
   uint32_t word_bytes_ = 16;
 };
 
-// Whether each block's slabs lie one behind the other on the host, and all ids fit the kernels.
+// Whether the slabs of each block follow one another on the host, and all ids fit the kernels.
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
 // Blocks of some slabs of a group, all of them in one direction.
@@ -44,17 +44,18 @@ struct PackedCopy {
   const int64_t* slots;
   size_t count;
   bool to_host;
-  // Bytes that are copied just before and after by who has divided a longer copy.
+  // Bytes of a longer copy that are copied just before and after this part of it.
   uint64_t before = 0, after = 0;
 
   uint64_t block_bytes() const;
   uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
-  // Whether one copy of the driver may have block i and the one before it.
+  // Whether one driver copy may span block i and the block before it.
   bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
-// Copies the bytes from `begin` to `end` of all blocks between the GPU's slabs and `packed`, where
-// the byte `begin` is. Launches on `stream`; throws what the driver refuses.
+// Copies the bytes from `begin` to `end` of all blocks, counted block after block, between the
+// GPU's slabs and a buffer that has byte `begin` at `packed`. Launches on `stream`. Throws when the
+// driver refuses.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream);
 

@@ -12,16 +12,16 @@ namespace kvswap {
 // has sizes[s] bytes at bases[s] + b * strides[s].
 struct Slabs {
   std::vector<uint64_t> bases, strides, sizes;
-  // The allocation of each slab, as a number: copies are merged inside of one only.
+  // The allocation of each slab, as a number: copies are merged only inside of one.
   std::vector<uint64_t> allocations;
-  // How many blocks were registered in one piece, which may get smaller; null: all.
+  // Blocks registered in one piece, a number that may get smaller; null: all of them.
   const int64_t* chunk_blocks = nullptr;
 
   size_t count() const { return bases.size(); }
   uint64_t address(size_t slab, int64_t block) const {
     return bases[slab] + static_cast<uint64_t>(block) * strides[slab];
   }
-  // Whether two blocks were registered in one piece, so that one copy of the driver may have both.
+  // Whether two blocks were registered in one piece, so that one driver copy may span both.
   bool in_one_chunk(int64_t block, int64_t other) const {
     if (chunk_blocks == nullptr) return true;
     const int64_t blocks = __atomic_load_n(chunk_blocks, __ATOMIC_RELAXED);
@@ -33,7 +33,7 @@ struct SlabRange {
   size_t begin, end;
 };
 
-// Blocks to copy between two sides: block src_blocks[i] becomes block dst_blocks[i].
+// Blocks to copy from one side to the other: block src_blocks[i] becomes block dst_blocks[i].
 struct BlockCopy {
   const Slabs* src;
   const Slabs* dst;
@@ -43,7 +43,7 @@ struct BlockCopy {
   bool src_on_host;
 };
 
-// The fragments of these slabs, block after block, neighbours merged.
+// Adds the fragments of these slabs, block after block. Merges neighbours.
 void add_fragments(FragmentList& fragments, const BlockCopy& copy, SlabRange slabs);
 
 }  // namespace kvswap

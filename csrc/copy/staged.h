@@ -14,37 +14,36 @@ struct StagedStreams {
   cuda::Stream copies, kernels;
 };
 
-// A buffer on the GPU through which blocks go to the host or come from there. They are moved piece
-// by piece: a kernel packs blocks into a piece of the buffer while the copy engine moves the piece
-// before it in host pages; loads the other way round. Pieces follow one another round the buffer,
-// each behind the end of those whose place it takes.
+// A ring buffer on the GPU for copies to and from host pages. A store is copied in pieces: a kernel
+// packs blocks into one piece of the buffer while the copy engine copies the piece before it to the
+// host pages. A load goes the other way. A piece waits for the end of earlier ones in its place.
 //
-// Whoever copies has the context of the device and is the only one. The memory is the caller's.
+// One thread at a time; the context of its device is current. The memory is the caller's.
 class StagingBuffer {
  public:
   StagingBuffer(cuda::Address begin, uint64_t bytes);
   ~StagingBuffer() { destroy(); }
 
-  // Returns the stream on which the end is. A load starts behind what was given to streams.copies
-  // before, a store behind what was given to streams.kernels.
+  // Returns the stream on which the copy ends. A load starts after the work in streams.copies so
+  // far, a store after the work in streams.kernels.
   cuda::Stream copy(const PackedCopy& copy, const StagedStreams& streams,
                     const cuda::Kernels& kernels, const BatchOptions& options);
 
   // Makes a stream wait for all pieces so far.
   void order_before(cuda::Stream stream) const;
 
-  // All pieces are over, also those of a copy that failed on the way.
+  // All pieces have ended, also those of a copy that failed halfway.
   void forget() noexcept;
-  // Those that exist. Any thread may ask.
+  // How many exist. Any thread may call.
   size_t events() const { return events_.created(); }
   void destroy();
 
  private:
   struct Piece {
     uint64_t begin, end;
-    cuda::Event moved, free;  // out of the first of its two steps, and of the second
+    cuda::Event moved, free;  // after the first of its two steps, and after the second
   };
-  // The next piece of this many bytes, for which `stream` waits.
+  // The next piece, of this many bytes; `stream` waits until its place is free.
   Piece& take(uint64_t bytes, cuda::Stream stream);
   void drop_first() noexcept;
 
@@ -57,10 +56,10 @@ class StagingBuffer {
 
 constexpr uint64_t kSmallestPiece = 512 << 10;
 
-// How many bytes the next piece has, of `left` that are not moved yet, `done` before it. The first
-// piece of a store is packed before the link starts, and the last one of a load is unpacked when
-// the link has stopped: those are small, and the others as large as the buffer allows. A kernel is
-// more than three times as fast as the link, so that each piece may be so much larger.
+// Bytes of the next piece, after `done` bytes and with `left` bytes to go; `most` fit. The link
+// starts only when the first piece of a store is packed, and has stopped when the last piece of a
+// load is unpacked, so those are small. A kernel is more than three times as fast as the link:
+// store pieces grow threefold, and each load piece takes 3/4 of the remaining bytes.
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
                      bool to_host);
 

@@ -8,8 +8,8 @@
 
 namespace kvswap {
 
-// Slabs of one size that lie at one distance from each other on both sides: a single copy of the
-// driver moves a block of all of them.
+// Slabs of one size at equal distances on both sides: a single strided copy of the driver moves a
+// block of all of them.
 struct SlabRun {
   size_t first, count;
 };

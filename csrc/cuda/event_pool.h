@@ -9,15 +9,14 @@
 
 namespace kvswap {
 
-// Room for one element more than there are, or will be, so that to add them cannot fail.
+// Reserves room for more than `count` elements, so that adding the next one cannot fail.
 template <typename Element>
 void make_room(std::vector<Element>& elements, size_t count) {
   if (elements.capacity() <= count) elements.reserve(std::max<size_t>(16, 2 * count));
 }
 
-// Events, made once and recorded again and again. Whoever takes one gives it back when nobody will
-// wait for what it stands for any more, which cannot fail. One thread at a time. The context of the
-// device is current.
+// Events for reuse. An event is given back, which cannot fail, when nothing will wait for its last
+// record any more. One thread at a time. The context of the device is current.
 class EventPool {
  public:
   explicit EventPool(unsigned flags) : flags_(flags) {}
@@ -39,7 +38,7 @@ class EventPool {
     if (event != nullptr) idle_.push_back(event);
   }
 
-  // Those that exist, idle or not. Any thread may ask.
+  // How many exist, idle or not. Any thread may call.
   size_t created() const { return created_; }
 
   void destroy_idle() {

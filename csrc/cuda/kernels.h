@@ -11,9 +11,10 @@ struct Kernels {
   Function expand_block_ids = nullptr;
 };
 
-// Those of `device`, whose context is current; loaded once for the process. Loads them completely:
-// a kernel that is loaded at its first launch holds up all streams behind one that waits. Throws
-// where the library was built without nvcc or has no machine code for this GPU.
+// The kernels of `device`, whose context is current; loaded once in a process. Loads them
+// completely: a kernel that is loaded lazily, at its first launch, blocks all streams while one of
+// them waits. Throws if the library was built without nvcc or has no machine code for this GPU.
+// Thread safe.
 const Kernels& kernels(int device);
 
 }  // namespace kvswap::cuda

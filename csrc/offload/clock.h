@@ -16,8 +16,7 @@ inline double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// Without the 50 us that Linux adds to a sleep, to wake several threads at once: the calling
-// thread's own, until this has slept.
+// Sleeps without the slack of 50 us that Linux adds to wake several threads at once.
 inline void sleep_precisely(double seconds) {
   const int slack = prctl(PR_GET_TIMERSLACK);
   prctl(PR_SET_TIMERSLACK, 1);
@@ -25,9 +24,9 @@ inline void sleep_precisely(double seconds) {
   prctl(PR_SET_TIMERSLACK, slack);
 }
 
-// For those who look again and again for an end: no pause at first, since a transfer of some blocks
-// takes less than a sleep is late by (15 us), and later a 300th of the time waited so far, half a
-// millisecond at most.
+// The pause of a thread that polls since `began`. It only yields at first, because a transfer of a
+// few blocks takes less time than a sleep is late (15 us). Later it sleeps for 1/300 of the time
+// waited so far, up to half a millisecond.
 inline void pause_since(double began) {
   const double waited = now() - began;
   if (waited < 1e-3) return std::this_thread::yield();

@@ -56,7 +56,7 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
     }
     // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
     // unpacked then.
-    if (!part.is_unstaged) order_behind_unpacking();
+    if (!part.is_unstaged) order_after_unpacking();
     if (part.method == CopyMethod::kStrided) {
       copy_strided(paged(part, group), group.runs_of(slabs), copies_);
     } else if (part.method == CopyMethod::kKernel) {
@@ -67,7 +67,7 @@ cuda::Stream Copier::copy(Transfer& transfer, PartRange parts, int layer_group,
   }
   send(fragments, groups);
   if (is_unpacking) return kernels_;
-  order_behind_unpacking();
+  order_after_unpacking();
   return copies_;
 }
 
@@ -92,7 +92,7 @@ void Copier::send(FragmentList& fragments, const std::vector<Group>& groups) {
 }
 
 // What was staged is on the GPU only when it has been unpacked.
-void Copier::order_behind_unpacking() {
+void Copier::order_after_unpacking() {
   if (has_staging() && channel_ != kStores) staging_->order_before(copies_);
 }
 

@@ -10,13 +10,14 @@
 
 namespace kvswap {
 
-// Of those of a transfer.
+// Parts of a transfer, by index.
 struct PartRange {
   size_t begin, end;
 };
 
-// Gives the copies of one channel's transfers to the driver, each in its way. Whoever does has its
-// turn in the channel; no lock is needed. The context of the device is current.
+// Gives the copies of one channel's transfers to the driver, each part by its copy method. Runs
+// without the lock, called by the thread that owns the channel. The context of the device is
+// current.
 class Copier {
  public:
   // channel: its number. device: -1 where both sides are host memory. copies: the channel's stream.
@@ -27,8 +28,8 @@ class Copier {
   void use_staging(cuda::Address begin, uint64_t bytes);
   bool has_staging() const { return staging_ != nullptr; }
 
-  // Copies parts of a transfer, one group of layers, behind its start event and the parts before
-  // them. Returns the stream on which the end is. May sort the blocks of a part.
+  // Copies one group of layers of some parts, after the transfer's start event and the parts before
+  // them. Returns the stream on which the copies end. May sort the blocks of a part.
   cuda::Stream copy(Transfer& transfer, PartRange parts, int layer_group,
                     const std::vector<Group>& groups, int64_t layers);
 
@@ -47,13 +48,13 @@ class Copier {
   void stage(const TransferPart& part, const Transfer& transfer, const std::vector<Group>& groups,
              SlabRange slabs);
   void send(FragmentList& fragments, const std::vector<Group>& groups);
-  void order_behind_unpacking();
+  void order_after_unpacking();
   BatchOptions batch_options(const std::vector<Group>& groups) const;
 
   const int channel_, device_;
   const cuda::Stream copies_;
   const Environment environment_;
-  cuda::Stream kernels_ = nullptr;  // packs and unpacks beside the copies
+  cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
 };
 

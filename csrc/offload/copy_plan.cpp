@@ -243,7 +243,7 @@ void CopyPlanner::plan(Job& job) const noexcept {
   work.predicted_submit_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
 }
 
-void CopyPlanner::note(const Transfer& transfer, double seconds) noexcept {
+void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
   double predicted = kLeastCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
@@ -306,9 +306,9 @@ size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
   return entries;
 }
 
-void CopyPlanner::leave() noexcept {
+void CopyPlanner::leak() noexcept {
   for (Group& group : groups_) {
-    if (group.table != nullptr) group.table->leave();
+    if (group.table != nullptr) group.table->leak();
   }
   staging_ = 0;
 }

@@ -19,65 +19,66 @@ class MethodChooser {
   struct Transfer {
     int group, channel;
     size_t blocks;
-    bool may_launch = true;  // kernels
-    bool may_stage = true;   // in a buffer that is there
+    bool may_launch = true;  // kernels may copy
+    bool may_stage = true;   // the channel has a staging buffer
   };
   CopyMethod choose(const Transfer& transfer) const;
-  // Infinite for a copy method whose figures are not known.
+  // Predicted seconds; infinite for a copy method without figures.
   double seconds(CopyMethod method, const Transfer& transfer) const;
 
-  // Whether any transfer would take this copy method.
+  // Whether some transfer would take this copy method.
   bool wants(CopyMethod method) const;
+  // Whether every transfer takes this copy method.
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
   struct Group {
     bool host_is_pageable;
     double block_bytes;
-    kvswap_path_costs costs[2][KVSWAP_PATHS];  // block_seconds: of all fragments, too
+    kvswap_path_costs costs[2][KVSWAP_PATHS];  // block_seconds includes the fragments
   };
 
   int forced_;
   std::vector<Group> groups_;
 };
 
-// Says how jobs are copied, and owns what that takes on the GPU: tables of slabs, and the memory
-// of the staging buffers. The context of the device is current.
+// Plans how jobs are copied, and owns the GPU memory for it: the tables of slabs and the staging
+// buffers. The scheduler's lock guards it. The context of the device is current.
 class CopyPlanner {
  public:
   static constexpr uint64_t kFewestStagingBytes = 1 << 20;
 
   // device: -1 where both sides are host memory. Gives the groups their tables and the channels
-  // their buffers, where some transfer would use them. Throws ValueError where a forced copy method
-  // cannot be had.
+  // their staging buffers, if some transfer would use them. Throws ValueError when a forced copy
+  // method is not available.
   CopyPlanner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
               Channel& stores, Channel& loads);
   ~CopyPlanner() { close(); }
 
-  // Why copy methods that would be chosen cannot be had, or "".
+  // Why copy methods that would be chosen are not available, or "".
   const std::string& problem() const { return problem_; }
 
-  // For groups that have moved, before rebind(), which cannot fail: gives them their tables, and
-  // says which way is best for them.
+  // Before rebind(), which cannot fail: gives the new groups their tables, and fits the predictions
+  // to them.
   MethodChooser prepare(std::vector<Group>& groups) const;
   void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
-  // Fills in what copying the job alone takes: the copy method of its first group, entries of the
-  // driver's queue, time of the thread that submits it.
+  // Sets what it takes to copy the job alone: the copy method of its first group, entries of the
+  // driver's queue, seconds of the thread that submits it.
   void plan(Job& job) const noexcept;
 
-  // What a transfer of these jobs copies. is_alone: no other is in flight in the channel.
+  // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobRow& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
-  // A transfer has taken so long on the device. Kernels that are held up by those of the compute
-  // can make it slower than the copy engines alone would be; then those take over for a while.
-  void note(const Transfer& transfer, double seconds) noexcept;
+  // A transfer took this long on the device. When compute kernels hold up its kernels, it can be
+  // slower than the copy engines alone; those then take over for a while.
+  void record_duration(const Transfer& transfer, double seconds) noexcept;
 
-  // Frees the memory; nothing runs any more.
+  // Frees the memory. Nothing runs any more.
   void close();
-  // Leaves it where it is: the device is lost, and nobody knows what still runs.
-  void leave() noexcept;
+  // Never frees the memory: the device is lost, and may still use it.
+  void leak() noexcept;
 
  private:
   void set_up(Channel& stores, Channel& loads);
@@ -91,14 +92,14 @@ class CopyPlanner {
   const kvswap_path_options options_;
   MethodChooser chooser_;
   std::string problem_;
-  double crowded_until_ = 0;  // the GPU, by kernels of others
+  double crowded_until_ = 0;  // until then no kernels copy: the GPU is busy with others'
   bool has_kernels_ = false;
   const cuda::Stream stream_;  // to upload tables
   cuda::Address staging_ = 0;
 };
 
-// Leaves what would cost the submitting thread more than `seconds`. Returns the first part of that;
-// the number of parts where nothing is left.
+// Splits off what would take the submitting thread longer than `seconds`. Returns the index of the
+// first part of that remainder; the number of parts if there is none.
 size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds);
 
 }  // namespace kvswap

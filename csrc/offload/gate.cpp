@@ -23,7 +23,8 @@ volatile uint64_t* GateWords::take(int count) {
   return taken;
 }
 
-Gate::Gate(int device, int parts, GateWords& words) : device(device), parts(parts) {
+Gate::Gate(int device, int layer_groups, GateWords& words)
+    : device(device), layer_groups(layer_groups) {
   const cuda::Driver& driver = cuda::driver();
   int supported = 0;
   KVSWAP_DRIVER_CHECK(
@@ -38,7 +39,7 @@ Gate::Gate(int device, int parts, GateWords& words) : device(device), parts(part
     for (cuda::Event* event : {&closed_, &opened_}) {
       KVSWAP_DRIVER_CHECK(driver.create_event(event, cuda::kEventDisableTiming), "cuEventCreate");
     }
-    words_ = words.take(parts);
+    words_ = words.take(layer_groups);
   } catch (...) {
     destroy();
     throw;
@@ -65,8 +66,8 @@ void Gate::destroy() {
   if (opener_ != nullptr) cuda::driver().destroy_stream(opener_);
 }
 
-void Gate::set(int part, uint64_t value, cuda::Stream stream) const {
-  const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
+void Gate::set(int layer_group, uint64_t value, cuda::Stream stream) const {
+  const auto address = reinterpret_cast<cuda::Address>(&words_[layer_group]);
   KVSWAP_DRIVER_CHECK(cuda::driver().write_value(stream, address, value, 0),
                       "cuStreamWriteValue64");
 }
@@ -75,20 +76,22 @@ void Gate::close(const cuda::StreamRef& current) {
   const cuda::ContextGuard context(current.device);
   if (used_) cuda::wait_event(current, opened_);
   try {
-    for (int part = 0; part < parts; ++part) set(part, 0, current.handle);
+    for (int layer_group = 0; layer_group < layer_groups; ++layer_group)
+      set(layer_group, 0, current.handle);
     KVSWAP_DRIVER_CHECK(cuda::driver().record_event(closed_, current.handle), "cuEventRecord");
   } catch (...) {
-    open_again(current.handle);
+    reopen(current.handle);
     throw;
   }
   busy_ = true;
 }
 
-// What was closed of it. Where the driver does not take that, open() is to try it again behind this
-// point of the stream.
-void Gate::open_again(cuda::Stream current) noexcept {
+// Opens what was closed. If the driver refuses that, open() tries it again after this point of the
+// stream.
+void Gate::reopen(cuda::Stream current) noexcept {
   try {
-    for (int part = 0; part < parts; ++part) set(part, 1, current);
+    for (int layer_group = 0; layer_group < layer_groups; ++layer_group)
+      set(layer_group, 1, current);
   } catch (const std::exception& error) {
     cuda::driver().record_event(closed_, current);
     problem_ = Reason(error);
@@ -99,17 +102,18 @@ void Gate::open_again(cuda::Stream current) noexcept {
 void Gate::enqueue_opening(const Transfer* transfer) {
   const cuda::Driver& driver = cuda::driver();
   KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, closed_, 0), "cuStreamWaitEvent");
-  for (int part = 0; part < parts; ++part) {
+  for (int layer_group = 0; layer_group < layer_groups; ++layer_group) {
     if (transfer != nullptr) {
-      KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, transfer->ends[part], 0), "cuStreamWaitEvent");
+      KVSWAP_DRIVER_CHECK(driver.wait_event(opener_, transfer->ends[layer_group], 0),
+                          "cuStreamWaitEvent");
     }
-    set(part, 1, opener_);
+    set(layer_group, 1, opener_);
   }
   KVSWAP_DRIVER_CHECK(driver.record_event(opened_, opener_), "cuEventRecord");
   used_ = true;
 }
 
-Reason Gate::open_behind(const Transfer& transfer) noexcept {
+Reason Gate::open_after(const Transfer& transfer) noexcept {
   try {
     enqueue_opening(&transfer);
     return {};
@@ -135,13 +139,13 @@ bool Gate::open() noexcept {
 }
 
 void Gate::let_through() noexcept {
-  for (int part = 0; part < parts; ++part) words_[part] = 1;
+  for (int layer_group = 0; layer_group < layer_groups; ++layer_group) words_[layer_group] = 1;
   opened();
 }
 
-void Gate::wait(int part, const cuda::StreamRef& stream) const {
+void Gate::wait(int layer_group, const cuda::StreamRef& stream) const {
   const cuda::ContextGuard context(stream.device);
-  const auto address = reinterpret_cast<cuda::Address>(&words_[part]);
+  const auto address = reinterpret_cast<cuda::Address>(&words_[layer_group]);
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_value(stream.handle, address, 1, cuda::kWaitUntilAtLeast),
                       "cuStreamWaitValue64");
 }

@@ -9,12 +9,12 @@
 
 namespace kvswap {
 
-// Words of pinned memory for gates, many in one allocation. They are never freed and never used
-// again: a graph may be replayed when its gate and its handler are long gone. The handler's lock
-// guards it; the context of the device is current.
+// Allocates words of pinned memory for gates, many at a time. They are never freed and never
+// reused: a graph may be replayed long after its gate and its handler are gone. The scheduler's
+// lock guards it; the context of the device is current.
 class GateWords {
  public:
-  // So many words, each 1.
+  // `count` words, each 1.
   volatile uint64_t* take(int count);
 
  private:
@@ -22,54 +22,57 @@ class GateWords {
   int left_ = 0;
 };
 
-// Parts that a stream can wait for, also in a captured CUDA graph, which waits again on each
-// replay.
+// Lets a stream wait for the groups of layers of a load, also in a captured CUDA graph, which then
+// waits on each replay.
 //
-// A part is a word of pinned memory, 1 while it is open. A load closes the gate in the order of the
-// stream on which the graph will be replayed, so that earlier replays still pass; the words are set
-// again on a stream of the gate's own, behind the load and behind the closing. Two loads in a row:
-// the second closes behind the first one's opening, so that no wait passes an unfinished load.
+// The gate has a word of pinned memory for each group of layers, 1 while it is open. A load closes
+// the gate in the order of the stream on which the graph will be replayed, so earlier replays still
+// pass. The gate's own stream opens the words again, each after its group of layers was loaded and
+// after the closing. A second load closes the gate only after the first one's opening, so no wait
+// passes an unfinished load.
 //
-// The caller has the handler's lock, but for open_behind(), wait() and release().
+// The scheduler's lock guards it, except open_after(), wait() and release().
 class Gate {
  public:
-  // Throws where the driver cannot wait for a value.
-  Gate(int device, int parts, GateWords& words);
+  // Throws if the driver cannot wait for a value.
+  Gate(int device, int layer_groups, GateWords& words);
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
 
-  const int device, parts;
+  const int device, layer_groups;
 
-  // It has two references: of its handler, which looks at it while it is busy, and of the caller,
-  // whose loads close it. With the last one its stream and its events go. Any thread may call.
+  // A gate has two references: its handler's, which watches it while it is busy, and its caller's.
+  // The last one frees its stream and its events. Any thread may call.
   static void release(Gate* gate);
-  // Only the handler has it.
+  // Whether only the handler still has it.
   bool is_dropped() const { return references_ == 1; }
 
-  // A load has closed it, and its opening is not with the driver yet. No other load may close it.
+  // A load has closed the gate, and the driver does not have its opening yet. No other load may
+  // close it meanwhile.
   bool is_busy() const { return busy_; }
-  // Why the driver has not taken the opening without a load, or none. Then to be tried again.
+  // Why the driver has refused open(), to be tried again; or an empty reason.
   const Reason& problem() const { return problem_; }
 
-  // For a load. If it throws, the gate is as it was, or there is a problem().
+  // Closes the gate for a load, on this stream. If it throws, the gate is as it was, or there is a
+  // problem().
   void close(const cuda::StreamRef& current);
-  // Opens each part when a group of layers has landed. Returns why it could not, or none; nobody
-  // else may close the gate before opened().
-  Reason open_behind(const Transfer& transfer) noexcept;
+  // Opens the gate for each group of layers when the transfer has copied it. Returns why it could
+  // not, or an empty reason. The gate stays busy until opened().
+  Reason open_after(const Transfer& transfer) noexcept;
   void opened() noexcept;
-  // Opens all parts behind the closing, without a load. False when the driver did not take it.
+  // Opens the gate after its closing, without a load. False if the driver refused.
   bool open() noexcept;
-  // Lets go whoever still looks at the words of a device that runs nothing any more.
+  // Sets the words from the host: the device is lost, and no stream will open the gate.
   void let_through() noexcept;
-  // A stream of any device.
-  void wait(int part, const cuda::StreamRef& stream) const;
+  // Makes a stream, of any device, wait until the gate is open for a group of layers.
+  void wait(int layer_group, const cuda::StreamRef& stream) const;
 
  private:
   ~Gate();
   void destroy();
-  void set(int part, uint64_t value, cuda::Stream stream) const;
-  void open_again(cuda::Stream current) noexcept;
-  // Behind the closing, and behind each group of layers of a transfer, if there is one.
+  void set(int layer_group, uint64_t value, cuda::Stream stream) const;
+  void reopen(cuda::Stream current) noexcept;
+  // Opens after the closing and, if there is a transfer, after each of its groups of layers.
   void enqueue_opening(const Transfer* transfer);
 
   volatile uint64_t* words_ = nullptr;

@@ -15,17 +15,18 @@ namespace kvswap {
 // `blocks_per_page` slots, each for one block.
 struct Group {
   Slabs gpu, host;
-  std::vector<int64_t> layers;  // of each slab, growing; counted through all groups
+  std::vector<int64_t> layers;  // of each slab, ascending; counted through all groups
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
-  // Groups with the same number share their blocks, or their slots: the same id is the same memory.
+  // Groups with the same number share their blocks, or their slots: an id is the same memory in
+  // both.
   int block_space = 0, slot_space = 0;
   const kvswap_usable_pages* usable = nullptr;  // of the pool
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;          // in all slabs
-  std::vector<SlabRun> runs;         // of slabs at one distance
-  std::shared_ptr<SlabTable> table;  // for the kernels; null where none can be used
+  std::vector<SlabRun> runs;         // of slabs at equal distances
+  std::shared_ptr<SlabTable> table;  // for the kernels; null if they cannot be used
 
-  // Those of these slabs.
+  // The runs among these slabs.
   std::vector<SlabRun> runs_of(SlabRange slabs) const {
     std::vector<SlabRun> clipped;
     for (const SlabRun& run : runs) {
@@ -36,17 +37,19 @@ struct Group {
     return clipped;
   }
 
-  // The slabs of part `part` of `parts`, of a model with `layers_in_all` layers.
-  SlabRange slabs_of(int part, int parts, int64_t layers_in_all) const {
+  // The slabs of one of `layer_groups` groups of layers, of a model with `num_layers` layers.
+  SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
     const auto first_of = [&](int number) -> size_t {
-      const auto is_before = [&](int64_t layer) { return layer * parts / layers_in_all < number; };
+      const auto is_before = [&](int64_t layer) {
+        return layer * layer_groups / num_layers < number;
+      };
       return std::partition_point(layers.begin(), layers.end(), is_before) - layers.begin();
     };
-    return {first_of(part), first_of(part + 1)};
+    return {first_of(layer_group), first_of(layer_group + 1)};
   }
 };
 
-// Whether the driver copies some of the pages inside of the call.
+// Whether some host pages are not pinned: the driver copies them inside the call.
 inline bool any_is_pageable(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     if (group.host_is_pageable) return true;
@@ -54,8 +57,8 @@ inline bool any_is_pageable(const std::vector<Group>& groups) {
   return false;
 }
 
-// Reads what Python says of a group and asks the driver for the allocations. Throws for a cache
-// that is not on `device`.
+// Converts a group of the C interface, and asks the driver for the allocations. Throws if the cache
+// is not on `device`.
 Group read_group(const kvswap_group& group, int device);
 
 }  // namespace kvswap

@@ -172,10 +172,10 @@ void Handler::rebind(std::vector<Group> groups) {
   reader_ = std::move(reader);
 }
 
-Gate* Handler::make_gate(int parts) {
+Gate* Handler::make_gate(int layer_groups) {
   const Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
-  return scheduler_.make_gate(lock, parts);
+  return scheduler_.make_gate(lock, layer_groups);
 }
 
 kvswap_metrics Handler::metrics(int channel) {

@@ -63,7 +63,7 @@ class Handler {
   bool cancel(Job* job);
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
-  Gate* make_gate(int parts);
+  Gate* make_gate(int layer_groups);
   kvswap_metrics metrics(int channel);
   // Refuses further jobs, and waits until all have ended. False if that takes longer than
   // `seconds`; to be called again then.

@@ -6,7 +6,7 @@
 
 namespace kvswap {
 
-// What a channel counts. The C interface hands the whole of it to Python.
+// The counters of a channel, as Python reads them.
 using ChannelMetrics = kvswap_metrics;
 
 // Buckets of powers of two: up to 1 us, up to 2 us, up to 4 us and so on.

@@ -7,8 +7,8 @@
 
 namespace kvswap {
 
-// Why something has failed, as text. Making, copying and keeping one cannot fail: a job must be
-// able to end while there is no memory, and then this says so.
+// Why something has failed, as text. Making and copying a reason cannot fail, because a job must be
+// able to end without memory: the text then says that there is none.
 class Reason {
  public:
   static constexpr const char* kOutOfMemory = "out of host memory";
@@ -21,7 +21,7 @@ class Reason {
       make([&] { return std::string(error.what()); }, kOutOfMemory);
     }
   }
-  // text: returns the text as a string. otherwise: a literal, for when there is no memory for it.
+  // text: returns a string. otherwise: a literal, used if there is no memory for that string.
   template <typename Text>
   Reason(const Text& text, const char* otherwise) noexcept {
     make(text, otherwise);

@@ -9,14 +9,14 @@
 
 namespace kvswap {
 
-// Makes jobs of requests. Checks all ids, so that a wrong one is refused before anything is noted
-// or copied. Not thread safe: the handler has a lock.
+// Makes jobs of requests. Checks all ids first, so a wrong request changes nothing. Not thread
+// safe: the scheduler's lock guards it.
 class RequestReader {
  public:
-  // For jobs of these groups.
+  // For requests for these groups.
   explicit RequestReader(const std::vector<Group>& groups);
 
-  // groups: those. Throws IndexError for an id out of range, ValueError for the rest.
+  // groups: the same. Throws IndexError for an id out of range, ValueError for other mistakes.
   JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
 
  private:
@@ -31,7 +31,7 @@ class RequestReader {
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);
 
-  // For each id of a space of blocks or of pages: the last request in which it was a destination.
+  // By space, then by id of a block or a page: the last request with it as a destination.
   std::vector<std::vector<int64_t>> block_seen_, page_seen_;
   int64_t requests_ = 0;
 };

@@ -210,7 +210,7 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double second
   lock.unlock();
   bool copying = false;
   Reason error = queue.channel.submit(transfer, behind, groups_, layers_, copying);
-  if (error.empty() && gate != nullptr) error = gate->open_behind(transfer);
+  if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
   const double took = device_ < 0 ? now() - began : 0;
   if (!error.empty() || transfer.remainder == transfer.parts.size()) {
     return end_attempt(lock, queue, std::move(made), std::move(error), copying, took, jobs);
@@ -461,7 +461,7 @@ void Scheduler::retire_first(Queue& queue) {
   double seconds = 0;
   try {
     seconds = queue.channel.copy_seconds(transfer);
-    planner_.note(transfer, seconds);
+    planner_.record_duration(transfer, seconds);
   } catch (const std::exception& problem) {
     if (!queue.channel.is_alive()) throw;
     error = Reason(problem);
@@ -532,13 +532,13 @@ void Scheduler::lose(const Reason& reason) noexcept {
 
 // Gates.
 
-Gate* Scheduler::make_gate(const Lock&, int parts) {
+Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
   const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->is_busy(); };
   const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
   std::for_each(over, gates_.end(), Gate::release);
   gates_.erase(over, gates_.end());
   make_room(gates_, gates_.size());
-  gates_.push_back(new Gate(device_, parts, gate_words_));
+  gates_.push_back(new Gate(device_, layer_groups, gate_words_));
   return gates_.back();
 }
 
@@ -593,7 +593,7 @@ void Scheduler::stop(Lock& lock) {
   }
   lock.lock();
   for (Queue& queue : queues_) queue.channel.close();
-  lost_.empty() ? planner_.close() : planner_.leave();
+  lost_.empty() ? planner_.close() : planner_.leak();
 }
 
 }  // namespace kvswap

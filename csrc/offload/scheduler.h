@@ -100,7 +100,7 @@ class Scheduler {
 
   // Gates.
 
-  Gate* make_gate(const Lock&, int parts);
+  Gate* make_gate(const Lock&, int layer_groups);
   // Waits until no earlier load keeps the gate. Throws when the handler is closed or its device
   // lost meanwhile, or when the driver does not open the gate.
   void wait_for_gate(Lock& lock, const Gate& gate);

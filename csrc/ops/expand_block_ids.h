@@ -4,8 +4,8 @@
 
 namespace kvswap {
 
-// What the kernel is told, too: `out[i] = ids[j / factor] * factor + j % factor` with `j = i +
-// skip`, for `count` outputs; the strides are in elements.
+// Also the kernel's arguments: `out[i] = ids[j / factor] * factor + j % factor` with `j = i +
+// skip`, for `count` outputs. Strides are in elements.
 struct Expansion {
   const int64_t* ids;
   int64_t id_stride;

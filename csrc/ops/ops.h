@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-// The ops of torch_kvswap. Their schemas, and what they promise, stand in torch_kvswap/ops.py.
+// The ops of torch_kvswap. Their schemas and docstrings are in torch_kvswap/ops.py.
 namespace kvswap {
 
 using torch::stable::Tensor;
@@ -26,7 +26,8 @@ Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int6
 void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
                           std::optional<int64_t> count, const Tensor& out);
 
-// No op for users: what kvswap_cache_moved looks at. The tensors had their memory at `addresses`.
+// Not for users: returns what kvswap_cache_moved checks, that the tensors have their memory at
+// `addresses`.
 int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses,
                     const std::vector<int64_t>& storage_ends);
 

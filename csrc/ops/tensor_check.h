@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-// Checks and words for tensors that several ops share.
+// Checks of tensors that several ops share, and texts about them.
 namespace kvswap {
 
 using torch::stable::Tensor;
@@ -26,7 +26,7 @@ void check_int64(const char* name, const Tensor& tensor);
 
 void check_int64_on_cpu(const char* name, const Tensor& tensor);
 
-// Throws where the storage is smaller than the tensor, as after untyped_storage().resize_(0).
+// Throws if the storage is smaller than the tensor, as after untyped_storage().resize_(0).
 void check_storage(const std::string& name, const Tensor& tensor);
 
 // Runs the body of an op and puts the op's name before the message of what it throws.

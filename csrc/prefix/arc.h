@@ -4,10 +4,11 @@
 
 namespace kvswap::prefix {
 
-// The adaptive replacement cache of Megiddo and Modha (FAST 2003): pages asked for once (recent)
-// and used since (frequent) compete, and the keys that each side lost, its ghosts, say which of
-// them should have more room. Held pages count in the sizes; where only they are left on the side
-// that should give a page, the other one does. The nodes behind those of the pages are the ghosts.
+// The adaptive replacement cache of Megiddo and Modha (FAST 2003). Pages that were stored (recent)
+// and pages that were used since (frequent) compete for room. The keys that each side has lost, its
+// ghosts, say which side should have more. Held pages count in the sizes; if the side that should
+// give a page has only held ones, the other side gives it. The nodes after those of the pages are
+// ghosts.
 class Arc final : public Policy {
  public:
   Arc(Table& table, size_t most_pages);

@@ -17,12 +17,12 @@ struct Event {
   Digest key;
 };
 
-// What others are to know of, in order, of the kinds that they asked for: a bit each. When nobody
-// takes the events, all are dropped at the limit, and a kLost is in their place.
+// The events of some kinds, in order, until they are taken. At the limit all of them are dropped,
+// and a kLost takes their place. Not thread safe: the manager's lock guards it.
 class Events {
  public:
-  // Reserves room for all events, which takes memory when it is written to: record() neither fails
-  // nor moves a million events to a larger place.
+  // kinds: a bit for each. Reserves room for all events, which takes memory only as they come, so
+  // that record() cannot fail and never moves them.
   explicit Events(int32_t kinds) : kinds_(kinds) {
     if (kinds_ != 0) events_.reserve(kLimit);
   }
@@ -33,7 +33,7 @@ class Events {
     events_.push_back({kind, group, key});
   }
 
-  // The oldest ones, up to `capacity`; gives each only once.
+  // Takes the oldest events, up to `capacity`.
   size_t take(Event* events, size_t capacity) {
     size_t taken = 0;
     while (taken < capacity && taken_ < events_.size()) events[taken++] = events_[taken_++];

@@ -6,7 +6,7 @@
 
 namespace kvswap::prefix {
 
-// Nodes in an order, oldest first. A node is in one list at most.
+// A linked list of nodes, oldest first. A node is in one list at most.
 class List {
  public:
   uint32_t oldest() const { return oldest_; }
@@ -20,7 +20,7 @@ class List {
     ++size_;
   }
 
-  // Directly before a node of this list, which is newer.
+  // Inserts a node directly before a newer one of this list.
   void insert(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
     const uint32_t older = nodes[newer].before;
     nodes[node].before = older;

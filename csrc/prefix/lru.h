@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-// The page that has been idle for longest goes.
+// Evicts the page that has been idle for longest.
 class Lru final : public Policy {
  public:
   explicit Lru(Table& table) : table_(table) {}

@@ -9,7 +9,7 @@
 namespace kvswap::prefix {
 namespace {
 
-// Of all managers, so that none takes a job or a lease of another one for its own.
+// Numbers of jobs and leases, unique among all managers: none takes another's for its own.
 int64_t next_id() {
   static std::atomic<int64_t> last{0};
   return ++last;
@@ -66,7 +66,7 @@ int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
 }
 
 std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
-                                             int64_t* places, int64_t* pages, int64_t* counts,
+                                             int64_t* key_indices, int64_t* pages, int64_t* counts,
                                              bool wait) {
   const auto lock = enter(total(keys), wait);
   expire(now, wait);
@@ -88,23 +88,13 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   }
   size_t at = 0, written = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
-    Group& group = groups_[g];
-    uint32_t* found = found_.data() + at;
-    for (int64_t i = 0; i < keys.counts[g]; ++i) {
-      if (found[i] != kNone) group.pages->hold(found[i]);
+    const std::vector<uint32_t>& wanted = groups_[g].wanted;
+    take_pages(g, keys.digests + at * kDigestBytes, found_.data() + at, keys.counts[g], pins);
+    for (size_t i = 0; i < wanted.size(); ++i, ++written) {
+      key_indices[written] = wanted[i];
+      pages[written] = placed_[i];
     }
-    group.pages->place(keys.digests + at * kDigestBytes, group.wanted, placed_.data());
-    for (size_t i = 0; i < group.wanted.size(); ++i, ++written) {
-      places[written] = group.wanted[i];
-      pages[written] = found[group.wanted[i]] = placed_[i];
-    }
-    counts[g] = static_cast<int64_t>(group.wanted.size());
-    auto next = group.wanted.begin();
-    for (int64_t i = 0; i < keys.counts[g]; ++i) {
-      const bool fills = next != group.wanted.end() && *next == i;
-      next += fills;
-      if (found[i] != kNone) pins.push_back({g, found[i], fills});
-    }
+    counts[g] = static_cast<int64_t>(wanted.size());
   }
   if (keep) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
@@ -118,7 +108,23 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   return Stored{0, stored.lease};
 }
 
-void Manager::end(int64_t id, bool well, bool wait) {
+void Manager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
+                         std::vector<Pin>& pins) {
+  Group& group = groups_[g];
+  for (int64_t i = 0; i < count; ++i) {
+    if (found[i] != kNone) group.pages->hold(found[i]);
+  }
+  group.pages->place(digests, group.wanted, placed_.data());
+  for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = placed_[i];
+  auto next = group.wanted.begin();
+  for (int64_t i = 0; i < count; ++i) {
+    const bool fills = next != group.wanted.end() && *next == i;
+    next += fills;
+    if (found[i] != kNone) pins.push_back({g, found[i], fills});
+  }
+}
+
+void Manager::end(int64_t id, bool succeeded, bool wait) {
   const auto lock = enter(0, wait);
   const auto found = jobs_.find(id);
   if (found == jobs_.end()) {
@@ -128,9 +134,9 @@ void Manager::end(int64_t id, bool well, bool wait) {
   if (!wait && job.pins.size() > kFewKeys) throw Busy{};
   for (const Pin& pin : job.pins) {
     Group& group = groups_[pin.group];
-    if (well && pin.fills) {
+    if (succeeded && pin.fills) {
       group.counters.stored += group.pages->fill(pin.page);
-    } else if (well) {
+    } else if (succeeded) {
       group.counters.loaded += !job.is_store;
     } else if (pin.fills || !job.is_store) {
       group.pages->forget(pin.page);
@@ -144,7 +150,7 @@ void Manager::end(int64_t id, bool well, bool wait) {
 void Manager::touch(const Keys& keys, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, true);
-  // Its first block is the newest then: without it no other is of use.
+  // The first block is the last one used: without it no other block is of use.
   size_t end = found_.size();
   for (size_t g = groups_.size(); g-- > 0;) {
     for (int64_t i = keys.counts[g]; i-- > 0;) {
@@ -218,7 +224,7 @@ void Manager::reset() {
 }
 
 void Manager::release_all(const std::vector<Pin>& pins) {
-  // The last one released is the newest: the first block, without which no other is of use.
+  // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
 }
 
@@ -272,9 +278,9 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     units = std::min(units, keys.counts[g] / static_cast<int64_t>(groups_[g].options.ratio));
   }
-  // A prefix that lacks the block j of a group can only end before that block. Groups that need all
-  // blocks are asked from the front, others from the back of the prefix, until none of them
-  // objects.
+  // A prefix that lacks block j of a group can only end before that block. Groups that need all
+  // blocks are checked from the front, others from the end of the prefix, until no group shortens
+  // it.
   for (bool shorter = true; shorter && units > 0;) {
     shorter = false;
     size_t at = 0;
@@ -294,7 +300,7 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
       }
       if (missing == end) continue;
       units = static_cast<int64_t>(missing / group.options.ratio);
-      // A single group that needs all blocks has no more to say.
+      // A single group that needs all blocks shortens it only once.
       shorter = group.options.window > 0 || groups_.size() > 1;
     }
   }
@@ -353,7 +359,8 @@ bool Manager::has_room(const Keys& keys, bool keep) {
     size_t idle = group.pages->num_idle(), skipped = 0;
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_[at] != kNone) {
-        idle -= group.pages->is_idle(found_[at]);  // what the job has already is not evicted for it
+        idle -=
+            group.pages->is_idle(found_[at]);  // a page that the job holds cannot be evicted for it
       } else if (!keep && lookups_ &&
                  lookups_->count(digest_at(keys.digests, at)) < store_threshold_) {
         ++skipped;

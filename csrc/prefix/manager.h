@@ -14,8 +14,8 @@
 
 namespace kvswap::prefix {
 
-// A group of layers. A prefix ends at a multiple of some number of tokens, which is `ratio` blocks
-// of this group; to go on behind it, the last `window` blocks before it are needed, 0: all.
+// A group of layers. A prefix is a number of units, and a unit is `ratio` blocks of this group. A
+// hit needs the last `window` blocks before its end; 0: all blocks.
 struct GroupOptions {
   size_t num_pages, ratio, window;
 };
@@ -23,7 +23,7 @@ struct GroupOptions {
 struct Options {
   PolicyKind policy;
   uint32_t store_threshold;
-  size_t asked_capacity;  // keys whose number of lookups is remembered
+  size_t asked_capacity;  // keys with a counter of lookups
   int32_t events;         // a bit for each kind
 };
 
@@ -33,8 +33,8 @@ struct Keys {
   const int64_t* counts;  // one for each group
 };
 
-// Units of prefix: cached, and cached with all that is needed ready; blocks of the former that are
-// not ready yet.
+// found: units of prefix that are cached. ready: units whose needed blocks are all ready. pending:
+// blocks that `found` needs and that are not ready yet.
 struct Found {
   int64_t found, ready, pending;
 };
@@ -48,47 +48,50 @@ struct Counters {
   uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
 };
 
-// What a call throws that may not wait and would take long, with nothing changed that anyone sees.
+// Thrown by a call that may not wait and would take long. Nothing has changed.
 struct Busy {};
 
-// Which prefix block is on which host page. Any thread may call.
+// Knows which prefix block is on which host page. Thread safe.
 //
-// wait: false for a caller that holds Python's GIL. Such a call neither waits for another thread
-// nor visits more than kFewKeys keys or held pages; it throws Busy instead, and is made again
-// without the GIL. That costs more for few keys: a thread that computes in Python gives the GIL
-// back only after milliseconds.
+// wait: false for a caller that holds Python's GIL. Such a call does not wait for another thread,
+// and visits at most kFewKeys keys or held pages. Otherwise it throws Busy, and its caller releases
+// the GIL and calls again. Releasing the GIL costs more than a small call: a thread that computes
+// in Python gives it back only after milliseconds.
 class Manager {
  public:
-  // At a million pages a call takes less than a millisecond for as many keys.
+  // With a million pages, a call for this many keys takes less than a millisecond.
   static constexpr size_t kFewKeys = 1024;
 
   Manager(const std::vector<GroupOptions>& groups, const Options& options);
 
-  // Of each group the first so many pages can be used from now on: none until then, and never fewer
-  // than before.
+  // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
+  // new manager has none.
   void grow(const int64_t* ready_pages);
-  // again: the same question as before, which is not counted.
+  // again: a repeated lookup, which is not counted.
   Found lookup(const Keys& keys, bool again, bool wait);
-  // The job, or 0 when some key is not ready.
+  // Holds the pages of all keys for a job. Returns the job; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
-  // Writes for each group the places of those keys that are to be stored, and their pages. Nothing
-  // is changed when there is no room. keep: all the keys are stored, and leased without an end.
-  std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* places,
+  // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
+  // and how many there are in each group. Changes nothing, and returns nullopt, if there is no
+  // room. keep: all keys are stored, and leased without an end.
+  std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
                                       int64_t* pages, int64_t* counts, bool wait);
-  void end(int64_t job, bool well, bool wait);
+  // Ends a job. Without success, the keys that it was to store, or load, are forgotten.
+  void end(int64_t job, bool succeeded, bool wait);
+  // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
-  // Of each group each block is evicted before the one in front of it. renew: all of them after
-  // those of others, though they were not used once more.
+  // In each group, later blocks of the keys are evicted before earlier ones. renew: and all of them
+  // after the blocks of other keys, without counting as a use.
   void order(const Keys& keys, bool renew, bool wait);
-  // The lease, or 0 when some key is not there.
+  // Holds the pages of all keys for some seconds. Returns the lease; 0 if some key is not cached.
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);
-  // Whether it had not ended.
+  // Ends a lease. False if it has ended before.
   bool release(int64_t lease, bool wait);
-  // Others wait while the pages of running jobs are marked, however many pages there are.
+  // Forgets all keys. Other calls wait only while the pages of running jobs are marked.
   void reset();
   size_t take_events(Event* events, size_t capacity);
 
-  // Calls with what a group has done and has.
+  // Calls read(counters, pages) of a group.
   void stats(size_t group, double now,
              const std::function<void(const Counters&, const Pages&)>& read);
 
@@ -106,18 +109,26 @@ class Manager {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
     Counters counters;
-    std::vector<uint32_t> wanted;  // places of keys that are to be stored
+    std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
   };
   std::unique_ptr<Pages> make_pages(size_t group);
-  // The lock, for a call that visits so many keys or pages.
+  // Takes the lock, for a call that visits this many keys or pages.
   std::unique_lock<std::mutex> enter(size_t visits, bool wait);
   size_t total(const Keys& keys) const;
-  // The page of each key, up to the first miss where nothing behind it counts.
+  // Sets `found_`, the page of each key; kNone after the first miss of a group without a window.
+  // all: also after a miss.
   void find(const Keys& keys, bool all);
+  // The longest prefix, in units, with all blocks that it needs cached, or ready.
   int64_t longest(const Keys& keys, bool ready) const;
+  // The blocks of a group, from the first to the end, that a prefix needs.
   std::pair<size_t, size_t> needed(const Group& group, int64_t units) const;
   void check_distinct(const Keys& keys);
+  // Sets `wanted` of each group. Whether there are pages for all of them.
   bool has_room(const Keys& keys, bool keep);
+  // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
+  // them.
+  void take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
+                  std::vector<Pin>& pins);
   void release_all(const std::vector<Pin>& pins);
   void expire(double now, bool wait);
 

@@ -67,10 +67,11 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, uint32_t* pages) {
-  const size_t count = places.size();
+void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
+                  uint32_t* pages) {
+  const size_t count = key_indices.size();
   for (size_t i = 0; i < count; ++i) {
-    admissions_[i] = policy_->admit(digest_at(digests, places[i]));
+    admissions_[i] = policy_->admit(digest_at(digests, key_indices[i]));
     if (num_free() > 0) {
       pages[i] = take_free();
     } else {
@@ -83,7 +84,7 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& places, u
   std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
   if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
   for (size_t i = 0; i < count; ++i) {
-    table_.insert(pages[i], digest_at(digests, places[i]));
+    table_.insert(pages[i], digest_at(digests, key_indices[i]));
     Node& node = table_.nodes[pages[i]];
     node.count = 1;
     node.list = admissions_[i].list;

@@ -15,10 +15,10 @@ struct Digest {
   bool operator==(const Digest& other) const;
 };
 
-// The i-th of many digests that lie one after another.
+// The i-th of digests in one array.
 Digest digest_at(const uint8_t* digests, size_t i);
 
-// A key, its neighbours in the list that has it, and what its owner keeps of it.
+// A key, its neighbours in a list, and what the list's owner keeps of it.
 struct Node {
   Digest key;
   uint32_t before, after;
@@ -26,7 +26,7 @@ struct Node {
   uint8_t list, state;
 };
 
-// Nodes that are found by their key. Takes all its memory when it is made.
+// A hash table of nodes by their key. The constructor allocates all memory.
 class Table {
  public:
   // Raises std::bad_alloc.
@@ -34,16 +34,16 @@ class Table {
 
   // The node of a key, or kNone.
   uint32_t find(const Digest& key) const { return find(key, hash(key)); }
-  // Those of many keys: while one is awaited from memory, others are asked for.
+  // The nodes of many keys. Prefetches: the memory of many keys is on its way at once.
   void find_all(const uint8_t* digests, size_t count, uint32_t* found) const;
 
-  // The key must not be in the table, the node must have none.
+  // The key must not be in the table, and the node must have no key.
   void insert(uint32_t node, const Digest& key);
   void erase(uint32_t node);
-  // `to`, which has no key, takes that of `from`.
+  // `to`, which has no key, takes over the key of `from`.
   void rename(uint32_t from, uint32_t to);
 
-  // Nobody who chooses keys knows the seed, so nobody can make them collide.
+  // Seeded at random, so that keys cannot be chosen to collide.
   uint32_t hash(const Digest& key) const;
 
   std::vector<Node> nodes;

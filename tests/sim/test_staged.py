@@ -429,12 +429,12 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
 @stubbed
 def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
-    with pytest.raises(ValueError, match="path='staged'") as refusal:
+    with pytest.raises(ValueError, match="copy_method='staged'") as refusal:
         OffloadHandler(layout, HostPool(layout, num_pages=6, pinned=False), copy_method="staged")
     assert_expected_inline(
         str(refusal.value), """copy_method='staged' cannot be had: the host pages are not pinned"""
     )
-    with pytest.raises(ValueError, match="path='staged'") as refusal:
+    with pytest.raises(ValueError, match="copy_method='staged'") as refusal:
         OffloadHandler(
             layout, HostPool(layout, num_pages=6), copy_method="staged", staging_bytes=100
         )
