@@ -161,10 +161,10 @@ bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse
       [&] { kvswap::touch_host(address, bytes, {threads, collapse, cpus, cpu_count}); });
 }
 
-void kvswap_usable_pages_publish(kvswap_usable_pages* usable, int64_t last_page,
-                                 int64_t chunk_blocks) {
-  __atomic_store_n(&usable->chunk_blocks, chunk_blocks, __ATOMIC_RELAXED);
-  __atomic_store_n(&usable->last_page, last_page, __ATOMIC_RELEASE);
+void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t last_page,
+                                int64_t chunk_blocks) {
+  __atomic_store_n(&range->chunk_blocks, chunk_blocks, __ATOMIC_RELAXED);
+  __atomic_store_n(&range->last_page, last_page, __ATOMIC_RELEASE);
 }
 
 // Handlers, jobs and gates.
@@ -173,9 +173,9 @@ namespace {
 
 Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
 
-// Runs the body with the context of the handler's device, if it has one. A lost device may refuse
-// it; what the handler knows can be asked for all the same. What only looks at jobs needs no
-// context: the driver is asked when something runs there.
+// Runs the body in the context of the handler's device, if it has one. A lost device may refuse its
+// context; the body runs all the same. Functions that only read jobs need no context: the scheduler
+// takes it if something runs on the device.
 template <typename Body>
 bool succeeds_in(void* handler, const Body& body) {
   return succeeds([&] {
@@ -196,8 +196,7 @@ std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, in
   return read;
 }
 
-// What a job has come to, for Python.
-kvswap_result describe(const Job& job) {
+kvswap_result to_c(const Job& job) {
   kvswap_result result{};
   result.id = job.id;
   result.nbytes = job.nbytes;
@@ -206,15 +205,15 @@ kvswap_result describe(const Job& job) {
   result.copy_seconds = job.copy_seconds;
   result.channel = job.channel;
   result.layer_groups = job.layer_groups;
-  result.path = static_cast<int32_t>(job.copy_method);
+  result.copy_method = static_cast<int32_t>(job.copy_method);
   result.state = static_cast<int32_t>(job.state);
   result.error = job.error.c_str();
   result.job = const_cast<Job*>(&job);
   return result;
 }
 
-// Hands one of our references to Python.
-void* lend(const JobRef& job) {
+// A reference for Python.
+void* new_ref(const JobRef& job) {
   job->references.fetch_add(1);
   return job.get();
 }
@@ -225,8 +224,8 @@ class Results {
   explicit Results(kvswap_result* results) : results_(results) {}
 
   void operator()(const JobRef& job) {
-    results_[count] = describe(*job);
-    results_[count++].job = lend(job);
+    results_[count] = to_c(*job);
+    results_[count++].job = new_ref(job);
   }
 
   int count = 0;
@@ -244,17 +243,18 @@ kvswap::cuda::StreamRef resolve(int device, void* stream, int stream_device) {
 }  // namespace
 
 void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device,
-                            bool threaded, const kvswap_path_options* options) {
+                            bool submit_thread, const kvswap_copy_method_options* options) {
   void* handler = nullptr;
   succeeds([&] {
     std::optional<kvswap::cuda::ContextGuard> context;
     if (device >= 0) context.emplace(device);
-    handler = new Handler(read_groups(groups, count, device), layers, device, threaded, *options);
+    handler =
+        new Handler(read_groups(groups, count, device), layers, device, submit_thread, *options);
   });
   return handler;
 }
 
-const char* kvswap_handler_path_problem(void* handler) {
+const char* kvswap_handler_missing_methods(void* handler) {
   return handler_at(handler).missing_methods().c_str();
 }
 
@@ -270,32 +270,32 @@ void* kvswap_handler_submit(void* handler, kvswap_request* request) {
   succeeds_in(handler, [&](Handler& of) {
     const JobRef submitted = of.submit(*request);
     request->id = submitted->id;
-    job = lend(submitted);
+    job = new_ref(submitted);
   });
   return job;
 }
 
-int kvswap_handler_finished(void* handler, kvswap_result* results, int capacity) {
+int kvswap_handler_poll(void* handler, kvswap_result* results, int capacity) {
   Results found(results);
-  const bool well = succeeds([&] { handler_at(handler).report(capacity, std::ref(found)); });
-  return well ? found.count : -1;
+  const bool succeeded = succeeds([&] { handler_at(handler).report(capacity, std::ref(found)); });
+  return succeeded ? found.count : -1;
 }
 
-int kvswap_handler_wait(void* handler, void* const* jobs, int count, double seconds) {
+int kvswap_handler_synchronize(void* handler, void* const* jobs, int count, double seconds) {
   int ended = -1;
   succeeds([&] {
     std::vector<Job*> list;
     for (int i = 0; i < count; ++i) list.push_back(static_cast<Job*>(jobs[i]));
-    ended = handler_at(handler).wait(list, jobs == nullptr, seconds);
+    ended = handler_at(handler).synchronize(list, jobs == nullptr, seconds);
   });
   return ended;
 }
 
 int kvswap_handler_unreported_failures(void* handler, kvswap_result* results, int capacity) {
   Results found(results);
-  const bool well =
+  const bool succeeded =
       succeeds([&] { handler_at(handler).read_unreported_failures(capacity, std::ref(found)); });
-  return well ? found.count : -1;
+  return succeeded ? found.count : -1;
 }
 
 int kvswap_handler_close(void* handler, double seconds) {
@@ -307,21 +307,19 @@ int kvswap_handler_close(void* handler, double seconds) {
 void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
-  return succeeds(
-      [&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), describe); });
+  return succeeds([&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), to_c); });
 }
 
-int kvswap_job_done(void* handler, void* job) {
+int kvswap_job_query(void* handler, void* job) {
   int done = -1;
   succeeds([&] { done = handler_at(handler).has_ended(static_cast<Job*>(job)); });
   return done;
 }
 
-bool kvswap_job_wait_on(void* handler, void* job, int layer_group, void* stream,
-                        int stream_device) {
+bool kvswap_job_wait(void* handler, void* job, int layer_group, void* stream, int stream_device) {
   return succeeds_in(handler, [&](Handler& of) {
     if (of.device() < 0) return;  // the job has ended
-    of.wait_on(static_cast<Job*>(job), layer_group, resolve(of.device(), stream, stream_device));
+    of.wait(static_cast<Job*>(job), layer_group, resolve(of.device(), stream, stream_device));
   });
 }
 
@@ -331,17 +329,17 @@ int kvswap_job_cancel(void* handler, void* job) {
   return cancelled;
 }
 
-void* kvswap_gate_create(void* handler, int parts) {
+void* kvswap_gate_create(void* handler, int layer_groups) {
   void* gate = nullptr;
-  succeeds_in(handler, [&](Handler& of) { gate = of.make_gate(parts); });
+  succeeds_in(handler, [&](Handler& of) { gate = of.make_gate(layer_groups); });
   return gate;
 }
 
 void kvswap_gate_release(void* gate) { kvswap::Gate::release(static_cast<kvswap::Gate*>(gate)); }
 
-bool kvswap_gate_wait(void* gate, int part, void* stream, int stream_device) {
+bool kvswap_gate_wait(void* gate, int layer_group, void* stream, int stream_device) {
   const auto& of = *static_cast<kvswap::Gate*>(gate);
-  return succeeds([&] { of.wait(part, resolve(of.device, stream, stream_device)); });
+  return succeeds([&] { of.wait(layer_group, resolve(of.device, stream, stream_device)); });
 }
 
 bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {
@@ -362,7 +360,7 @@ Keys read_keys(const void* keys, const int64_t* counts) {
   return {static_cast<const uint8_t*>(keys), counts};
 }
 
-// What a call answers that is made again without the GIL, or that fails.
+// Returns the call's answer, KVSWAP_BLOCKS_BUSY if it must be made again without the GIL, or -1.
 template <typename Call>
 int64_t answer(const Call& call) {
   int64_t value = -1;
@@ -395,7 +393,7 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
     made = new Manager(read_groups(groups, count),
                        {static_cast<kvswap::prefix::PolicyKind>(options->policy),
                         static_cast<uint32_t>(options->store_threshold),
-                        static_cast<size_t>(options->asked_capacity), options->events});
+                        static_cast<size_t>(options->lookup_capacity), options->events});
   });
   return made;
 }
@@ -423,19 +421,19 @@ int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t
 }
 
 int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts,
-                                    double now, bool keep, int64_t* places, int64_t* pages,
+                                    double now, bool keep, int64_t* key_indices, int64_t* pages,
                                     int64_t* new_counts, int64_t* job, int64_t* lease, bool wait) {
   return answer([&] {
-    const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep, places,
-                                                         pages, new_counts, wait);
+    const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep,
+                                                         key_indices, pages, new_counts, wait);
     if (stored) std::tie(*job, *lease) = std::pair(stored->job, stored->lease);
     return stored.has_value();
   });
 }
 
-int64_t kvswap_blocks_end(void* blocks, int64_t job, bool well, bool wait) {
+int64_t kvswap_blocks_end(void* blocks, int64_t job, bool succeeded, bool wait) {
   return answer([&] {
-    manager_at(blocks).end(job, well, wait);
+    manager_at(blocks).end(job, succeeded, wait);
     return 1;
   });
 }

@@ -84,12 +84,12 @@ class Groups:
             group.host_bases = self._address(pool.layout.bases)
             group.host_strides = self._address(pool.layout.strides)
             group.layers = self._address(first_layer + layout.tensor_of_slab)
-            group.planes = len(layout.sizes)
+            group.num_slabs = len(layout.sizes)
             group.num_blocks = layout.num_blocks
             group.num_pages = pool.num_pages
             group.blocks_per_page = pool.blocks_per_page
             group.block_space, group.slot_space = space, pools[id(pool._ready_range)]
-            group.usable = ctypes.addressof(pool._ready_range)
+            group.ready_range = ctypes.addressof(pool._ready_range)
             first_layer += len(layout.tensors)
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:

@@ -88,7 +88,7 @@ def result_of(native: abi.JobResult) -> Result:
         direction=direction_of(native.channel),
         state=_STATES[native.state],
         nbytes=native.nbytes,
-        copy_method=COPY_METHODS[native.path_],
+        copy_method=COPY_METHODS[native.copy_method],
         submit_seconds=native.submit_seconds,
         queue_seconds=native.queue_seconds,
         copy_seconds=native.copy_seconds,

@@ -113,7 +113,7 @@ def _read_channel(fill: Fill, channel: int) -> ChannelMetrics:
         for field in abi.Metrics._fields_
         if field[1] is ctypes.c_uint64
     }
-    copy_methods = dict(zip(COPY_METHODS, native.jobs_by_path, strict=True))
+    copy_methods = dict(zip(COPY_METHODS, native.jobs_by_copy_method, strict=True))
     seconds = (native.submit, native.queue, native.copy)
     submit, queue, copy = (Histogram(BOUNDS, tuple(h.counts), h.sum) for h in seconds)
     return ChannelMetrics(

@@ -97,17 +97,17 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 
 }  // namespace
 
-MethodChooser::MethodChooser(const kvswap_path_options& options,
+MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
                              const std::vector<kvswap::Group>& groups)
-    : forced_(options.path) {
+    : forced_(options.copy_method) {
   for (const kvswap::Group& group : groups) {
     Group& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
-      for (int method = 0; method < KVSWAP_PATHS; ++method) {
-        kvswap_path_costs costs = options.costs[direction][method];
+      for (int method = 0; method < KVSWAP_COPY_METHODS; ++method) {
+        kvswap_copy_method_costs costs = options.costs[direction][method];
         const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
         costs.block_seconds +=
@@ -120,7 +120,7 @@ MethodChooser::MethodChooser(const kvswap_path_options& options,
 
 double MethodChooser::seconds(CopyMethod method, const Transfer& transfer) const {
   const int direction = transfer.channel == kStores ? 0 : 1;
-  const kvswap_path_costs& costs =
+  const kvswap_copy_method_costs& costs =
       groups_[transfer.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
@@ -161,8 +161,8 @@ bool MethodChooser::wants(CopyMethod method) const {
   return false;
 }
 
-CopyPlanner::CopyPlanner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
-                         Channel& stores, Channel& loads)
+CopyPlanner::CopyPlanner(std::vector<Group>& groups, int device,
+                         const kvswap_copy_method_options& options, Channel& stores, Channel& loads)
     : groups_(groups),
       device_(device),
       options_(options),
@@ -223,7 +223,7 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   if (device_ < 0) return CopyMethod::kHost;
-  const bool is_crowded = options_.path < 0 && crowded_until_ > job.work->submitted_at;
+  const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch =
       groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
   return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});

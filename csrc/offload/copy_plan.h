@@ -14,7 +14,7 @@ namespace kvswap {
 // Chooses a transfer's copy method: of those available, the one that is predicted to end first.
 class MethodChooser {
  public:
-  MethodChooser(const kvswap_path_options& options, const std::vector<Group>& groups);
+  MethodChooser(const kvswap_copy_method_options& options, const std::vector<Group>& groups);
 
   struct Transfer {
     int group, channel;
@@ -35,7 +35,7 @@ class MethodChooser {
   struct Group {
     bool host_is_pageable;
     double block_bytes;
-    kvswap_path_costs costs[2][KVSWAP_PATHS];  // block_seconds includes the fragments
+    kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];  // block_seconds includes the fragments
   };
 
   int forced_;
@@ -51,7 +51,7 @@ class CopyPlanner {
   // device: -1 where both sides are host memory. Gives the groups their tables and the channels
   // their staging buffers, if some transfer would use them. Throws ValueError when a forced copy
   // method is not available.
-  CopyPlanner(std::vector<Group>& groups, int device, const kvswap_path_options& options,
+  CopyPlanner(std::vector<Group>& groups, int device, const kvswap_copy_method_options& options,
               Channel& stores, Channel& loads);
   ~CopyPlanner() { close(); }
 
@@ -89,7 +89,7 @@ class CopyPlanner {
 
   std::vector<Group>& groups_;
   const int device_;
-  const kvswap_path_options options_;
+  const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string problem_;
   double crowded_until_ = 0;  // until then no kernels copy: the GPU is busy with others'

@@ -30,10 +30,10 @@ Gate::Gate(int device, int layer_groups, GateWords& words)
   KVSWAP_DRIVER_CHECK(
       driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, device),
       "cuDeviceGetAttribute");
-  KVSWAP_CHECK(
-      supported && driver.wait_value && driver.write_value, "the driver of CUDA device ", device,
-      " has no 64-bit stream memory operations, which a gate is made of; wait for each job "
-      "with wait_on() or wait_layer() instead");
+  KVSWAP_CHECK(supported && driver.wait_value && driver.write_value, "the driver of CUDA device ",
+               device,
+               " has no 64-bit stream memory operations, which a gate needs; let a stream wait for "
+               "each job instead");
   try {
     opener_ = cuda::create_stream();
     for (cuda::Event* event : {&closed_, &opened_}) {

@@ -22,16 +22,16 @@ Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* si
 
 Group read_group(const kvswap_group& from, int device) {
   Group group;
-  group.gpu = read_slabs(from.gpu_bases, from.gpu_strides, from.sizes, from.planes);
-  group.host = read_slabs(from.host_bases, from.host_strides, from.sizes, from.planes);
-  group.layers.assign(from.layers, from.layers + from.planes);
+  group.gpu = read_slabs(from.gpu_bases, from.gpu_strides, from.sizes, from.num_slabs);
+  group.host = read_slabs(from.host_bases, from.host_strides, from.sizes, from.num_slabs);
+  group.layers.assign(from.layers, from.layers + from.num_slabs);
   group.num_blocks = from.num_blocks;
   group.num_pages = from.num_pages;
   group.blocks_per_page = from.blocks_per_page;
   group.block_space = from.block_space;
   group.slot_space = from.slot_space;
-  group.usable = from.usable;
-  group.host.chunk_blocks = &from.usable->chunk_blocks;
+  group.ready_range = from.ready_range;
+  group.host.chunk_blocks = &from.ready_range->chunk_blocks;
   AddressMap addresses;
   // Two storages in one range of addresses do not count as one allocation: the driver knows all
   // expandable segments of a stream as one reservation, and refuses a strided copy across a part of
@@ -45,7 +45,7 @@ Group read_group(const kvswap_group& from, int device) {
     const std::pair allocation(memory.begin, from.gpu_storages[s]);
     group.gpu.allocations.push_back(allocations.emplace(allocation, s).first->second);
   }
-  const int64_t first_slot = from.usable->first_page * group.blocks_per_page;
+  const int64_t first_slot = from.ready_range->first_page * group.blocks_per_page;
   for (size_t s = 0; s < group.host.count(); ++s) {
     const Memory memory = addresses.find(group.host.address(s, first_slot));
     group.host.allocations.push_back(memory.begin);

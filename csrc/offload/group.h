@@ -20,7 +20,7 @@ struct Group {
   // Groups with the same number share their blocks, or their slots: an id is the same memory in
   // both.
   int block_space = 0, slot_space = 0;
-  const kvswap_usable_pages* usable = nullptr;  // of the pool
+  const kvswap_ready_range* ready_range = nullptr;  // of the pool
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;          // in all slabs
   std::vector<SlabRun> runs;         // of slabs at equal distances

@@ -25,7 +25,7 @@ void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
 }  // namespace
 
 Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
-                 const kvswap_path_options& options)
+                 const kvswap_copy_method_options& options)
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
@@ -99,7 +99,7 @@ bool Handler::cancel(Job* job) {
   return scheduler_.cancel(lock, *job);
 }
 
-void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) {
+void Handler::wait(Job* job, int layer_group, const cuda::StreamRef& stream) {
   Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
   try {
@@ -116,7 +116,7 @@ void Handler::wait_on(Job* job, int layer_group, const cuda::StreamRef& stream) 
   cuda::wait_event(stream, end);
 }
 
-int Handler::wait(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds) {
   const double began = now();
   size_t ended = 0;
   bool failed = false;

@@ -18,7 +18,7 @@ class Handler {
  public:
   // The context of the device is current.
   Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
-          const kvswap_path_options& options);
+          const kvswap_copy_method_options& options);
 
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
@@ -54,9 +54,9 @@ class Handler {
   // Waits on the host until the jobs have ended; for_all: until all that were submitted so far
   // have. 1, or 2 when one of them failed or was cancelled (for_all: and is unreported), or 0 after
   // `seconds`.
-  int wait(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds);
   // Makes a stream wait for a group of layers of the job; -1: for all of it.
-  void wait_on(Job* job, int layer_group, const cuda::StreamRef& stream);
+  void wait(Job* job, int layer_group, const cuda::StreamRef& stream);
   // Asks the device.
   bool has_ended(const Job* job);
   // True when the job will be reported as cancelled.

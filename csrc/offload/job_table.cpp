@@ -158,7 +158,7 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   if (job.succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;
-    ++metrics.jobs_by_path[static_cast<int>(job.copy_method)];
+    ++metrics.jobs_by_copy_method[static_cast<int>(job.copy_method)];
     observe(metrics.queue, job.queue_seconds);
     observe(metrics.copy, job.copy_seconds);
   } else {

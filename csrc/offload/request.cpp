@@ -18,9 +18,9 @@ void check_ids(const std::string& list, const int64_t* ids, int64_t count, int64
 }
 
 // Pages that are not pinned yet, or not in this process, are none that the driver can copy.
-void check_usable(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
-  const int64_t first = group.usable->first_page;
-  const int64_t last = __atomic_load_n(&group.usable->last_page, __ATOMIC_ACQUIRE);
+void check_ready(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
+  const int64_t first = group.ready_range->first_page;
+  const int64_t last = __atomic_load_n(&group.ready_range->last_page, __ATOMIC_ACQUIRE);
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] >= first && ids[i] < last) continue;
     fail<IndexError>(list, "[", i, "] is ", ids[i], "; of the ", group.num_pages,
@@ -52,7 +52,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   Work& work = *job->work;
   job->channel = request.channel;
   job->layer_groups = request.layer_groups;
-  work.copy_engines_only = request.background != 0;
+  work.copy_engines_only = request.copy_engines_only != 0;
   ++requests_;
   const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts;
   int64_t total = 0;
@@ -86,7 +86,7 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   const std::string block_list = names.list("gpu_block_ids"), page_list = names.list("page_ids");
   check_ids(block_list, blocks, num_blocks, group.num_blocks, "GPU blocks");
   check_ids(page_list, pages, num_pages, group.num_pages, "host pages");
-  check_usable(page_list, pages, num_pages, group);
+  check_ready(page_list, pages, num_pages, group);
   if (first_block < 0 || first_block >= per_page) {
     fail<ValueError>(names.list("first_block"), "=", first_block,
                      " is outside of the first page, whose blocks are 0 to ", per_page - 1);

@@ -36,7 +36,7 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
 }  // namespace
 
 Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
-                     const kvswap_path_options& options)
+                     const kvswap_copy_method_options& options)
     : device_(device),
       layers_(layers),
       submit_thread_(submit_thread && device >= 0),

@@ -40,7 +40,7 @@ class Scheduler {
  public:
   // The context of the device is current; device: -1 where both sides are host memory.
   Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
-            const kvswap_path_options& options);
+            const kvswap_copy_method_options& options);
   // The handler was closed, or nothing was ever submitted.
   ~Scheduler();
 

@@ -23,7 +23,7 @@ Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
   for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
-  if (store_threshold_ > 1) lookups_.emplace(options.asked_capacity);
+  if (store_threshold_ > 1) lookups_.emplace(options.lookup_capacity);
 }
 
 std::unique_ptr<Pages> Manager::make_pages(size_t group) {

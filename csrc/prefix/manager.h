@@ -23,8 +23,8 @@ struct GroupOptions {
 struct Options {
   PolicyKind policy;
   uint32_t store_threshold;
-  size_t asked_capacity;  // keys with a counter of lookups
-  int32_t events;         // a bit for each kind
+  size_t lookup_capacity;  // keys with a counter of lookups
+  int32_t events;          // a bit for each kind
 };
 
 // The keys of a request: those of the first group one after another, then those of the next.

@@ -29,7 +29,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSWAP_COPY_METHOD", raising=False)
-    assert copy_method_options(None, 7, GPU).path == -1
+    assert copy_method_options(None, 7, GPU).copy_method == -1
     assert copy_method_options("auto", 7, GPU).staging_bytes == 7
 
 
@@ -37,10 +37,10 @@ def test_a_path_is_forced_by_its_name_or_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for copy_method in CHOICES[1:]:
-        assert copy_method_options(copy_method, 0, GPU).path == COPY_METHODS.index(copy_method)
+        assert copy_method_options(copy_method, 0, GPU).copy_method == COPY_METHODS.index(copy_method)
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "strided")
-    assert copy_method_options(None, 0, GPU).path == COPY_METHODS.index("strided")
-    assert copy_method_options("auto", 0, GPU).path == -1
+    assert copy_method_options(None, 0, GPU).copy_method == COPY_METHODS.index("strided")
+    assert copy_method_options("auto", 0, GPU).copy_method == -1
 
 
 def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> No
         driver.set_attribute(122, 0)
         assert error_text(sim.handler.gate).replace("\n", " ") == (
             "RuntimeError: the driver of CUDA device 0 has no 64-bit stream memory operations, "
-            "which a gate is made of; wait for each job with wait_on() or wait_layer() instead"
+            "which a gate needs; let a stream wait for each job instead"
         )
 
 

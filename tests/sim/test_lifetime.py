@@ -185,7 +185,7 @@ def test_a_handler_whose_warning_is_an_error_is_gone(driver: Driver) -> None:
         destroy = native_handler._native.kvswap_handler_destroy
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.setattr(
-                native_handler._native, "kvswap_handler_path_problem", lambda _: b"no kernels"
+                native_handler._native, "kvswap_handler_missing_methods", lambda _: b"no kernels"
             )
             patch.setattr(
                 native_handler._native,

@@ -130,7 +130,7 @@ def test_only_ops_and_the_loader_say_torch_ops(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_only_the_native_side_writes_which_pages_are_usable(module):
     """Submissions read them with acquire order, which only a native release store answers."""
-    fields = {name for name, _ in abi.UsablePages._fields_}
+    fields = {name for name, _ in abi.ReadyRange._fields_}
     written = [
         node.attr
         for node in ast.walk(ast.parse(MODULES[module].read_text()))
@@ -140,7 +140,7 @@ def test_only_the_native_side_writes_which_pages_are_usable(module):
 
 
 def test_which_pages_are_usable_is_released_and_acquired():
-    stores = re.findall(r"__atomic_store_n\(&usable->(\w+), \w+, (\w+)\)", source_of("capi.cpp"))
+    stores = re.findall(r"__atomic_store_n\(&range->(\w+), \w+, (\w+)\)", source_of("capi.cpp"))
     assert stores == [("chunk_blocks", "__ATOMIC_RELAXED"), ("last_page", "__ATOMIC_RELEASE")]
     reads = [read for path in NATIVE for read in re.findall(r".*[>.]last_page.*", path.read_text())]
     assert len(reads) == 2  # the store above, and this one

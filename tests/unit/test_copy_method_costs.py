@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_looked_at_is_passed_over(
     assert record.getMessage().startswith(
         "shipped costs of the copy methods are used, the cache cannot"
     )
-    assert copy_method_options("auto", 0, torch.device("cuda", 0)).path == -1
+    assert copy_method_options("auto", 0, torch.device("cuda", 0)).copy_method == -1
 
 
 def test_a_cache_in_what_is_no_folder_is_empty(

@@ -24,7 +24,7 @@ def test_layers_are_counted_through_all_groups() -> None:
         for kept in groups._kept[6::7]  # the last of the seven lists of each
     ]
     assert layers == [[0, 1], [2, 2]]
-    assert [(g.planes, g.num_pages, g.blocks_per_page) for g in groups.structures] == [
+    assert [(g.num_slabs, g.num_pages, g.blocks_per_page) for g in groups.structures] == [
         (2, 2, 1),
         (2, 3, 2),
     ]

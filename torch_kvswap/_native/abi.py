@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -26,7 +26,7 @@ BLOCKS_BUSY = -2
 _Int64s = ctypes.c_void_p  # the address of a list of int64
 
 
-class UsablePages(ctypes.Structure):
+class ReadyRange(ctypes.Structure):
     _fields_ = (
         ("first_page", ctypes.c_int64),
         ("last_page", ctypes.c_int64),
@@ -43,13 +43,13 @@ class Group(ctypes.Structure):
         ("host_bases", _Int64s),
         ("host_strides", _Int64s),
         ("layers", _Int64s),
-        ("planes", ctypes.c_int64),
+        ("num_slabs", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
         ("num_pages", ctypes.c_int64),
         ("blocks_per_page", ctypes.c_int64),
         ("block_space", ctypes.c_int32),
         ("slot_space", ctypes.c_int32),
-        ("usable", ctypes.c_void_p),
+        ("ready_range", ctypes.c_void_p),
     )
 
 
@@ -63,7 +63,7 @@ class CopyMethodCosts(ctypes.Structure):
 
 class CopyMethodOptions(ctypes.Structure):
     _fields_ = (
-        ("path", ctypes.c_int32),
+        ("copy_method", ctypes.c_int32),
         ("staging_bytes", ctypes.c_uint64),
         ("costs", (CopyMethodCosts * len(COPY_METHODS)) * 2),  # of stores, of loads
     )
@@ -76,7 +76,7 @@ class Request(ctypes.Structure):
         ("layer_groups", ctypes.c_int32),
         ("after_kind", ctypes.c_int32),
         ("grouped", ctypes.c_int32),
-        ("background", ctypes.c_int32),
+        ("copy_engines_only", ctypes.c_int32),
         ("after", ctypes.c_void_p),
         ("gate", ctypes.c_void_p),
         ("blocks", _Int64s),
@@ -95,7 +95,7 @@ class JobResult(ctypes.Structure):
         ("copy_seconds", ctypes.c_double),
         ("channel", ctypes.c_int32),
         ("layer_groups", ctypes.c_int32),
-        ("path", ctypes.c_int32),
+        ("copy_method", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("job", ctypes.c_void_p),
@@ -115,7 +115,7 @@ class Metrics(ctypes.Structure):
                 *("queued", "running", "transfers", "streams", "events"),
             )
         ),
-        ("jobs_by_path", ctypes.c_uint64 * len(COPY_METHODS)),
+        ("jobs_by_copy_method", ctypes.c_uint64 * len(COPY_METHODS)),
         *((name, Histogram) for name in ("submit", "queue", "copy")),
     )
 
@@ -133,7 +133,7 @@ class BlocksOptions(ctypes.Structure):
         ("policy", ctypes.c_int32),
         ("events", ctypes.c_int32),
         ("store_threshold", ctypes.c_int64),
-        ("asked_capacity", ctypes.c_int64),
+        ("lookup_capacity", ctypes.c_int64),
     )
 
 
@@ -176,25 +176,25 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_unmap": (None, _Pointer, ctypes.c_uint64),
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
-    "kvswap_usable_pages_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
     "kvswap_cache_release": (None, _Pointer),
     "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
-    "kvswap_handler_path_problem": (_Text, _Pointer),
+    "kvswap_handler_missing_methods": (_Text, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
     "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
-    "kvswap_handler_finished": (_Int, _Pointer, _Pointer, _Int),
-    "kvswap_handler_wait": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
+    "kvswap_handler_poll": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_synchronize": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
     "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
     "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),
     "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),
     "kvswap_job_release": (None, _Pointer),
     "kvswap_job_result": (_Bool, _Pointer, _Pointer, _Pointer),
-    "kvswap_job_done": (_Int, _Pointer, _Pointer),
-    "kvswap_job_wait_on": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
+    "kvswap_job_query": (_Int, _Pointer, _Pointer),
+    "kvswap_job_wait": (_Bool, _Pointer, _Pointer, _Int, _Pointer, _Int),
     "kvswap_job_cancel": (_Int, _Pointer, _Pointer),
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
     "kvswap_gate_release": (None, _Pointer),
@@ -219,5 +219,5 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 # manager are made in both ways, see holding().
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
-    "kvswap_usable_pages_publish",
+    "kvswap_ready_range_publish",
 )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _native = loader.library()
-_submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_wait
-_result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_done
+_submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_synchronize
+_result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
 _AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
@@ -50,7 +50,7 @@ class NativeHandler(NotCopyable):
             raise
 
     def _warn_of_missing_kernels(self) -> None:
-        problem = _native.kvswap_handler_path_problem(self._pointer).decode()
+        problem = _native.kvswap_handler_missing_methods(self._pointer).decode()
         if problem:
             warnings.warn(
                 f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
@@ -97,7 +97,7 @@ class NativeHandler(NotCopyable):
         results: list[_T] = []
         capacity = _AT_FIRST
         while True:
-            found = self._results("kvswap_handler_finished", capacity, read)
+            found = self._results("kvswap_handler_poll", capacity, read)
             results += found
             if len(found) < capacity:
                 return results
@@ -131,7 +131,7 @@ class NativeHandler(NotCopyable):
 
     def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
         """stream, device: as `resolve_waiting` gives them."""
-        loader.call("kvswap_job_wait_on", self.pointer, job, layer_group, stream, device)
+        loader.call("kvswap_job_wait", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: int) -> bool:
         return bool(loader.call("kvswap_job_cancel", self.pointer, job))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from torch_kvswap._native import loader
-from torch_kvswap._native.abi import UsablePages
+from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import read_int
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool.memory import Mapping, Registration
@@ -38,7 +38,7 @@ class Pinning:
         mapping: Mapping,
         device: torch.device,
         pages: Pages,
-        ready_range: UsablePages,
+        ready_range: ReadyRange,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
@@ -127,7 +127,7 @@ class Pinning:
         Only native stores order what was registered before them, on every machine."""
         blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
         ready_range = ctypes.byref(self._ready_range)
-        loader.library().kvswap_usable_pages_publish(ready_range, last_page, blocks)
+        loader.library().kvswap_ready_range_publish(ready_range, last_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """Where the chunk ends in which this page is."""

@@ -37,7 +37,7 @@ class _Memory:
         self.mapping = mapping
         self.pages: Tensor | None = pages.view(mapping.tensor)
         # The native side reads it at each job.
-        self._ready_range = abi.UsablePages(pages.local.start, pages.local.stop, 1 << 62)
+        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, 1 << 62)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -176,7 +176,7 @@ class HostPool(NotCopyable):
         return self._memory.check_open()
 
     @property
-    def _ready_range(self) -> abi.UsablePages:
+    def _ready_range(self) -> abi.ReadyRange:
         """Which pages can be used now, as the native side reads it: one object for all views."""
         return self._memory._ready_range
 

@@ -24,8 +24,10 @@ from torch_kvswap.layout import PagedLayout
 CSRC = Path(__file__).parents[3] / "csrc"
 HEADER = CSRC / "capi.h"
 STRUCTURES = {
-    "kvswap_usable_pages": abi.UsablePages,
+    "kvswap_ready_range": abi.ReadyRange,
     "kvswap_group": abi.Group,
+    "kvswap_copy_method_costs": abi.CopyMethodCosts,
+    "kvswap_copy_method_options": abi.CopyMethodOptions,
     "kvswap_request": abi.Request,
     "kvswap_result": abi.JobResult,
     "kvswap_histogram": abi.Histogram,
