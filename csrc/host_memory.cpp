@@ -26,7 +26,7 @@ constexpr uint64_t kHugePage = 2 << 20, kStripe = 32 << 20;
 uint64_t page_size() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// A write that changes nothing, whoever else writes there.
+// A write that changes nothing, also while other threads write there.
 void touch_byte(uint64_t address) {
   __atomic_fetch_or(reinterpret_cast<char*>(address), 0, __ATOMIC_RELAXED);
 }

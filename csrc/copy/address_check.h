@@ -5,10 +5,10 @@
 
 namespace kvswap {
 
-// Throws unless every byte of every fragment lies in memory that exists, on both sides: device and
-// pinned memory by the driver's allocations, of which several in a row count as one range
-// (expandable segments), pageable memory by the process's mappings. Throws also where a fragment
-// writes bytes that another one reads or writes. Costs milliseconds: a debug mode.
+// Throws unless every byte of every fragment is in memory that exists, on both sides. Device and
+// pinned memory is checked against the driver's allocations; adjacent ones count as one range
+// (expandable segments). Pageable memory is checked against the process's mappings. Throws also if
+// a fragment writes bytes that another one reads or writes. Takes milliseconds: a debug mode.
 void check_addresses(const FragmentList& fragments, AddressMap& addresses);
 
 }  // namespace kvswap

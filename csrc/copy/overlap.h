@@ -16,8 +16,7 @@ struct Span {
   int64_t tensor;  // of the tensor in the caller's list
 };
 
-// Two spans of which at least one is written and which share a byte. Two spans that are only read
-// may overlap. Sorts the spans.
+// Finds two spans that share a byte and are not both only read. Sorts the spans.
 std::optional<std::pair<Span, Span>> find_overlap(std::vector<Span>& spans);
 
 }  // namespace kvswap

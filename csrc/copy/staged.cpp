@@ -8,7 +8,7 @@ namespace kvswap {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr size_t kMostPieces = 32;
+constexpr size_t kMaxPieces = 32;
 constexpr uint64_t kGrowth = 3;
 
 uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -38,7 +38,7 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
                      bool to_host) {
   const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
-  const uint64_t bytes = std::min(most, std::max(kSmallestPiece, grown));
+  const uint64_t bytes = std::min(most, std::max(kMinPieceBytes, grown));
   // Whole blocks, whose pages are one copy each, where a block fits.
   const uint64_t unit = block_bytes <= most ? block_bytes : kAlignment;
   return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
@@ -78,15 +78,15 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
 
 StagingBuffer::Piece& StagingBuffer::take(uint64_t bytes, cuda::Stream stream) {
   const uint64_t begin = next_ + bytes <= bytes_ ? next_ : 0, end = round_up(begin + bytes);
-  // Those in its place are the oldest: all others came after them, round the buffer.
-  cuda::Event behind = nullptr;
+  // The pieces in its place are the oldest ones.
+  cuda::Event free = nullptr;
   const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
-  while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMostPieces) {
-    behind = pieces_.front().free;
+  while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMaxPieces) {
+    free = pieces_.front().free;
     drop_first();
   }
-  if (behind != nullptr) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, behind, 0), "cuStreamWaitEvent");
+  if (free != nullptr) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, free, 0), "cuStreamWaitEvent");
   }
   pieces_.push_back({begin, end, nullptr, nullptr});  // if the rest fails, forget() knows of it
   Piece& piece = pieces_.back();

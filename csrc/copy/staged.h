@@ -54,7 +54,7 @@ class StagingBuffer {
   EventPool events_{cuda::kEventDisableTiming};
 };
 
-constexpr uint64_t kSmallestPiece = 512 << 10;
+constexpr uint64_t kMinPieceBytes = 512 << 10;
 
 // Bytes of the next piece, after `done` bytes and with `left` bytes to go; `most` fit. The link
 // starts only when the first piece of a store is packed, and has stopped when the last piece of a

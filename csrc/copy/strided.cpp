@@ -7,7 +7,7 @@ namespace kvswap {
 namespace {
 
 // Pitches are limited to 2 GiB; a longer distance is said as a number of rows.
-constexpr uint64_t kMostPitch = 0x7fffffff, kMostRows = 4096;
+constexpr uint64_t kMaxPitch = 0x7fffffff, kMaxRows = 4096;
 
 struct Distance {
   uint64_t pitch = 0, height = 0;
@@ -15,10 +15,10 @@ struct Distance {
 
 // The distance between slabs as rows; a pitch of 0 where it cannot be said so.
 Distance as_rows(uint64_t distance, uint64_t width) {
-  for (uint64_t height = 1; height <= kMostRows; ++height) {
+  for (uint64_t height = 1; height <= kMaxRows; ++height) {
     const uint64_t pitch = distance / height;
     if (pitch < width) break;
-    if (pitch <= kMostPitch && distance % height == 0) return {pitch, height};
+    if (pitch <= kMaxPitch && distance % height == 0) return {pitch, height};
   }
   return {};
 }
@@ -27,7 +27,7 @@ uint64_t distance_at(const Slabs& slabs, size_t slab) {
   return slabs.bases[slab + 1] - slabs.bases[slab];
 }
 
-// Whether the slab behind `slab` can be in one copy with it, at this distance.
+// Whether the next slab can be in one copy with `slab`, at this distance.
 bool can_follow(const Slabs& side, size_t slab, uint64_t distance) {
   return side.allocations[slab + 1] == side.allocations[slab] &&
          side.sizes[slab + 1] == side.sizes[slab] && side.strides[slab + 1] == side.strides[slab] &&

@@ -88,11 +88,11 @@ void order_after(const StreamRef& earlier, const StreamRef& later) {
 }
 
 Stream create_stream() {
-  // Kernels that pack run for microseconds, and would wait for those of an endless row of short
+  // Kernels that pack run for microseconds, and would wait for an endless series of short
   // kernels beside them. The driver takes the nearest priority that it has; copies have none.
-  constexpr int kMostUrgent = -100;
+  constexpr int kMaxUrgent = -100;
   Stream stream = nullptr;
-  KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking, kMostUrgent),
+  KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking, kMaxUrgent),
                       "cuStreamCreateWithPriority");
   return stream;
 }

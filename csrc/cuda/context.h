@@ -2,18 +2,18 @@
 
 #include "cuda/driver.h"
 
-// Owners of driver state, alive for one call.
+// Contexts and streams of the driver.
 namespace kvswap::cuda {
 
 // The context that PyTorch and the CUDA runtime use on `device`.
 Context primary_context(int device);
 
-// Makes the primary context of `device` current and restores the caller's at the end. Neither
-// PyTorch's current device nor that of the CUDA runtime is changed for the caller, and a thread
-// that never used CUDA gets a context. Within another guard for the same device it costs nothing.
+// Makes the primary context of `device` current, also in a thread that never used CUDA, and
+// restores the caller's context at the end. Does not change the current device of PyTorch or of the
+// CUDA runtime. Within another guard for the same device it costs nothing.
 //
-// Meanwhile the thread may make the calls that are forbidden while another thread captures a CUDA
-// graph in global mode: ours concern streams of ours, and would otherwise spoil that graph.
+// Puts the thread in relaxed capture mode: while another thread captures a CUDA graph in global
+// mode, our calls, which concern our own streams, would otherwise invalidate that graph.
 class ContextGuard {
  public:
   explicit ContextGuard(int device);
@@ -26,9 +26,9 @@ class ContextGuard {
   int capture_mode_ = kCaptureRelaxed;
 };
 
-// A stream of the caller's. Its handle alone does not name it: 0, 1 and 2 mean a default stream of
-// whatever context is current. So the functions below make its context current, and calls of the
-// driver need a guard for its device. Streams that this library has created are plain `Stream`s.
+// A stream of the caller. The handle alone does not identify it: 0, 1 and 2 mean a default stream
+// of the current context. So the functions below make its context current, and other calls of the
+// driver need a guard for its device. The library's own streams are plain `Stream`s.
 struct StreamRef {
   int device;
   Stream handle;
@@ -42,8 +42,8 @@ void wait_event(const StreamRef& stream, Event event);
 // Work submitted to `later` after this call starts when the work in `earlier` so far has ended.
 void order_after(const StreamRef& earlier, const StreamRef& later);
 
-// Runs `body`, which submits to `stream`, and lets `waiting` wait for what it submitted, also when
-// it throws.
+// Runs `body`, which submits to `stream`, and makes `waiting` wait for that work, also when it
+// throws.
 template <typename Body>
 void run_before(const StreamRef& stream, const StreamRef& waiting, const Body& body) {
   try {
@@ -58,8 +58,8 @@ void run_before(const StreamRef& stream, const StreamRef& waiting, const Body& b
 // A stream of the current context that does not synchronise with the legacy default stream.
 Stream create_stream();
 
-// A stream of the library's own for the calls that refuse the legacy default stream of `device`. It
-// does not synchronise with that stream by itself and lives as long as the process.
+// A stream of the library's own, for calls that refuse the legacy default stream of `device`. It
+// does not synchronise with that stream by itself, and is never destroyed.
 StreamRef side_stream(int device);
 
 }  // namespace kvswap::cuda

@@ -96,7 +96,7 @@ bool asks_the_driver() {
 
 std::atomic<pid_t> process_that_used_cuda{0};
 
-// In the parent, right before a fork: nobody else would tell the child.
+// Called in the parent, right before a fork: the child could not find out later.
 void note_use_of_cuda() {
   if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD) == nullptr) return;
   if (asks_the_driver()) process_that_used_cuda.store(getpid());

@@ -36,7 +36,7 @@ constexpr int kCaptureRelaxed = 2;
 constexpr int kHas64BitMemoryOperations = 122;
 constexpr int kComputeCapabilityMajor = 75;
 constexpr int kPciBus = 33, kPciDevice = 34, kPciDomain = 50;
-constexpr int kMostDynamicSharedBytes = 8;  // of a function
+constexpr int kMaxDynamicSharedBytes = 8;  // of a function
 constexpr unsigned kWaitUntilAtLeast = 0;
 
 // cuGetProcAddress_v2. With the flag, stream 0 means the legacy default stream in what it finds.

@@ -56,7 +56,7 @@ Kernels load(int device) {
   if (capability >= kHopper) {
     kernels.pack_bulk = find(pack, "kvswap_pack_bulk");
     KVSWAP_DRIVER_CHECK(
-        driver().set_function_attribute(kernels.pack_bulk, kMostDynamicSharedBytes, kSharedBytes),
+        driver().set_function_attribute(kernels.pack_bulk, kMaxDynamicSharedBytes, kSharedBytes),
         "cuFuncSetAttribute");
   }
   kernels.expand_block_ids =

@@ -31,7 +31,7 @@ std::shared_ptr<Transfer> Channel::newest_until(int64_t id) const {
 
 bool Channel::has_room_for(size_t entries) const {
   if (running_.empty()) return true;
-  return running_.size() < kMostRunning && entries_ + entries <= kMostEntries;
+  return running_.size() < kMaxRunning && entries_ + entries <= kMaxEntries;
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
@@ -40,7 +40,7 @@ StreamPoint* Channel::point_of_event(cuda::Event event) {
   if (state == cuda::kSuccess) return nullptr;
   if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
   KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(waiting_, event, 0),
-                      "cuStreamWaitEvent for the event that the job starts behind");
+                      "cuStreamWaitEvent for the event that the job starts after");
   return point_of_stream(waiting_);
 }
 
@@ -88,12 +88,12 @@ void Channel::give_events(Transfer& transfer) noexcept {
   for (const cuda::Event end : transfer.ends) events_.give(end);
 }
 
-Reason Channel::submit(Transfer& transfer, const std::vector<cuda::Event>& behind,
+Reason Channel::submit(Transfer& transfer, const std::vector<cuda::Event>& wait_events,
                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
     const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
-    for (const cuda::Event event : behind) {
+    for (const cuda::Event event : wait_events) {
       KVSWAP_DRIVER_CHECK(driver->wait_event(stream_, event, 0), "cuStreamWaitEvent");
     }
     if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");

@@ -15,7 +15,7 @@ namespace kvswap {
 // Transfers in flight, and entries of the driver's queue. More gain nothing. A stream that is held
 // up has room for 1,020 entries, and a copy with its events takes three of them; then the driver
 // blocks the thread that submits (H200).
-constexpr size_t kMostRunning = 64, kMostEntries = 700;
+constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events
 // that they need. The scheduler's lock guards it. Only submit(), submit_remainder() and
@@ -67,7 +67,7 @@ class Channel {
 
   // Copies the transfer up to its remainder, after the events. Returns why it could not, or an
   // empty reason; sets `copying` as soon as bytes may move. Without the lock.
-  Reason submit(Transfer& transfer, const std::vector<cuda::Event>& behind,
+  Reason submit(Transfer& transfer, const std::vector<cuda::Event>& wait_events,
                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
   // Copies the remainder, and records the ends. Without the lock.
   Reason submit_remainder(Transfer& transfer, const std::vector<Group>& groups,

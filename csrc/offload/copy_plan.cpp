@@ -17,10 +17,10 @@ constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-
 constexpr double kSecondsPerPage = 0.5e-6, kSecondsPerPiece = 9e-6, kSecondsPerLaunch = 4e-6;
 constexpr size_t kFragmentsPerEntry = 25;
 // A kernel that waits for the link slows down the compute beside it all the while.
-constexpr double kMostKernelBytes = 4 << 20;
-constexpr size_t kMostPieces = 8;  // of a transfer that is small enough to count
+constexpr double kMaxKernelBytes = 4 << 20;
+constexpr size_t kMaxPieces = 8;  // of a transfer that is small enough to count
 
-// Of a fragment of so many bytes: between the figures for the powers of two around it.
+// Seconds for a fragment of this size, interpolated between the powers of two around it.
 double fragment_seconds(const double* table, double bytes) {
   const double place = std::log2(bytes / 512);
   const double last = KVSWAP_FRAGMENT_SIZES - 1;
@@ -32,19 +32,19 @@ double fragment_seconds(const double* table, double bytes) {
 }
 
 constexpr double kPageableSeconds = 1;  // the driver copies in the call
-// So many times slower than the copy engines would have been, and then so many times as long
-// without kernels, in seconds at most: to try too early costs several times as much as to try too
-// late. Where two copies share the link both are slower, and the copy engines lose nothing.
-constexpr double kCrowded = 1.6, kAvoidTimes = 100, kLongestAvoidance = 2;
-constexpr double kLeastCrowdedSeconds = 100e-6;  // added to what was predicted
+// A transfer that took kCrowded times as long as predicted for the copy engines turns kernels off
+// for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying them again too early costs several
+// times as much as trying too late. Two copies that share the link are both slower; the copy
+// engines then lose nothing.
+constexpr double kCrowded = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
+constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
 constexpr size_t kMaxUnstagedRuns = 2;
 
-// Entries of the driver's queue, of which a stream has about 1,020, and seconds of the thread that
-// submits them (H200).
+// Entries of the driver's queue that the copies take; a stream has about 1,020 (H200).
 size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
   if (method == CopyMethod::kStrided) return blocks * group.runs.size();
-  if (method == CopyMethod::kStaged) return blocks + kMostPieces;
+  if (method == CopyMethod::kStaged) return blocks + kMaxPieces;
   if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }
@@ -57,7 +57,7 @@ double submit_seconds(CopyMethod method, const Group& group, size_t blocks) {
   if (method == CopyMethod::kStaged) {
     // Pieces grow, three times as much at a time.
     const double bytes = count * static_cast<double>(group.block_bytes);
-    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kSmallestPiece}) / 2);
+    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kMinPieceBytes}) / 2);
     return count * kSecondsPerPage + pieces * kSecondsPerPiece;
   }
   if (method == CopyMethod::kKernel) {
@@ -140,7 +140,7 @@ CopyMethod MethodChooser::choose(const Transfer& transfer) const {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !transfer.may_launch) continue;
     if (forces(method)) return method;
-    if (method == CopyMethod::kKernel && bytes > kMostKernelBytes) continue;
+    if (method == CopyMethod::kKernel && bytes > kMaxKernelBytes) continue;
     const double predicted = seconds(method, transfer);
     if (predicted >= least) continue;
     least = predicted;
@@ -198,9 +198,8 @@ void CopyPlanner::set_up(Channel& stores, Channel& loads) {
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
   }
   if (!stages) return;
-  KVSWAP_CHECK(options_.staging_bytes >= kFewestStagingBytes,
-               "staging_bytes=", options_.staging_bytes, " is too little; give it ",
-               kFewestStagingBytes, " or more");
+  KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
+               " is too little; give it ", kMinStagingBytes, " or more");
   KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
                       options_.staging_bytes, " bytes for staging");
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
@@ -244,18 +243,18 @@ void CopyPlanner::plan(Job& job) const noexcept {
 }
 
 void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
-  double predicted = kLeastCrowdedSeconds;
+  double predicted = kMinCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
     predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
-  // While the host was late with the rest the device may have had nothing to do.
+  // While the remainder was late, the device may have had nothing to do.
   if (!launched || seconds - transfer.remainder_delay < kCrowded * predicted) return;
-  crowded_until_ = now() + std::min(kAvoidTimes * seconds, kLongestAvoidance);
+  crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
 
-std::vector<TransferPart> CopyPlanner::parts_of(const JobRow& jobs, bool is_alone) const {
+std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alone) const {
   std::vector<TransferPart> parts;
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
   for (const Job& job : jobs) {

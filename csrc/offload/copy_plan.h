@@ -46,7 +46,7 @@ class MethodChooser {
 // buffers. The scheduler's lock guards it. The context of the device is current.
 class CopyPlanner {
  public:
-  static constexpr uint64_t kFewestStagingBytes = 1 << 20;
+  static constexpr uint64_t kMinStagingBytes = 1 << 20;
 
   // device: -1 where both sides are host memory. Gives the groups their tables and the channels
   // their staging buffers, if some transfer would use them. Throws ValueError when a forced copy
@@ -68,7 +68,7 @@ class CopyPlanner {
   void plan(Job& job) const noexcept;
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
-  std::vector<TransferPart> parts_of(const JobRow& jobs, bool is_alone) const;
+  std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // A transfer took this long on the device. When compute kernels hold up its kernels, it can be

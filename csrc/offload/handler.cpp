@@ -47,7 +47,7 @@ JobRef Handler::submit(const kvswap_request& request) {
 void Handler::refuse_captures(const kvswap_request& request) const {
   if (device() < 0) return;
   if (request.after_kind <= KVSWAP_AFTER_STREAM) {
-    refuse_capture(stream_of(request), "the stream that the job would start behind");
+    refuse_capture(stream_of(request), "the stream that the job would start after");
   }
   if (request.gate != nullptr) {
     refuse_capture(cuda::current_stream(device()), "the stream on which the gate is to be closed");
@@ -59,7 +59,7 @@ cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
   return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
 }
 
-// Sets what the job starts after. Returns why it cannot be had, or an empty reason.
+// Sets what the job starts after. Returns why it could not, or an empty reason.
 Reason Handler::set_start(const Lock& lock, Job& job, const kvswap_request& request) {
   if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return {};
   try {

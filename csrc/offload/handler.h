@@ -32,7 +32,8 @@ class Handler {
     for (; most > 0 && !unreported.empty(); --most) read(scheduler_.report_first(lock));
   }
 
-  // Calls read(job) for those of them that failed or were cancelled; they stay unreported.
+  // Calls read(job) for up to `most` unreported jobs that failed or were cancelled; they stay
+  // unreported.
   template <typename Read>
   void read_unreported_failures(size_t most, const Read& read) {
     const Lock lock = scheduler_.lock();
@@ -72,7 +73,7 @@ class Handler {
   // The device did not take the caller's context. Ends all jobs if it is lost.
   void on_context_error(const Reason& error);
 
-  // Why copy methods that would be chosen cannot be had, or "". Stays.
+  // Why copy methods that would be chosen are not available, or "". Never changes.
   const std::string& missing_methods() const { return scheduler_.missing_methods(); }
 
   // -1 where all is host memory.

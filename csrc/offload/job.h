@@ -64,7 +64,7 @@ class JobRef {
   Job* job_ = nullptr;
 };
 
-// What a job copies in one group: `count` blocks, whose ids follow those of the parts before it.
+// What a job copies in one group: `count` blocks. Their ids follow the ids of earlier parts.
 struct Part {
   int group;
   size_t count;
@@ -85,7 +85,7 @@ struct Work {
 
   // By data: the number, in each channel, of the latest job that must not overlap with this one;
   // -1 for none.
-  int64_t behind[kChannels] = {-1, -1, -1};
+  int64_t runs_after[kChannels] = {-1, -1, -1};
   std::vector<JobRef> sources;  // the jobs that write what this one reads
 
   std::shared_ptr<Transfer> transfer;  // while it runs
@@ -109,7 +109,7 @@ struct Job {
   CopyMethod copy_method = CopyMethod::kHost;
   Reason error;                // of a job that has failed
   std::unique_ptr<Work> work;  // null once it has ended
-  Job* next_in_row = nullptr;  // in the queue, or in its transfer
+  Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs
 
   bool ended() const { return state >= State::kDone; }
@@ -129,7 +129,7 @@ inline void JobRef::release(Job* job) {
 // A list of jobs, linked through a member of theirs: adding one cannot fail. Holds a reference to
 // each.
 template <Job* Job::* next>
-class JobList {
+class IntrusiveJobList {
  public:
   class Iterator {
    public:
@@ -145,14 +145,14 @@ class JobList {
     Job* job_;
   };
 
-  JobList() = default;
-  JobList(JobList&& other) noexcept { swap(other); }
-  JobList& operator=(JobList&& other) noexcept {
-    JobList taken(std::move(other));
+  IntrusiveJobList() = default;
+  IntrusiveJobList(IntrusiveJobList&& other) noexcept { swap(other); }
+  IntrusiveJobList& operator=(IntrusiveJobList&& other) noexcept {
+    IntrusiveJobList taken(std::move(other));
     swap(taken);
     return *this;
   }
-  ~JobList() { clear(); }
+  ~IntrusiveJobList() { clear(); }
 
   bool empty() const { return first_ == nullptr; }
   size_t size() const { return size_; }
@@ -182,7 +182,7 @@ class JobList {
   }
 
  private:
-  void swap(JobList& other) noexcept {
+  void swap(IntrusiveJobList& other) noexcept {
     std::swap(first_, other.first_);
     std::swap(last_, other.last_);
     std::swap(size_, other.size_);
@@ -192,7 +192,7 @@ class JobList {
   size_t size_ = 0;
 };
 
-using JobRow = JobList<&Job::next_in_row>;
-using EndedJobs = JobList<&Job::next_ended>;
+using JobList = IntrusiveJobList<&Job::next>;
+using EndedJobs = IntrusiveJobList<&Job::next_ended>;
 
 }  // namespace kvswap

@@ -80,19 +80,19 @@ Reason JobTable::prepare(Job& job) {
   return failure;
 }
 
-// Sets `behind`.
+// Sets `runs_after`.
 void JobTable::find_overlaps(Work& work, int channel) const noexcept {
   for (int other = 0; other < kChannels; ++other) {
     const Latest& latest = latest_[other];
     const bool both_store = channel == kStores && other == kStores;
     const bool both_load = channel != kStores && other != kStores;
-    int64_t behind = -1;
+    int64_t last = -1;
     for_each(work, [&](int blocks, int slots, size_t i) {
       // Two stores may read one block, two loads one slot.
-      if (!both_store) behind = std::max(behind, latest.of_blocks[blocks][work.blocks()[i]]);
-      if (!both_load) behind = std::max(behind, latest.of_slots[slots][work.slots()[i]]);
+      if (!both_store) last = std::max(last, latest.of_blocks[blocks][work.blocks()[i]]);
+      if (!both_load) last = std::max(last, latest.of_slots[slots][work.slots()[i]]);
     });
-    work.behind[other] = behind;
+    work.runs_after[other] = last;
   }
 }
 

@@ -18,7 +18,7 @@ namespace {
 // wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
 constexpr double kSmallSeconds = 50e-6, kBeginningSeconds = 20e-6;
 
-// What is joined into one copy; more when somebody waits for all of it to be submitted.
+// Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
 
@@ -91,8 +91,8 @@ void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
   } else {
     job->submit_seconds = now() - began;  // another thread may see it end at once
     submit_or_queue(lock, job);
-    // A graph that waits for the gate may not be launched before the load is on the device: if a
-    // kernel is loaded meanwhile, the driver puts all later work behind that graph.
+    // A graph that waits for the gate must not be launched before the load is on the device: if a
+    // kernel is loaded meanwhile, the driver puts all later work after that graph.
     if (has_gate || device_ < 0) flush(lock, *job);
   }
   job->submit_seconds = now() - began;
@@ -107,7 +107,7 @@ bool Scheduler::Queue::is_past(int64_t id) const {
 // Those in other channels that must not overlap with this work.
 bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) const {
   for (const Queue& other : queues_) {
-    if (&other != &queue && !other.is_past(work.behind[other.channel.number()])) return false;
+    if (&other != &queue && !other.is_past(work.runs_after[other.channel.number()])) return false;
   }
   return true;
 }
@@ -127,14 +127,14 @@ bool Scheduler::can_submit_partially(const Job& job) const {
 void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
   // A few at a time: a submission does not pay for all that has ended.
-  if (queue.channel.num_running() > kMostRunning / 4) advance(lock, 2);
+  if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
   if (!lost_.empty()) return end_unsubmitted(*job, State::kFailed, lost_);
   const bool starts = !submit_thread_ && queue.jobs.empty() && can_submit(queue, *job);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!(starts && is_small) && !ensure_worker(queue, *job)) return;
   if (starts && (is_small || can_submit_partially(*job))) {
     queue.submitting = job->id;
-    JobRow jobs;
+    JobList jobs;
     jobs.push_back(job);
     return submit_jobs(lock, queue, std::move(jobs), is_small ? kNoLimit : kBeginningSeconds);
   }
@@ -163,8 +163,8 @@ bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
 
 // Submits jobs as one transfer, or each by itself if that fails. seconds: what the calling thread
 // submits takes no longer; the remainder is left for others.
-void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double seconds) noexcept {
-  JobRow ready;
+void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double seconds) noexcept {
+  JobList ready;
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
     job->work->submission_started = true;
@@ -173,7 +173,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double second
   }
   if (!ready.empty() && !try_submit(lock, queue, ready, seconds)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
-      JobRow one;
+      JobList one;
       one.push_back(ready.pop_front());
       try_submit(lock, queue, one, kNoLimit);
     }
@@ -184,18 +184,18 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double second
 }
 
 // False, with the jobs, when they are worth trying one at a time.
-bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double seconds) noexcept {
+bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double seconds) noexcept {
   if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
-  std::vector<cuda::Event> behind;
+  std::vector<cuda::Event> wait_events;
   Transfers made;
   try {
     held = transfers_before(queue, jobs);
-    behind.reserve(jobs.size() + held.size());
+    wait_events.reserve(jobs.size() + held.size());
     for (const Job& job : jobs) {
-      if (job.work->after != nullptr) behind.push_back(job.work->after->event);
+      if (job.work->after != nullptr) wait_events.push_back(job.work->after->event);
     }
-    for (const auto& before : held) behind.push_back(before->ends.back());
+    for (const auto& before : held) wait_events.push_back(before->ends.back());
     made = make_transfer(queue, jobs, seconds);
   } catch (const std::exception& error) {
     return fail_unsubmitted(jobs, Reason(error));
@@ -209,7 +209,7 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double second
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   bool copying = false;
-  Reason error = queue.channel.submit(transfer, behind, groups_, layers_, copying);
+  Reason error = queue.channel.submit(transfer, wait_events, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
   const double took = device_ < 0 ? now() - began : 0;
   if (!error.empty() || transfer.remainder == transfer.parts.size()) {
@@ -223,19 +223,19 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobRow& jobs, double second
 
 // The transfers in flight in other channels that the jobs must not overlap with.
 std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& queue,
-                                                                   const JobRow& jobs) const {
+                                                                   const JobList& jobs) const {
   std::vector<std::shared_ptr<Transfer>> found;
   for (const Job& job : jobs) {
     for (const Queue& other : queues_) {
       if (&other == &queue) continue;
-      auto before = other.channel.newest_until(job.work->behind[other.channel.number()]);
+      auto before = other.channel.newest_until(job.work->runs_after[other.channel.number()]);
       if (before && (found.empty() || found.back() != before)) found.push_back(std::move(before));
     }
   }
   return found;
 }
 
-Transfers Scheduler::make_transfer(Queue& queue, const JobRow& jobs, double seconds) {
+Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs, double seconds) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const size_t entries = planner_.entries_of(parts);
   size_t remainder = parts.size();
@@ -253,7 +253,7 @@ bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
     if (queue.partially_submitted.empty()) continue;
     const Transfer& transfer = *queue.partially_submitted.front();
     if (transfer.jobs.front().work->predicted_submit_seconds > seconds) continue;
-    if (transfer.entries > kMostEntries) continue;  // the driver may block who submits it
+    if (transfer.entries > kMaxEntries) continue;  // the driver may block
     std::optional<cuda::ContextGuard> context;
     try {
       context.emplace(device_);
@@ -274,7 +274,7 @@ void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
   Reason error = lost_;
   lock.unlock();
   if (error.empty()) error = queue.channel.submit_remainder(transfer, groups_, layers_);
-  JobRow jobs;
+  JobList jobs;
   end_attempt(lock, queue, std::move(made), std::move(error), true, 0, jobs);
   queue.submitting = -1;
   progress_.notify_all();
@@ -283,7 +283,7 @@ void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
 // The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
 // worth trying one at a time.
 bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                            double seconds, JobRow& jobs) noexcept {
+                            double seconds, JobList& jobs) noexcept {
   bool alive = true;
   if (!error.empty() && copying) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
@@ -299,7 +299,7 @@ bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason err
 }
 
 // True when that is the end of the jobs; false when they are worth trying one at a time.
-bool Scheduler::fail_unsubmitted(JobRow& jobs, const Reason& error) noexcept {
+bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   if (lost_.empty() && jobs.size() > 1) return false;
   while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, error);
   return true;
@@ -366,9 +366,9 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
 }
 
-// Takes the first job of the queue, and those that can be joined with it. There is one.
-JobRow Scheduler::take_jobs(Queue& queue) noexcept {
-  JobRow jobs;
+// Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
+JobList Scheduler::take_jobs(Queue& queue) noexcept {
+  JobList jobs;
   size_t bytes = 0, entries = 0;
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
@@ -387,8 +387,8 @@ JobRow Scheduler::take_jobs(Queue& queue) noexcept {
   return jobs;
 }
 
-// Whether `next` can be copied together with the jobs, which have so many bytes and entries.
-bool Scheduler::can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t entries,
+// Whether `next` can be copied together with the jobs. bytes, entries: of the jobs.
+bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries,
                          Job& next) {
   const Job& first = jobs.front();
   Work& work = *next.work;
@@ -401,9 +401,9 @@ bool Scheduler::can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t 
   }
   if (work.copy_engines_only != first.work->copy_engines_only) return false;
   // Nothing may be written twice in one copy.
-  if (work.behind[queue.channel.number()] >= first.id) return false;
+  if (work.runs_after[queue.channel.number()] >= first.id) return false;
   if (!all_before_are_submitted(queue, work)) return false;
-  // What it starts behind may be behind the end of one of the others.
+  // What it starts after may itself come after one of the other jobs.
   if (work.after == nullptr) return true;
   if (!queue.channel.is_over(*work.after)) return false;
   queue.channel.give_point(std::exchange(work.after, nullptr));
@@ -416,7 +416,7 @@ void Scheduler::wait_for_progress(Lock& lock, double seconds) {
 
 // How jobs end: because their copies have, because they are cancelled, or with the device.
 
-void Scheduler::advance(const Lock& lock, int most) noexcept {
+void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   const auto is_idle = [](const Queue& queue) { return queue.channel.is_idle(); };
   const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_closed_gates();
   if (!lost_.empty() || idle) return;
@@ -427,7 +427,7 @@ void Scheduler::advance(const Lock& lock, int most) noexcept {
     do {
       next = next_to_retire();
       if (next != nullptr) retire_first(*next);
-    } while (next != nullptr && --most > 0);
+    } while (next != nullptr && --max_transfers > 0);
   } catch (const std::bad_alloc&) {
     // No memory for the message of an error: the next one that asks gets that.
   } catch (const std::exception& error) {
@@ -435,8 +435,8 @@ void Scheduler::advance(const Lock& lock, int most) noexcept {
   }
 }
 
-// Of the copies that have ended the one that was submitted first: a job ends after those that it
-// waited for.
+// The channel with the oldest of the transfers that have ended, or null. In this order a job ends
+// after the jobs that it waited for.
 Scheduler::Queue* Scheduler::next_to_retire() {
   Queue* next = nullptr;
   for (Queue& queue : queues_) {

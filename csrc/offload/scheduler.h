@@ -46,7 +46,7 @@ class Scheduler {
 
   // Need no lock: they never change.
   int device() const { return device_; }
-  // Why copy methods that would be chosen cannot be had, or "".
+  // Why copy methods that would be chosen are not available, or "".
   const std::string& missing_methods() const { return planner_.problem(); }
 
   Lock lock() { return Lock(mutex_); }
@@ -73,15 +73,15 @@ class Scheduler {
   // Takes that back.
   void start_at_once(const Lock&, Job& job) noexcept;
   // Adds a prepared job and submits it, queues it or, with a failure, ends it. began: when its
-  // caller began. Returns when the copies of a job with a gate, and those between host memory, are
-  // submitted.
+  // caller began. A job with a gate, or between host memory, is on the device or has ended when
+  // this returns.
   void submit(Lock& lock, const JobRef& job, const Reason& failure, double began) noexcept;
 
   // Progress.
 
-  // Ends the jobs whose copies have ended on the device, those of `most` copies at most, and opens
-  // gates that the driver refused to open before.
-  void advance(const Lock&, int most = std::numeric_limits<int>::max()) noexcept;
+  // Ends the jobs whose transfers have ended on the device, `max_transfers` of them at most, and
+  // opens gates that the driver refused to open before.
+  void advance(const Lock&, int max_transfers = std::numeric_limits<int>::max()) noexcept;
   // Waits until a job was submitted or has ended, or a gate was opened; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
   // Waits until a job is on the device, or has ended. What is ahead of it is not held back any
@@ -123,7 +123,7 @@ class Scheduler {
     Queue(int number, int device) : channel(number, device) {}
 
     Channel channel;
-    JobRow jobs;              // also those cancelled meanwhile, which keep their place in the order
+    JobList jobs;             // cancelled jobs keep their place in the order
     size_t num_waiting = 0;   // of them that were not cancelled
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
     Transfers partially_submitted;  // one at most: its remainder is to be submitted
@@ -141,19 +141,19 @@ class Scheduler {
   void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
-  JobRow take_jobs(Queue& queue) noexcept;
-  bool can_join(Queue& queue, const JobRow& jobs, size_t bytes, size_t entries, Job& next);
+  JobList take_jobs(Queue& queue) noexcept;
+  bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
 
-  void submit_jobs(Lock& lock, Queue& queue, JobRow jobs, double seconds) noexcept;
-  bool try_submit(Lock& lock, Queue& queue, JobRow& jobs, double seconds) noexcept;
+  void submit_jobs(Lock& lock, Queue& queue, JobList jobs, double seconds) noexcept;
+  bool try_submit(Lock& lock, Queue& queue, JobList& jobs, double seconds) noexcept;
   std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
-                                                          const JobRow& jobs) const;
-  Transfers make_transfer(Queue& queue, const JobRow& jobs, double seconds);
+                                                          const JobList& jobs) const;
+  Transfers make_transfer(Queue& queue, const JobList& jobs, double seconds);
   void submit_remainder(Lock& lock, Queue& queue) noexcept;
   bool end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                   double seconds, JobRow& jobs) noexcept;
+                   double seconds, JobList& jobs) noexcept;
   void on_submitted(Queue& queue, Transfers made, double seconds) noexcept;
-  bool fail_unsubmitted(JobRow& jobs, const Reason& error) noexcept;
+  bool fail_unsubmitted(JobList& jobs, const Reason& error) noexcept;
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;
 
   Queue* next_to_retire();

@@ -20,7 +20,7 @@ StreamPoint* StreamPoints::take(cuda::Stream stream) {
   ++point->users;
   const cuda::Result result = cuda::driver().record_event(point->event, stream);
   if (result != cuda::kSuccess) give(point);
-  KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts behind");
+  KVSWAP_DRIVER_CHECK(result, "cuEventRecord on the stream that the job starts after");
   point->number = ++records_;
   return point;
 }

@@ -25,7 +25,7 @@ struct TransferPart {
 // its events holds it until the driver has the wait, so that the events are not recorded again
 // before.
 struct Transfer {
-  JobRow jobs;                        // in the order of submission
+  JobList jobs;                       // in the order of submission
   std::vector<TransferPart> parts;    // in the order in which they are copied
   size_t remainder = 0;               // the first part that the submitting thread leaves to others
   double partially_submitted_at = 0;  // when the parts before it were with the driver

@@ -111,10 +111,10 @@ void expand_on_host(const Expansion& e) {
 }
 
 void expand_on_cuda(Expansion expansion, int device) {
-  constexpr int64_t kThreads = 256, kMostBlocks = 4096;
+  constexpr int64_t kThreads = 256, kMaxBlocks = 4096;
   const cuda::StreamRef stream = cuda::current_stream(device);
   const cuda::ContextGuard context(device);
-  const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMostBlocks);
+  const int64_t blocks = std::min((expansion.count + kThreads - 1) / kThreads, kMaxBlocks);
   void* arguments[] = {&expansion};
   KVSWAP_DRIVER_CHECK(
       cuda::driver().launch(cuda::kernels(device).expand_block_ids, static_cast<unsigned>(blocks),

@@ -17,7 +17,7 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
 
 }  // namespace
 
-// How the native side gets hold of tensors of Python; torch_kvswap/ops.py has those for users.
+// Hands tensors of Python to the native side. The ops for users are defined in torch_kvswap/ops.py.
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
   m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
 }

@@ -6,7 +6,7 @@
 
 namespace kvswap::prefix {
 
-constexpr size_t kMostLists = 2;  // of pages in a policy
+constexpr size_t kMaxLists = 2;  // of pages in a policy
 
 // How a key is admitted: the list for its page, and what the policy needs to know when it makes
 // room.

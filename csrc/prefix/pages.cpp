@@ -57,8 +57,8 @@ void Pages::use(uint32_t page) {
 }
 
 void Pages::order(const uint32_t* pages, size_t count) {
-  uint32_t fronts[kMostLists];
-  std::fill(fronts, fronts + kMostLists, kNone);
+  uint32_t fronts[kMaxLists];
+  std::fill(fronts, fronts + kMaxLists, kNone);
   for (size_t i = 0; i < count; ++i) {
     if (!is_idle(pages[i])) continue;
     uint32_t& front = fronts[table_.nodes[pages[i]].list];

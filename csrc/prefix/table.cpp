@@ -88,7 +88,7 @@ uint32_t Table::slot_of(uint32_t node) const {
 }
 
 void Table::erase(uint32_t node) {
-  // The slots behind it move up where they may, so that no search ends too early.
+  // Later slots move up if they may, so that no search ends too early.
   uint32_t hole = slot_of(node);
   for (uint32_t at = (hole + 1) & mask_; slots_[at].node != kNone; at = (at + 1) & mask_) {
     const uint32_t distance = (at - home(slots_[at].hash)) & mask_;

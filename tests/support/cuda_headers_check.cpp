@@ -86,7 +86,7 @@ static_assert(cuda::kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPAB
 static_assert(cuda::kPciBus == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID);
 static_assert(cuda::kPciDevice == CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID);
 static_assert(cuda::kPciDomain == CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID);
-static_assert(cuda::kMostDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(cuda::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 static_assert(cuda::kSuccess == CUDA_SUCCESS);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);

@@ -11,13 +11,13 @@ constexpr int kStreamMemoryOperations = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
 int create(void** handle, unsigned, int priority) {
-  constexpr int kMostUrgent = -5;
+  constexpr int kMaxUrgent = -5;
   const Call call("cuStreamCreateWithPriority");
   if (call.result) return call.result;
   if (current_context() == kNoContext) return kInvalidContext;
   *handle = reinterpret_cast<void*>(device().create_stream());
   const std::string urgency =
-      priority < 0 ? ", of priority " + std::to_string(std::max(priority, kMostUrgent)) : "";
+      priority < 0 ? ", of priority " + std::to_string(std::max(priority, kMaxUrgent)) : "";
   device().log.add("create stream ", device().name(*handle), urgency);
   return kSuccess;
 }
