@@ -1,4 +1,4 @@
-#include "copy/pack.h"
+#include "copy/pack_arguments.h"
 
 // The kernels that pack blocks and unpack them, found by their names in the module that setup.py
 // makes of this file.

@@ -1,64 +1,65 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
-// The arguments of the kernels of pack.cu. Read by nvcc and by the C++ compiler, so it has nothing
-// but numbers.
+#include "copy/pack_arguments.h"
+#include "copy/slabs.h"
+#include "cuda/driver.h"
+#include "cuda/kernels.h"
+
+// Blocks as the pack kernels see them: slabs on the GPU, and packed in a host page or a buffer.
 namespace kvswap {
 
-// A slab of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. In a packed
-// block, such as in a host page, they begin at byte `offset`.
-struct SlabEntry {
-  uint64_t base, stride, offset, bytes;
+// The slabs of a cache as an array in GPU memory, for the kernels.
+class SlabTable {
+ public:
+  // Uploads the array on `stream` and waits for that. The context of the device is current.
+  SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream);
+  ~SlabTable();
+  SlabTable(const SlabTable&) = delete;
+  SlabTable& operator=(const SlabTable&) = delete;
+  // Never frees the memory: the device is lost, and may still read it.
+  void leak() noexcept { address_ = 0; }
+
+  uint64_t entry(size_t slab) const { return address_ + slab * sizeof(SlabEntry); }
+  // Divides all addresses and sizes on both sides; 16 at most.
+  uint32_t word_bytes() const { return word_bytes_; }
+
+ private:
+  cuda::Address address_ = 0;
+  uint32_t word_bytes_ = 16;
 };
 
-// Blocks in one launch: the arguments of a kernel are limited to 4 KiB.
-constexpr unsigned kPackBlocks = 496;
+// Whether the slabs of each block follow one another on the host, and all ids fit the kernels.
+bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
-// Copies blocks between the slabs and packed memory: block blocks[i] and the bytes at
-// packed + slots[i] * packed_stride.
-struct PackArguments {
-  uint64_t slabs;  // address of the SlabEntry of the first slab of `slab_count`
-  uint64_t packed, packed_stride;
-  // The range of bytes to copy, counted block after block: a large block is copied in pieces.
-  uint64_t begin, end, block_bytes;
-  uint32_t slab_count, block_count;
-  uint32_t chunk_bytes, chunks_per_slab;  // what a thread or a warp copies at a time
-  uint32_t to_packed;                     // 0: from packed memory to the slabs
-  uint32_t word_bytes;                    // divides all addresses and sizes
-  int32_t blocks[kPackBlocks];
-  int32_t slots[kPackBlocks];
-};
-static_assert(sizeof(PackArguments) <= 4096);
+// Blocks of some slabs of a group, all of them in one direction.
+struct PackedCopy {
+  const Slabs* gpu;
+  const Slabs* host;
+  const SlabTable* table;
+  SlabRange slabs;
+  const int64_t* blocks;
+  const int64_t* slots;
+  size_t count;
+  bool to_host;
+  // Bytes of a longer copy that are copied just before and after this part of it.
+  uint64_t before = 0, after = 0;
 
-// What a thread or a warp copies at a time.
-struct PackChunk {
-  uint64_t paged, packed, bytes;  // bytes: 0 if there is nothing to copy
+  uint64_t block_bytes() const;
+  uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
+  // Whether one driver copy may span block i and the block before it.
+  bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
-#ifdef __CUDACC__
-#define KVSWAP_HOST_DEVICE __host__ __device__
-#else
-#define KVSWAP_HOST_DEVICE
-#endif
+// Copies the bytes from `begin` to `end` of all blocks, counted block after block, between the
+// GPU's slabs and a buffer that has byte `begin` at `packed`. Launches on `stream`. Throws when the
+// driver refuses.
+void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
+          const cuda::Kernels& kernels, cuda::Stream stream);
 
-// Chunk `number` of block_count * slab_count * chunks_per_slab. Neighbours in number are
-// neighbours in memory.
-KVSWAP_HOST_DEVICE inline PackChunk pack_chunk(const PackArguments& a, uint32_t number) {
-  const uint32_t fragment = number / a.chunks_per_slab;
-  const uint32_t i = fragment / a.slab_count;
-  const auto* slabs = reinterpret_cast<const SlabEntry*>(a.slabs);
-  const SlabEntry slab = slabs[fragment - i * a.slab_count];
-  const uint64_t offset = slab.offset - slabs[0].offset;  // in the part of the block that is moved
-  const uint64_t first = i * a.block_bytes + offset;      // of all bytes
-  uint64_t from = uint64_t{number - fragment * a.chunks_per_slab} * a.chunk_bytes;
-  uint64_t to = from + a.chunk_bytes < slab.bytes ? from + a.chunk_bytes : slab.bytes;
-  if (first + from < a.begin) from = a.begin > first ? a.begin - first : 0;
-  if (first + to > a.end) to = a.end > first ? a.end - first : 0;
-  if (from >= to) return {0, 0, 0};
-  return {slab.base + static_cast<uint64_t>(a.blocks[i]) * slab.stride + from,
-          a.packed + static_cast<uint64_t>(a.slots[i]) * a.packed_stride + offset + from,
-          to - from};
-}
+// Copies all blocks between the GPU's slabs and pinned host pages by a kernel.
+void copy_by_kernel(const PackedCopy& copy, const cuda::Kernels& kernels, cuda::Stream stream);
 
 }  // namespace kvswap

@@ -3,7 +3,7 @@
 #include <deque>
 
 #include "copy/batch.h"
-#include "copy/packed.h"
+#include "copy/pack.h"
 #include "cuda/event_pool.h"
 
 namespace kvswap {

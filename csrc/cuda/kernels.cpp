@@ -3,7 +3,7 @@
 #include <map>
 #include <mutex>
 
-#include "copy/pack.h"
+#include "copy/pack_arguments.h"
 #include "cuda/context.h"
 #include "ops/expand_block_ids.h"
 

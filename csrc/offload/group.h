@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "capi.h"
-#include "copy/packed.h"
+#include "copy/pack.h"
 #include "copy/strided.h"
 
 namespace kvswap {

@@ -26,7 +26,7 @@ COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is comp
 def build() -> Path:
     """The folder of the stub's libraries, made by the first that asks."""
     files = sorted(path for folder in SOURCES.values() for path in (HERE / folder).iterdir())
-    files.append(ROOT / "csrc" / "copy" / "pack.h")
+    files.append(ROOT / "csrc" / "copy" / "pack_arguments.h")
     digest = hashlib.sha256(" ".join(COMMAND).encode())
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "../../../../csrc/copy/pack.h"
+#include "../../../../csrc/copy/pack_arguments.h"
 #include "calls.h"
 
 // The kernels of the library, which the stub knows by their names, and what they copy.

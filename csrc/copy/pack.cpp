@@ -1,4 +1,4 @@
-#include "copy/packed.h"
+#include "copy/pack.h"
 
 #include <algorithm>
 #include <limits>
