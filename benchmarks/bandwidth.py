@@ -1,7 +1,7 @@
 """Moves scattered blocks, and shows how much longer that takes than one big copy of their bytes.
 
-Total time runs from the call of store() or load() until handler.wait() returns; that of the big
-copy, pinned, from the call until the host sees its event. Both in turn, first the one, then the
+Total time runs from the call of store() or load() until handler.synchronize() returns; that of the
+big copy, pinned, from the call until the host sees its event. Both in turn, first the one, then the
 other; medians. "link" is of the time on the device alone: both are given to it behind a stream that
 is held. Blocks and pages: other random ids, as lists, in every transfer. Without a GPU the big copy
 is one of PyTorch, nothing is judged, and there are fewer and smaller shapes. All bytes are compared

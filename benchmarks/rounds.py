@@ -48,8 +48,8 @@ class Few:
 @dataclass(frozen=True)
 class Round:
     """held: the hold lasted longer than the submission and the polls. outstanding: jobs when all
-    were submitted. submit_all: the last 1,000 calls. poll: finished() when nothing had ended.
-    collect_us: finished() per job when all had ended. added_bytes: resident memory that the round
+    were submitted. submit_all: the last 1,000 calls. poll: poll() when nothing had ended.
+    collect_us: poll() per job when all had ended. added_bytes: resident memory that the round
     left behind. moving_seconds: from the first submission, or the end of the hold, to the last
     job's end. not_done: jobs that were not reported as done exactly once."""
 
@@ -108,7 +108,7 @@ def _poll(handler: Any, samples: Nanoseconds) -> list[Any]:
     results = []
     for number in range(len(samples)):
         start = _clock()
-        ended = handler.finished()
+        ended = handler.poll()
         samples[number] = _clock() - start
         results += ended
     return results
@@ -132,15 +132,15 @@ def run_few(handler: Any, jobs: Sequence[Job], scenario: Scenario) -> Few | None
             held = held and not ended and not hold.is_over
             hold.wait()
             handler.drain()
-            handler.finished()
+            handler.poll()
     return Few(Spread.of(submit.ravel()), Spread.of(poll.ravel())) if held else None
 
 
 def _collect(handler: Any, jobs: int, results: list[Any]) -> tuple[float, int]:
-    """Of finished() when all has ended: microseconds per job. And the jobs that were not reported
+    """Of poll() when all has ended: microseconds per job. And the jobs that were not reported
     as done once, with the results that came before."""
     start = _clock()
-    last = handler.finished()
+    last = handler.poll()
     microseconds = (_clock() - start) / 1e3 / max(1, len(last))
     results += last
     done = {result.job_id for result in results if result.ok}

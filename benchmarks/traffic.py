@@ -14,8 +14,6 @@ from blocks import NumberedBlocks
 from computes import Compute
 from transfers import scattered, submit
 
-from torch_kvswap import TransferError
-
 IN_FLIGHT = 2
 _LOOK_SECONDS = 50e-6  # between two looks: a loop would take the handler's lock from its thread
 
@@ -78,12 +76,11 @@ class HandlerWay:
         return lambda: self._ended(job)
 
     def _ended(self, job: Any) -> bool:
-        if not job.done():
+        if not job.query():
             return False
-        if not job.result.ok:
-            raise TransferError([job.result])
+        job.synchronize()  # raises if it failed
         self.paths.add(job.result.copy_method)
-        self._handler.finished()  # forgets the job
+        self._handler.poll()  # forgets the job
         return True
 
 

@@ -89,8 +89,8 @@ def submit(
     handler: Any, direction: str, blocks: list[int], pages: list[int], **options: Any
 ) -> Any:
     if direction == "store":
-        return handler.store(blocks, pages, **options)
-    return handler.load(pages, blocks, **options)
+        return handler.store(gpu_block_ids=blocks, page_ids=pages, **options)
+    return handler.load(page_ids=pages, gpu_block_ids=blocks, **options)
 
 
 class _Group:
@@ -114,7 +114,7 @@ class _Group:
 
     def end(self) -> None:
         """All have ended."""
-        self._handler.finished()  # forgets the jobs
+        self._handler.poll()  # forgets the jobs
         for direction, ids in self._ids.items():
             self._blocks.note(direction, *ids)
 
@@ -132,9 +132,9 @@ def move(
     start = time.perf_counter_ns()
     jobs = group.submit()
     submitted = time.perf_counter_ns()
-    while poll and not all(job.done() for job in jobs):
+    while poll and not all(job.query() for job in jobs):
         pass
-    handler.wait(jobs)
+    handler.synchronize(jobs)
     end = time.perf_counter_ns()
     copy_method = "/".join(sorted({job.result.copy_method for job in jobs}))
     group.end()
@@ -155,7 +155,7 @@ def link_us(
 
     def give() -> None:
         for job in group.submit():
-            job.wait_on()
+            job.wait()
 
     ours = device_us(stream, give)
     handler.drain()

@@ -207,6 +207,7 @@ kvswap_result to_c(const Job& job) {
   result.layer_groups = job.layer_groups;
   result.copy_method = static_cast<int32_t>(job.copy_method);
   result.state = static_cast<int32_t>(job.state);
+  result.error_kind = static_cast<int32_t>(job.error.kind());
   result.error = job.error.c_str();
   result.job = const_cast<Job*>(&job);
   return result;
@@ -270,6 +271,7 @@ void* kvswap_handler_submit(void* handler, kvswap_request* request) {
   succeeds_in(handler, [&](Handler& of) {
     const JobRef submitted = of.submit(*request);
     request->id = submitted->id;
+    request->nbytes = submitted->nbytes;
     job = new_ref(submitted);
   });
   return job;

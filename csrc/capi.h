@@ -128,6 +128,7 @@ struct kvswap_request {
   const int64_t* pages;
   const int64_t* counts;  // for each group: blocks, pages, first_block
   int64_t id;             // the number of the job, set by the call
+  uint64_t nbytes;        // what it copies, set by the call
 };
 
 // A job with one reference, which kvswap_job_release drops.
@@ -141,8 +142,9 @@ struct kvswap_result {
   int32_t channel;
   int32_t layer_groups;
   int32_t copy_method;
-  int32_t state;      // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
-  const char* error;  // of a failed job, valid as long as the job
+  int32_t state;       // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
+  int32_t error_kind;  // 0 other, 1 the device is lost, 2 what it reads was not written
+  const char* error;   // of a failed job, valid as long as the job
   void* job;
 };
 
@@ -308,5 +310,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 2
+#define KVSWAP_ABI_VERSION 3
 KVSWAP_API int kvswap_abi_version();

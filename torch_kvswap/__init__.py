@@ -1,33 +1,64 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
-from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
+from torch_kvswap.handler import (
+    AFTER_NOTHING,
+    DeviceLostError,
+    Gate,
+    Job,
+    OffloadHandler,
+    Result,
+    SourceFailedError,
+    TransferError,
+)
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
+from torch_kvswap.metrics import ChannelMetrics, Histogram, Metrics
 from torch_kvswap.ops import (
     expand_block_ids,
     swap_blocks,
     swap_blocks_batch,
     swap_kv_blocks,
 )
-from torch_kvswap.prefix.engine import OffloadEngine
+from torch_kvswap.prefix.engine import OffloadEngine, Preempted
+from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import MultiModalItem, PrefixHasher
-from torch_kvswap.prefix.manager import BlockGroup, BlockManager
+from torch_kvswap.prefix.manager import (
+    BlockEvent,
+    BlockManager,
+    BlockStats,
+    Load,
+    Lookup,
+    Store,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AFTER_NOTHING",
+    "BlockEvent",
     "BlockGroup",
     "BlockManager",
+    "BlockStats",
+    "ChannelMetrics",
+    "DeviceLostError",
+    "Gate",
+    "Histogram",
     "HostPool",
     "Job",
+    "Load",
+    "Lookup",
+    "Metrics",
     "MultiModalItem",
     "OffloadEngine",
     "OffloadHandler",
     "PagedLayout",
     "PoolHandle",
+    "Preempted",
     "PrefixHasher",
     "Result",
+    "SourceFailedError",
+    "Store",
     "TransferError",
     "__version__",
     "expand_block_ids",

@@ -117,12 +117,12 @@ class Machine:
             block_ids, page_ids = (torch.randperm(count)[:blocks].tolist() for _ in range(2))
             start = time.perf_counter()
             if direction == "store":
-                job = handler.store(block_ids, page_ids, after=())
+                job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=())
             else:
-                job = handler.load(page_ids, block_ids, after=())
-            handler.wait(job)
+                job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=())
+            handler.synchronize(job)
             samples.append(time.perf_counter() - start)
-            handler.finished()
+            handler.poll()
         return min(samples[1:])
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""What a server holds: stores and loads between a paged cache and host pages, as jobs."""
+"""Stores and loads between a paged cache and host pages, as jobs."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 import torch
 
@@ -23,10 +24,43 @@ from torch_kvswap.nvtx import Ranges
 Direction = Literal["store", "load"]
 State = Literal["done", "failed", "cancelled"]
 
+AFTER_NOTHING: Final[tuple[()]] = ()
+
 _STATES: dict[int, State] = {
     abi.DONE: "done",
     abi.FAILED: "failed",
     abi.CANCELLED: "cancelled",
+}
+_release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
+
+
+class TransferError(RuntimeError):
+    """Jobs have failed or were cancelled. Can be pickled.
+
+    Attributes:
+        results (list[Result]): theirs; empty for the error of a single result.
+    """
+
+    def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.results), self.__dict__
+
+
+class DeviceLostError(TransferError):
+    """The GPU is lost to this process, with all jobs that had not ended."""
+
+
+class SourceFailedError(TransferError):
+    """What the jobs were to read was not written: the job before them failed or was cancelled."""
+
+
+_ERRORS: dict[int, type[TransferError]] = {
+    abi.OTHER_ERROR: TransferError,
+    abi.DEVICE_LOST: DeviceLostError,
+    abi.SOURCE_FAILED: SourceFailedError,
 }
 
 
@@ -34,14 +68,24 @@ _STATES: dict[int, State] = {
 class Result:
     """How a job has ended.
 
-    state: "done", "failed" or "cancelled"; what a job wrote that is not done is undefined. nbytes:
-    what it was to copy. copy_method: "strided" (copy engine, a driver call for a
-    block), "batch" (copy engine, one call for all fragments, or one for each where doctor says so),
-    "staged" (kernels pack, the copy engine moves whole pages), "kernel" (it reads and writes host
-    pages itself) or "host" (memcpy). submit_seconds: host time in the call that submitted it.
-    queue_seconds: how long it waited for its turn to be given to the driver. copy_seconds: the copy
-    on the device without the waits before it, for a job that was joined with others that of all of
-    them; 0 when it was never copied. error: why it failed; else None.
+    Attributes:
+        job_id (int): Job.id.
+        direction: "store" or "load".
+        state: "done", "failed" or "cancelled". What a job that is not done has written is
+            undefined.
+        nbytes (int): bytes that it was to copy.
+        copy_method (str): "strided" (copy engine, a driver call for a block), "batch" (copy engine,
+            one call for all fragments, or one for each where doctor says so), "staged" (kernels
+            pack, the copy engine moves whole pages), "kernel" (it reads and writes host pages
+            itself) or "host" (memcpy).
+        submit_seconds (float): host time in the call that submitted it.
+        queue_seconds (float): time until it was given to the driver.
+        copy_seconds (float): time on the device without the waits before it. Of a job that was
+            joined with others it is that of all of them; 0 when it was never copied.
+        error (TransferError | None): why it failed: a DeviceLostError, a SourceFailedError or a
+            plain TransferError. Does not take part in comparisons.
+        tag: what store() or load() was given. Does not take part in comparisons, and is left out
+            when the result is pickled.
     """
 
     job_id: int
@@ -52,22 +96,26 @@ class Result:
     submit_seconds: float
     queue_seconds: float
     copy_seconds: float
-    error: BaseException | None = field(compare=False)  # made anew for whoever asks
+    error: TransferError | None = field(compare=False)  # made anew at each call
+    tag: Any = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
         return self.state == "done"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tag": None}
 
-class TransferError(RuntimeError):
-    """Jobs that were asked for have failed or were cancelled. results: theirs. Can be pickled."""
 
-    def __init__(self, results: Sequence[Result]) -> None:
-        self.results = list(results)
-        super().__init__("; ".join(map(_sentence, self.results)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.results,), self.__dict__  # an exception's own has the text alone
+def error_of(results: Sequence[Result]) -> TransferError:
+    """The error for these jobs, all of which have failed or were cancelled. It is of a kind of its
+    own when all of theirs are of that kind."""
+    kinds = {type(result.error) for result in results}
+    kind = kinds.pop() if len(kinds) == 1 else TransferError
+    kind = kind if issubclass(kind, TransferError) else TransferError
+    error = kind("; ".join(map(_sentence, results)), results)
+    error.__cause__ = results[0].error
+    return error
 
 
 def _sentence(result: Result) -> str:
@@ -81,8 +129,11 @@ def direction_of(channel: int) -> Direction:
     return "store" if channel == abi.STORES else "load"
 
 
-def result_of(native: abi.JobResult) -> Result:
+def result_of(native: abi.JobResult, tag: Any = None) -> Result:
     """Of a job that has ended."""
+    error = None
+    if native.error is not None:
+        error = _ERRORS[native.error_kind](native.error.decode())
     return Result(
         job_id=native.id,
         direction=direction_of(native.channel),
@@ -92,104 +143,107 @@ def result_of(native: abi.JobResult) -> Result:
         submit_seconds=native.submit_seconds,
         queue_seconds=native.queue_seconds,
         copy_seconds=native.copy_seconds,
-        error=None if native.error is None else RuntimeError(native.error.decode()),
+        error=error,
+        tag=tag,
     )
 
 
 class Gate(NotCopyable):
-    """What a captured graph waits for on each replay: open, or closed until a load has landed.
+    """Makes a captured CUDA graph wait on each replay until a load has landed.
 
     Capture `wait(layer_group)` in front of the kernels that read loaded layers.
     `load(..., gate=gate)` closes all groups in the order of the current stream, on which the graph
     must be replayed afterwards, and opens each group as soon as its layers have landed, failed or
     been cancelled. Without a load the graph does not wait. Any thread may call.
-    layer_groups: their number.
 
     Graphs may outlive the gate and its handler: eight bytes of pinned memory for each group are
-    never freed. The gate has a stream and two events. When it has been dropped they are let go as
-    soon as the handler makes another gate, or is dropped, too.
+    never freed. The gate has a stream and two events. They are freed after the gate was dropped, as
+    soon as the handler makes another gate or is dropped too.
+
+    Attributes:
+        layer_groups (int): number of groups of layers.
     """
 
-    native: int | None = None
+    _native: int | None = None
 
     def __init__(self, handler: NativeHandler, layer_groups: int) -> None:
-        self.handler = handler
+        self._handler = handler
         self.layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
         if handler.device.type != "cuda":
             raise ValueError(
                 f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
                 "load has landed when it returns; leave the gate out"
             )
-        self.native = handler.make_gate(self.layer_groups)
+        self._native = handler.make_gate(self.layer_groups)
 
     def __del__(self) -> None:
-        if self.native is not None:
-            self.handler.release_gate(self.native)
+        if self._native is not None:
+            self._handler.release_gate(self._native)
 
     def wait(self, layer_group: int = 0, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes work given to the stream from now on wait until the layer_group is open.
+        """Makes work given to the stream from now on wait until the group of layers is open.
 
         In a captured stream, each replay waits there.
 
         Args:
-            layer_group (int): the group of layers.
+            layer_group (int): 0 to layer_groups - 1.
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
                 the cache's GPU. A stream other than the one on which a load closes the gate passes
                 as long as the gate is open: order it behind the closing, with an event.
 
         Raises:
-            IndexError: the gate has no such layer_group.
+            IndexError: the gate has no such group.
         """
-        layer_group = read_int("layer_group", layer_group, INT64_MIN)
-        if not 0 <= layer_group < self.layer_groups:
-            raise IndexError(
-                f"layer_group is {layer_group}; the gate has groups 0 to {self.layer_groups - 1}"
-            )
-        self.handler.check_process()
-        loader.call("kvswap_gate_wait", self.native, layer_group, *resolve_waiting(stream))
-
-
-_release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
+        layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
+        self._handler.check_process()
+        loader.call("kvswap_gate_wait", self._native, layer_group, *resolve_waiting(stream))
 
 
 class Job(NotCopyable):
-    """A store or a load, from its submission on. Any thread may call it. Keeps its handler.
+    """A store or a load, from its submission on. Any thread may call. Keeps its handler.
 
-    id: its number within the handler.
+    Attributes:
+        id (int): number within the handler, in the order of submission.
+        direction: "store" or "load".
+        nbytes (int): bytes that it copies.
+        layer_groups (int): groups in which the layers of a load are moved, 1 if not asked for.
+        tag: what store() or load() was given.
     """
 
-    __slots__ = ("__weakref__", "handler", "id", "native")
+    __slots__ = (
+        *("__weakref__", "_native", "direction", "handler", "id", "layer_groups", "nbytes", "tag"),
+    )
 
-    def __init__(self, handler: OffloadHandler, native: int, number: int) -> None:
+    def __init__(
+        self, handler: OffloadHandler, native: int, request: abi.Request, tag: Any
+    ) -> None:
+        self._native = native
         self.handler = handler
-        self.id = number
-        self.native = native
+        self.id: int = request.id
+        self.direction: Direction = direction_of(request.channel)
+        self.nbytes: int = request.nbytes
+        self.layer_groups: int = request.layer_groups
+        self.tag = tag
 
     def __del__(self) -> None:
-        if hasattr(self, "native"):  # else __init__ was not reached
-            _release(self.native)
-
-    @property
-    def direction(self) -> Direction:
-        """ "store" or "load"."""
-        return direction_of(self._ask().channel)
-
-    @property
-    def nbytes(self) -> int:
-        """What it copies."""
-        return int(self._ask().nbytes)
+        if hasattr(self, "_native"):  # else __init__ was not reached
+            _release(self._native)
 
     @property
     def result(self) -> Result | None:
-        """How it ended; None while it runs, and until done(), wait() or finished() has looked."""
-        answer = self._ask()
-        return result_of(answer) if answer.state in _STATES else None
+        """How it ended; None until query(), synchronize() or poll() has found that it has."""
+        answer = self.handler._native.job(self._native)
+        return result_of(answer, self.tag) if answer.state in _STATES else None
 
-    def done(self) -> bool:
-        """Whether it has ended, well or not. Waits for nothing."""
-        return bool(self.handler.native.is_done(self.native))
+    def query(self) -> bool:
+        """Whether the job has ended, done or not. Does not wait."""
+        return self.handler._native.is_done(self._native)
 
-    def wait_on(self, stream: torch.cuda.Stream | None = None) -> None:
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host until the job has ended: OffloadHandler.synchronize(self, timeout)."""
+        self.handler.synchronize(self, timeout)
+
+    def wait(self, stream: torch.cuda.Stream | None = None, layer_group: int | None = None) -> None:
         """Makes work given to the stream from now on wait for the job; the host goes on.
 
         A job that is still queued is first given to the driver, with all that is queued ahead of
@@ -198,78 +252,77 @@ class Job(NotCopyable):
         Args:
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
                 the cache's GPU.
+            layer_group (int | None): waits only until the layers of this group, and of those
+                before it, have landed. Layer l of n is in group l * layer_groups // n, see
+                layer_group_of(). None waits for all.
 
         Raises:
-            TransferError: the job has failed or was cancelled. What fails later, finished() and
-                wait() tell.
+            IndexError: the job has no such group.
+            TransferError: the job has failed or was cancelled. A failure that comes later is
+                reported by poll() and synchronize().
             RuntimeError: the stream is capturing a CUDA graph, which could not hold the wait.
                 Raised whether or not the job has ended.
         """
-        self._wait_on(-1, stream)
+        group = -1
+        if layer_group is not None:
+            group = _read_layer_group(layer_group, self.layer_groups, "the job")
+        self.handler._native.wait_on(self._native, group, *resolve_waiting(stream))
+        result = self.result
+        if result is not None and not result.ok:
+            raise error_of([result])
 
-    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """wait_on() for the group of layers that has this layer, and those before it.
+    def layer_group_of(self, layer: int) -> int:
+        """The group of layers that has this layer.
 
-        layer: the position of its tensor in the layout, or in all layouts one after the other.
-        Raises IndexError for a layer that there is not.
+        Args:
+            layer (int): position of its tensor in the layout, or in all layouts one after another.
+
+        Raises:
+            IndexError: the cache has no such layer.
         """
-        layers = self.handler.native.groups.num_layers
+        layers = self.handler._native.groups.num_layers
         layer = read_int("layer", layer, INT64_MIN)
         if not 0 <= layer < layers:
             raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
-        self._wait_on(layer * self._ask().layer_groups // layers, stream)
-
-    def _wait_on(self, layer_group: int, stream: torch.cuda.Stream | None) -> None:
-        self.handler.native.wait_on(self.native, layer_group, *resolve_waiting(stream))
-        result = self.result
-        if result is not None and not result.ok:
-            raise TransferError([result]) from result.error
-
-    def _ask(self) -> abi.JobResult:
-        return self.handler.native.job(self.native)
+        return layer * self.layer_groups // layers
 
 
-def wait_for(native: NativeHandler, jobs: list[Job] | None, timeout: float | None) -> None:
-    """`OffloadHandler.wait` for jobs of that handler; None is for all that were not reported."""
-    succeeded = native.wait(None if jobs is None else [job.native for job in jobs], timeout)
-    if succeeded is None:
-        running = [job for job in jobs or () if not job.done()]
-        names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
-        raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
-    if succeeded:
-        return
-    if jobs is None:
-        failed = native.unreported_failures(result_of)
-    else:
-        results = [job.result for job in jobs]
-        failed = [result for result in results if result and not result.ok]
-    if failed:  # else another thread has been told
-        raise TransferError(failed) from failed[0].error
-
-
-__all__ = ["Job", "OffloadHandler", "Result", "TransferError"]
+def _read_layer_group(layer_group: object, layer_groups: int, owner: str) -> int:
+    group = read_int("layer_group", layer_group, INT64_MIN)
+    if not 0 <= group < layer_groups:
+        raise IndexError(f"layer_group is {group}; {owner} has groups 0 to {layer_groups - 1}")
+    return group
 
 
 class OffloadHandler(NotCopyable):
     """Stores blocks of a paged cache into host pages and loads them back, without blocking.
 
-    gpu: the cache. host: pages for the same slabs. A hybrid model has a list of layouts, one for
-    each group of layers, and a pool for each; then every argument with ids is a list too, with an
-    entry for each group, empty for those that have no blocks in the job. The handler holds all of
-    it while it lives. Stores run in the order of submission, loads too, expedited loads too, and so
-    do two jobs that share a block or a page which one of them writes; others overlap.
+    A hybrid model has a list of layouts, one for each group of layers, and a pool for each; then
+    every argument with ids is a list too, with an entry for each group, empty for groups that have
+    no blocks in the job. The handler holds layouts and pools while it lives.
 
-    copy_method: "auto" takes for each transfer the one that is predicted to end first; "strided",
-    "batch", "staged" or "kernel" is always taken. None reads KVSWAP_COPY_METHOD, "auto" by default.
-    staging_bytes: GPU memory for staged copies, half for stores, half for loads, taken at once
-    where some transfer could be staged. submit_thread: a
-    thread for each channel gives all copies to the driver, 40 to 250 us after it was woken up.
+    Stores run in the order of submission, so do loads and expedited loads, and so do two jobs that
+    share a block or a page which one of them writes; others overlap. docs/ordering.md has the
+    rules.
 
-    Any thread may call any method, but a signal handler or a __del__ none: it can run inside of
-    another call, whose lock it would wait for. A context manager, which closes it. One that is
+    Any thread may call any method. A signal handler or a __del__ must not: it can run inside of
+    another call and would wait for its lock. A context manager, which closes it. A handler that is
     dropped or left open at exit is closed. In a forked child every call raises RuntimeError. With a
-    cache on the CPU the same calls copy before they return. docs/ordering.md has the rules. Raises
-    ValueError when gpu and host differ.
+    cache on the CPU the same calls copy before they return.
+
+    Args:
+        gpu (PagedLayout | Sequence[PagedLayout]): the cache.
+        host (HostPool | Sequence[HostPool]): pages for blocks of the same slabs.
+        copy_method (str | None): "auto" takes for each transfer the one that is predicted to end
+            first; "strided", "batch", "staged" or "kernel" is always taken. None reads
+            KVSWAP_COPY_METHOD, "auto" by default.
+        staging_bytes (int): GPU memory for staged copies, half for stores, half for loads, taken at
+            once where some transfer could be staged.
+        submit_thread (bool): a thread for each channel gives all copies to the driver, 40 to 250 us
+            after it was woken up.
+
+    Raises:
+        ValueError: gpu and host differ, or an option cannot be had.
     """
 
     def __init__(
@@ -283,136 +336,206 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        paths = copy_method_options(copy_method, staging_bytes, groups.device)
-        self.native = NativeHandler(groups, submit_thread, paths)
+        self._tags: dict[int, Any] = {}  # of jobs that were not polled, by their ids
+        self._tags_lock = threading.Lock()
+        options = copy_method_options(copy_method, staging_bytes, groups.device)
+        self._native = NativeHandler(groups, submit_thread, options)
         # Holds the cache and pools: neither may go before the jobs have ended.
-        weakref.finalize(self, self.native.destroy, weakref.ref(self))
+        weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool._register_user(self)
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
-        return self.native.groups.layouts
+        return self._native.groups.layouts
 
     @property
     def pools(self) -> tuple[HostPool, ...]:
-        return self.native.groups.pools
+        return self._native.groups.pools
 
     def store(
         self,
+        *,
         gpu_block_ids: Ids | Sequence[Ids],
         page_ids: Ids | Sequence[Ids],
-        *,
         first_block: int | Sequence[int] = 0,
         after: After = None,
         copy_engines_only: bool = False,
+        tag: Any = None,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
-        (first_block + j) % k, where k is host.blocks_per_page; the last page may be part used.
+        (first_block + j) % k, where k is host.blocks_per_page.
 
-        Ids: 1-D lists, numpy arrays or CPU tensors of integers, copied before this returns.
-        after: the copy starts behind all that was given so far to this stream, or behind this
-        event; None is the calling thread's current stream on the cache's device (the kernels that
-        wrote the blocks), () is nothing. Until the job has ended nobody may write the blocks or
-        touch the pages, but for work on a stream that waits for it (`Job.wait_on`).
-        copy_engines_only:
-        only copy engines copy, so that kernels beside are slowed down no more than by one big copy,
-        but their launches may wait, since the driver is busier; the copy may take longer.
+        Until the job has ended, only work on a stream that waits for it (`Job.wait`) may write the
+        blocks or touch the pages.
 
-        Wrong arguments raise (IndexError, TypeError, ValueError), as do a closed handler, a lost
-        device and a stream that is being captured into a CUDA graph (RuntimeError), and too little
-        host memory (MemoryError): then there is no job. Any other failure ends the job that is
-        returned as failed. A store fails when a load was to fill one of its blocks and failed or
-        was cancelled, unless finished() has said so.
+        Args:
+            gpu_block_ids, page_ids: 1-D lists, numpy arrays or CPU tensors of integers, copied
+                before this returns.
+            first_block (int | Sequence[int]): slot of the first block in its page. The last page
+                may be used in part, too.
+            after: the copy starts behind all work given to this stream so far, or behind this
+                event. None is the calling thread's current stream on the cache's device, which has
+                the kernels that wrote the blocks. AFTER_NOTHING starts at once.
+            copy_engines_only (bool): kernels beside the copy are slowed down no more than by one
+                big copy, but their launches may wait, since the driver is busier. The copy may take
+                longer.
+            tag: any object, for Result.tag. It is held until poll() has reported the job.
+
+        Raises:
+            IndexError, TypeError, ValueError: an argument is wrong.
+            RuntimeError: the handler is closed, its device lost, or the stream is being captured
+                into a CUDA graph.
+            MemoryError: there is too little host memory.
+
+        If it raises, there is no job. Any other failure ends the returned job as failed. A store
+        fails when a load was to fill one of its blocks and failed or was cancelled, unless poll()
+        has reported that load.
         """
         ids = gpu_block_ids, page_ids, first_block
-        groups = self.native.groups
+        groups = self._native.groups
         request = Request(groups, abi.STORES, *ids, after, copy_engines_only=copy_engines_only)
-        return self._submit(request)
+        return self._submit(request, tag)
 
     def load(
         self,
+        *,
         page_ids: Ids | Sequence[Ids],
         gpu_block_ids: Ids | Sequence[Ids],
-        *,
         first_block: int | Sequence[int] = 0,
         after: After = None,
         layer_groups: int | None = None,
         expedited: bool = False,
         gate: Gate | None = None,
         copy_engines_only: bool = False,
+        tag: Any = None,
     ) -> Job:
-        """store() the other way round, from page_ids to gpu_block_ids. What `after` says is what
-        read or wrote the GPU blocks before. Whoever uses the loaded blocks waits for the job.
+        """store() the other way round. Whoever uses the loaded blocks waits for the job.
 
         A load fails when a store was to fill one of its pages and failed or was cancelled: such a
         page is invalid until it is stored again.
 
-        layer_groups: the layers are moved group after group, and `Job.wait_layer` waits for one of
-        them. expedited: goes ahead of the loads that are queued or running, in a channel of its
-        own. gate: is closed, in the order of the current stream, until the load has landed; it has
-        as many layer_groups as there are layer groups. Returns when the load is on the device.
+        Args:
+            page_ids, gpu_block_ids, first_block, copy_engines_only, tag: see store().
+            after: as of store(); stands for the work that read or wrote the GPU blocks before.
+            layer_groups (int | None): the layers are moved in so many groups, one after another,
+                and `Job.wait` can wait for one of them.
+            expedited (bool): goes ahead of the loads that are queued or running, in a channel of
+                its own.
+            gate (Gate | None): is closed, in the order of the current stream, until the load has
+                landed. It has as many groups of layers as the load. The call returns when the load
+                is on the device.
+
+        Raises:
+            IndexError, TypeError, ValueError, RuntimeError, MemoryError: see store().
         """
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        layer_groups = self._layer_parts(layer_groups, gate)
-        closed = None if gate is None else gate.native
-        request = Request(
-            self.native.groups, channel, *ids, after, layer_groups, closed, copy_engines_only
-        )
-        return self._submit(request)
+        parts = self._read_layer_groups(layer_groups, gate)
+        closed = None if gate is None else gate._native
+        groups = self._native.groups
+        request = Request(groups, channel, *ids, after, parts, closed, copy_engines_only)
+        return self._submit(request, tag)
 
-    def finished(self) -> list[Result]:
-        """The jobs that have ended since the last call, each job in one call only, in the order in
-        which they ended. Waits for nothing. Call it now and then: until then the handler remembers
-        every job's result, in 120 bytes each."""
-        for result in (results := self.native.finished(result_of)):
+    def poll(self) -> list[Result]:
+        """The jobs that have ended since the last call, in the order in which they ended.
+
+        Each job is in one answer only. Does not wait. Call it now and then: until then the handler
+        remembers every job's result, in 120 bytes each, and its tag.
+        """
+        results = self._native.finished(result_of)
+        for result in results:
             self._ranges.end(result.job_id)
-        return results
+        if not results:
+            return results
+        with self._tags_lock:  # store() and load() hold it until the tag is there
+            if not self._tags:
+                return results
+            tags = [self._tags.pop(result.job_id, None) for result in results]
+        return [_tagged(result, tag) for result, tag in zip(results, tags, strict=True)]
 
-    def wait(self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None) -> None:
-        """Blocks the host until the jobs have ended; finished() still reports them.
+    def synchronize(
+        self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
+    ) -> None:
+        """Blocks the host until the jobs have ended; poll() still reports them.
 
-        jobs: None is every job that finished() has not reported. timeout: seconds, None is for
-        ever; signals are handled meanwhile. Raises TransferError with every one of them that failed
-        or was cancelled, TimeoutError when some still run after the timeout, ValueError for a job
-        of another handler.
+        Signals are handled meanwhile.
+
+        Args:
+            jobs: None is every job that poll() has not reported.
+            timeout (float | None): seconds; None is for ever.
+
+        Raises:
+            TransferError: some of them failed or were cancelled; it has their results.
+            TimeoutError: some still run after the timeout.
+            ValueError: a job is of another handler.
         """
         own = None if jobs is None else [self._own(job) for job in _several(jobs)]
-        wait_for(self.native, own, read_timeout("timeout", timeout))
+        timeout = read_timeout("timeout", timeout)
+        succeeded = self._native.wait(
+            None if own is None else [job._native for job in own], timeout
+        )
+        if succeeded is None:
+            running = [job for job in own or () if not job.query()]
+            names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
+            raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
+        if succeeded:
+            return
+        if own is None:
+            results = self._native.unreported_failures(result_of)
+            with self._tags_lock:
+                failed = [_tagged(result, self._tags.get(result.job_id)) for result in results]
+        else:
+            ended = [job.result for job in own]
+            failed = [result for result in ended if result and not result.ok]
+        if failed:  # else another thread has been told
+            raise error_of(failed)
 
     def cancel(self, job: Job) -> bool:
         """Whether the job is, or will be, reported as cancelled; False when it has ended before.
 
         A job that is queued ends at once and copies nothing. One that the driver has runs to its
-        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid. Takes
-        one job: TypeError for a list."""
-        return self.native.cancel(self._own(job).native)
+        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid.
+
+        Raises:
+            TypeError: it is no Job.
+        """
+        return self._native.cancel(self._own(job)._native)
 
     def gate(self, layer_groups: int = 1) -> Gate:
-        """A gate, open, with this many layer_groups: 1 to the number of tensors of the cache."""
-        return Gate(self.native, layer_groups)
+        """A gate, open, with so many groups of layers: 1 to the number of tensors of the cache."""
+        return Gate(self._native, layer_groups)
 
     def metrics(self) -> Metrics:
         """What the handler has done and has to do, now."""
-        return read_metrics(self.native.fill_metrics)
+        return read_metrics(self._native.fill_metrics)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
-        """Drains, and goes on with a cache that has moved: new layouts, with blocks of the same
-        sizes. Raises ValueError when they differ, RuntimeError when another thread submits
-        meanwhile or the driver refuses what the new cache needs; then the old cache stays."""
+        """Drains, and goes on with a cache that has moved. If it raises, the old cache stays.
+
+        Args:
+            gpu: new layouts, with blocks of the same sizes.
+
+        Raises:
+            ValueError: the sizes differ.
+            RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
+                needs.
+        """
         self.drain()
-        self.native.rebind(self.native.groups.moved_to(gpu))
+        self._native.rebind(self._native.groups.moved_to(gpu))
 
     def drain(self) -> None:
-        """Blocks the host until every job submitted so far has ended, well or not."""
-        self.native.wait(None, None)
+        """Blocks the host until every job submitted so far has ended, done or not."""
+        self._native.wait(None, None)
 
     def close(self) -> None:
-        """Takes no more jobs, drains, lets threads, streams and events go. finished() still reports
-        what it has not reported yet. Idempotent; returns at once when the device is lost. Ctrl-C
-        interrupts the wait: no more jobs are taken then, and another close() goes on."""
-        self.native.close()
+        """Takes no more jobs, drains, frees threads, streams and events.
+
+        poll() still reports what it has not reported yet. Idempotent; returns at once when the
+        device is lost. Ctrl-C interrupts the wait: no more jobs are taken then, and another close()
+        goes on.
+        """
+        self._native.close()
 
     def __enter__(self) -> OffloadHandler:
         return self
@@ -420,31 +543,38 @@ class OffloadHandler(NotCopyable):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request) -> Job:
-        if not self._ranges.enabled:
-            return Job(self, *self.native.submit(request))
-        with self._ranges.submit(direction_of(request.native.channel)):
-            job = Job(self, *self.native.submit(request))
-        self._ranges.begin(job.id, job.direction, job.nbytes)
+    def _submit(self, request: Request, tag: Any) -> Job:
+        if self._ranges.enabled:
+            with self._ranges.submit(direction_of(request.native.channel)):
+                job = self._submit_tagged(request, tag)
+            self._ranges.begin(job.id, job.direction, job.nbytes)
+            return job
+        return self._submit_tagged(request, tag)
+
+    def _submit_tagged(self, request: Request, tag: Any) -> Job:
+        if tag is None:
+            return Job(self, self._native.submit(request), request.native, tag)
+        with self._tags_lock:  # poll() may see the job before this thread goes on
+            job = Job(self, self._native.submit(request), request.native, tag)
+            self._tags[job.id] = tag
         return job
 
-    def _layer_parts(self, layer_groups: int | None, gate: Gate | None) -> int:
+    def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
         """In how many groups of layers a load is moved."""
         if gate is not None and not isinstance(gate, Gate):
             raise TypeError(
                 f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
             )
-        if gate is not None and gate.handler is not self.native:
+        if gate is not None and gate._handler is not self._native:
             raise ValueError("the gate was made by another handler than this load's")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
-        layer_groups = read_int("layer_groups", layer_groups, 1, self.native.groups.num_layers)
-        if gate is not None and gate.layer_groups != layer_groups:
+        groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
+        if gate is not None and gate.layer_groups != groups:
             raise ValueError(
-                f"the gate has {gate.layer_groups} layer groups, the load {layer_groups}; "
-                "make them equal"
+                f"the gate has {gate.layer_groups} layer groups, the load {groups}; make them equal"
             )
-        return layer_groups
+        return groups
 
     def _own(self, job: object) -> Job:
         if not isinstance(job, Job):
@@ -456,3 +586,7 @@ class OffloadHandler(NotCopyable):
 
 def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     return jobs if isinstance(jobs, Iterable) else [jobs]
+
+
+def _tagged(result: Result, tag: Any) -> Result:
+    return result if tag is None else replace(result, tag=tag)

@@ -37,15 +37,15 @@ class FakeHandler:
         self.spoil = lambda number: False  # which jobs move nothing
         self.lose = lambda number: False  # which jobs are never reported
 
-    def store(self, blocks: list[int], pages: list[int], *, after: object) -> None:
+    def store(self, *, gpu_block_ids: list[int], page_ids: list[int], after: object) -> None:
         self.afters.append(after)
-        self.pending.append(("store", blocks[0], pages[0]))
+        self.pending.append(("store", gpu_block_ids[0], page_ids[0]))
 
-    def load(self, pages: list[int], blocks: list[int], *, after: object) -> None:
+    def load(self, *, page_ids: list[int], gpu_block_ids: list[int], after: object) -> None:
         self.afters.append(after)
-        self.pending.append(("load", blocks[0], pages[0]))
+        self.pending.append(("load", gpu_block_ids[0], page_ids[0]))
 
-    def finished(self) -> list[SimpleNamespace]:
+    def poll(self) -> list[SimpleNamespace]:
         ended, self.ended = self.ended, []
         return ended
 

@@ -83,14 +83,12 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
     pairs: list[Any] = []
     with OffloadHandler(blocks.layout, blocks.host) as handler:
 
-        def note(
-            first: list[int], second: list[int], *, after: Any, copy_engines_only: bool
-        ) -> Any:
+        def note(*, after: Any, copy_engines_only: bool, **ids: list[int]) -> Any:
             assert (after, copy_engines_only) == ((), True)
-            pairs.append([*zip(first, second, strict=True)])
-            return getattr(handler, direction)(first, second)
+            pairs.append([*zip(*ids.values(), strict=True)])
+            return getattr(handler, direction)(**ids)
 
-        spied = SimpleNamespace(store=note, load=note, finished=handler.finished)
+        spied = SimpleNamespace(store=note, load=note, poll=handler.poll)
         way = HandlerWay(spied, blocks, direction, 8, background=True)
         beside(Idle(0.005), way)
     assert way.nbytes == 8 * 2048

@@ -33,7 +33,7 @@ def test_a_move_takes_time_and_is_noted(direction: str) -> None:
         moved = move(handler, blocks, [direction], 8)
         assert 0 < moved.submit_us <= moved.total_us
         assert moved.copy_method == "host"
-        assert handler.finished() == []
+        assert handler.poll() == []
     assert blocks.wrong() == 0
     held = blocks.host.pages[1:9] if direction == "store" else blocks.layout.tensors[0][1:9]
     held.zero_()

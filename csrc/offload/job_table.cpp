@@ -11,7 +11,8 @@ Reason poisoned_by(const Job& source) noexcept {
     if (source.state == State::kCancelled) return source.name() + " was cancelled";
     return source.name() + " failed: " + source.error.c_str();
   };
-  return Reason(text, "a job that writes what this one reads has failed; out of host memory");
+  return Reason(text, "a job that writes what this one reads has failed; out of host memory",
+                Reason::Kind::kSourceFailed);
 }
 
 bool ended_without_success(const Job& job) { return job.ended() && !job.succeeded(); }

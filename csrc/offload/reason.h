@@ -11,6 +11,9 @@ namespace kvswap {
 // able to end without memory: the text then says that there is none.
 class Reason {
  public:
+  // By which Python chooses an exception.
+  enum class Kind { kOther, kDeviceLost, kSourceFailed };
+
   static constexpr const char* kOutOfMemory = "out of host memory";
 
   Reason() = default;  // nothing has failed
@@ -23,12 +26,14 @@ class Reason {
   }
   // text: returns a string. otherwise: a literal, used if there is no memory for that string.
   template <typename Text>
-  Reason(const Text& text, const char* otherwise) noexcept {
+  Reason(const Text& text, const char* otherwise, Kind kind = Kind::kOther) noexcept
+      : kind_(kind) {
     make(text, otherwise);
   }
 
   bool empty() const { return text_ == nullptr; }
   const char* c_str() const { return text_.get(); }
+  Kind kind() const { return kind_; }
 
  private:
   template <typename Text>
@@ -45,6 +50,7 @@ class Reason {
   }
 
   std::shared_ptr<const char> text_;
+  Kind kind_ = Kind::kOther;
 };
 
 }  // namespace kvswap

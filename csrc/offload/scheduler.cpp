@@ -511,7 +511,8 @@ void Scheduler::lose(const Reason& reason) noexcept {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
   };
-  lost_ = Reason(text, "the device is lost; only a new process can use it again");
+  lost_ = Reason(text, "the device is lost; only a new process can use it again",
+                 Reason::Kind::kDeviceLost);
   for (Queue& queue : queues_) {
     while (!queue.channel.is_idle()) {
       for (Job& job : queue.channel.oldest().jobs) {

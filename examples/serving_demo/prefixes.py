@@ -60,7 +60,7 @@ class PrefixServer:
 
     def collect(self) -> None:
         """Makes known what was stored. Raises RuntimeError when a transfer failed."""
-        for result in self._engine.finished():
+        for result in self._engine.poll():
             if not result.ok:
                 message = f"{result.direction} {result.job_id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
@@ -73,7 +73,7 @@ class PrefixServer:
         job = self._engine.load(keys, self._of_keys(keys, blocks), ready) if ready else None
         if job is None:
             return 0
-        job.wait_on()
+        job.wait()
         return ready * self._hasher.block_tokens
 
     def _store(self, prompt: bytes, blocks: list[int]) -> None:
@@ -90,6 +90,6 @@ class PrefixServer:
     def _take(self, count: int) -> list[int]:
         while self._blocks.num_free < count:
             job, blocks = self._storing.popleft()
-            self._engine.handler.wait(job)
+            self._engine.handler.synchronize(job)
             self._blocks.give(blocks)
         return self._blocks.take(count)

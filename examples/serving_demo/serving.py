@@ -61,7 +61,7 @@ class Server:
         return generated
 
     def _collect_transfers(self) -> None:
-        for direction, request in self._swapper.finished():
+        for direction, request in self._swapper.poll():
             if direction == "store":
                 self.blocks.give(request.blocks)
                 request.blocks = []

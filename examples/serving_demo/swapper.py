@@ -50,8 +50,10 @@ class Swapper:
 
     def store(self, request: Request) -> None:
         """Ordered behind what the current stream was given so far. Its blocks may not be handed
-        on before `finished` has reported it."""
-        request.preempted = self._engine.preempt(self._keys(request), self._cached_blocks(request))
+        on before `poll` has reported it."""
+        request.preempted = self._engine.preempt(
+            self._keys(request), self._cached_blocks(request), tag=request
+        )
         if request.preempted is None:
             raise RuntimeError(f"the host has no room for request {request.id}, which had reserved")
         self.traffic["store"].requests += 1
@@ -62,7 +64,7 @@ class Swapper:
 
     def load(self, request: Request) -> None:
         """Into the first of its blocks, which are not to be used before `order_behind_load`."""
-        job = self._engine.load(self._keys(request), self._cached_blocks(request))
+        job = self._engine.load(self._keys(request), self._cached_blocks(request), tag=request)
         if job is None:
             raise RuntimeError(f"the host has lost blocks of request {request.id}")
         self.traffic["load"].requests += 1
@@ -71,15 +73,16 @@ class Swapper:
     def order_behind_load(self, request: Request) -> None:
         """What the current stream is given from now on sees the loaded blocks."""
         if request.job is not None:  # else the host has seen it end
-            request.job.wait_on()
+            request.job.wait()
 
-    def finished(self) -> list[tuple[str, Request]]:
+    def poll(self) -> list[tuple[str, Request]]:
         """Direction and request of each transfer that ended since the last call. Raises when one
         failed: its request could only go on with keys and values that are not its own."""
         ended = [("store", request) for request in self._stored]
         self._stored.clear()
-        for result in self._engine.finished():
-            request = self._moving.pop(result.job_id)
+        for result in self._engine.poll():
+            request = result.tag
+            del self._moving[request.id]
             if not result.ok:
                 message = f"the {result.direction} of request {request.id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
@@ -105,11 +108,11 @@ class Swapper:
 
     def wait(self) -> None:
         """Blocks the host until every transfer has ended; raises when one failed."""
-        self._engine.handler.wait()
+        self._engine.handler.synchronize()
 
     def _track(self, job: Job, request: Request) -> None:
         request.job = job
-        self._moving[job.id] = request
+        self._moving[request.id] = request
 
     def _keys(self, request: Request) -> bytes:
         """Of what it has cached; its last page may be part full."""

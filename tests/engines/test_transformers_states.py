@@ -43,7 +43,7 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     driver.set_stream(0, 42)
 
     def finish(self: Any, job: Any) -> None:
-        run_until(driver, job.done)
+        run_until(driver, job.query)
 
     with (
         mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
@@ -115,7 +115,7 @@ def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
         [parked] = parked_of(seen).requests.values()
         store = parked.stored.stores[0]
         # The batch that was scheduled when the request was preempted has its blocks already.
-        assert not store.done()
+        assert not store.query()
         with mock.patch.object(Swap, "_wait_on") as wait_on:
             seen.swap.guard([])
         wait_on.assert_not_called()
@@ -129,7 +129,7 @@ def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
 def waiting_for_its_store(steps: Steps, seen: Seen, driver: Driver) -> str:
     steps.until(lambda: seen.parked > 0)
     [(name, parked)] = parked_of(seen).requests.items()
-    assert not parked.stored.stores[0].done()
+    assert not parked.stored.stores[0].query()
     return name
 
 
@@ -138,7 +138,7 @@ def stored(steps: Steps, seen: Seen, driver: Driver) -> str:
 
     name = waiting_for_its_store(steps, seen, driver)
     store = parked_of(seen).requests[name].stored.stores[0]
-    run_until(driver, store.done)
+    run_until(driver, store.query)
     assert store.result.ok
     return name
 
@@ -150,7 +150,7 @@ def loading(steps: Steps, seen: Seen, driver: Driver) -> str:
 
     steps.until(lambda: bool(some()))
     [name, *_] = some()
-    assert not parked_of(seen).requests[name].load.done()
+    assert not parked_of(seen).requests[name].load.query()
     return name
 
 
@@ -339,7 +339,7 @@ def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
         parked.view.demand = lambda scheduler: 0
         parked.view.allocate = lambda state, demand: state is second.state
         with mock.patch.object(parked.swap, "load") as load:
-            load.return_value.done.return_value = False
+            load.return_value.query.return_value = False
             assert parked.ready(states) == []
         assert first.load is None
         assert second.load is load.return_value

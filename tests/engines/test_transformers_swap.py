@@ -168,7 +168,7 @@ def test_a_batch_is_looked_at_only_while_something_may_be_copied():
 
 def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied():
     _, swap = make()
-    with mock.patch.object(OffloadHandler, "finished", return_value=[]) as finished:
+    with mock.patch.object(OffloadHandler, "poll", return_value=[]) as finished:
         swap.store([ids(1, 2)])
         swap.store([ids(3)])
         finished.reset_mock()
@@ -201,16 +201,16 @@ def test_the_handler_need_not_remember_the_jobs_of_earlier_requests():
         stored = swap.store([ids(block)])
         job = swap.load(stored, [ids(block)])
         swap.free(stored)
-    results = swap.handler.finished()
+    results = swap.handler.poll()
     assert [result.job_id for result in results] == [stored.stores[0].id, job.id]
 
 
 def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
     _, swap = make()
     (job,) = swap.store([ids(3)]).stores
-    with mock.patch.object(swap.handler, "wait") as waited:
+    with mock.patch.object(swap.handler, "synchronize") as waited:
         swap.wait(job)
     waited.assert_called_once_with(job)
-    with mock.patch.object(swap, "collect"), mock.patch.object(type(job), "wait_on") as waited:
+    with mock.patch.object(swap, "collect"), mock.patch.object(type(job), "wait") as waited:
         swap.guard([3])  # the copy seems to run, since nobody has looked
     waited.assert_called_once_with(None)

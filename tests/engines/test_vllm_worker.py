@@ -192,7 +192,7 @@ def test_shutdown_waits_and_can_be_repeated(device):
 
 def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler's copies leave other bytes and say that they failed."""
-    handler, finished = checked.worker._handler, checked.worker._handler.finished
+    handler, finished = checked.worker._handler, checked.worker._handler.poll
 
     def spoiled() -> list[Any]:
         results = finished()
@@ -205,7 +205,7 @@ def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None
         error = RuntimeError("error 700")
         return [dataclasses.replace(one, state="failed", error=error) for one in results]
 
-    monkeypatch.setattr(handler, "finished", spoiled)
+    monkeypatch.setattr(handler, "poll", spoiled)
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -229,11 +229,11 @@ def test_a_copy_that_failed_is_done_again_and_said_to_be_well(
 
 def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
     fail_copies(checked, monkeypatch)
-    wait = checked.worker._handler.wait
+    wait = checked.worker._handler.synchronize
 
     def fails(jobs: Any) -> None:
         wait(jobs)
-        raise TransferError([])
+        raise TransferError("some")
 
     monkeypatch.setattr(checked.worker._handler, "wait", fails)
     checked.worker.wait({checked.submit("store", [([3, 9], [5, 2], 0)])})
@@ -267,7 +267,7 @@ def test_wait_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
     copy_again_late(monkeypatch)
     fail_copies(checked, monkeypatch)
     number = checked.submit("store", [([3, 9], [5, 2], 0)])
-    checked.worker._handler.wait()
+    checked.worker._handler.synchronize()
     assert checked.worker.get_finished() == [], "it has not been copied yet"
     checked.worker.wait({number})
     assert checked.is_right()
@@ -278,7 +278,7 @@ def test_shutdown_waits_for_a_copy_that_is_done_again(checked, monkeypatch):
     copy_again_late(monkeypatch)
     fail_copies(checked, monkeypatch)
     checked.submit("store", [([3, 9], [5, 2], 0)])
-    checked.worker._handler.wait()
+    checked.worker._handler.synchronize()
     assert checked.worker.get_finished() == [], "it has not been copied yet"
     pages = checked.worker._pool.pages
     checked.worker.shutdown()

@@ -52,65 +52,79 @@ def check_replay(gpu: GpuCache, graph: torch.cuda.CUDAGraph) -> None:
 
 
 def store_and_load(gpu: GpuCache) -> None:
-    gpu.handler.wait([gpu.handler.store([1], [1]), gpu.handler.load([2], [2])])
+    gpu.handler.synchronize(
+        [
+            gpu.handler.store(gpu_block_ids=[1], page_ids=[1]),
+            gpu.handler.load(page_ids=[2], gpu_block_ids=[2]),
+        ]
+    )
     assert (gpu.page(1), gpu.page(2)) == (OLD, NEW)
 
 
 def submit_behind_a_busy_stream(gpu: GpuCache) -> None:
     with torch.cuda.stream(gpu.side):
         gpu.slow(20)
-        jobs = [gpu.handler.store([1], [1]), gpu.handler.load([2], [2], after=gpu.side)]
-        jobs.append(gpu.handler.load([3], [3], after=gpu.side.record_event()))
-    gpu.handler.wait(jobs)
+        jobs = [
+            gpu.handler.store(gpu_block_ids=[1], page_ids=[1]),
+            gpu.handler.load(page_ids=[2], gpu_block_ids=[2], after=gpu.side),
+        ]
+        jobs.append(
+            gpu.handler.load(page_ids=[3], gpu_block_ids=[3], after=gpu.side.record_event())
+        )
+    gpu.handler.synchronize(jobs)
 
 
 def poll(gpu: GpuCache) -> None:
     hold = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([1], [1], after=hold)
-    assert gpu.handler.finished() == []
+    job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=hold)
+    assert gpu.handler.poll() == []
     hold.release()
-    while not gpu.handler.finished():
+    while not gpu.handler.poll():
         pass
-    assert job.done()
+    assert job.query()
 
 
 def wait_on_a_stream(gpu: GpuCache) -> None:
-    job = gpu.handler.load([1], [1], after=gpu.slow_on(gpu.side, ms=20), layer_groups=1)
-    job.wait_on(gpu.consumer)
-    job.wait_layer(0, gpu.consumer)
-    gpu.handler.wait(job)
+    job = gpu.handler.load(
+        page_ids=[1], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=20), layer_groups=1
+    )
+    job.wait(gpu.consumer)
+    job.wait(gpu.consumer, layer_group=job.layer_group_of(0))
+    gpu.handler.synchronize(job)
 
 
 def fill_the_queue(gpu: GpuCache) -> None:
     busy = gpu.slow_on(gpu.side, ms=20)
-    jobs = [gpu.handler.store([1], [1], after=busy) for _ in range(300)]
-    jobs[-1].wait_on(gpu.consumer)
-    gpu.handler.wait(jobs)
+    jobs = [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(300)]
+    jobs[-1].wait(gpu.consumer)
+    gpu.handler.synchronize(jobs)
 
 
 def cancel(gpu: GpuCache) -> None:
     busy = gpu.slow_on(gpu.side, ms=20)
-    jobs = [gpu.handler.store([1], [1], after=busy) for _ in range(100)]
+    jobs = [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(100)]
     assert gpu.handler.cancel(jobs[0])
     assert gpu.handler.cancel(jobs[-1])
     with pytest.raises(TransferError):
-        gpu.handler.wait(jobs)
+        gpu.handler.synchronize(jobs)
 
 
 def time_out(gpu: GpuCache) -> None:
     hold = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([1], [1], after=hold)
+    job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=hold)
     with pytest.raises(TimeoutError):
-        gpu.handler.wait(job, timeout=0.005)
+        gpu.handler.synchronize(job, timeout=0.005)
     hold.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 def close_a_gate(gpu: GpuCache) -> None:
     gate = gpu.handler.gate()
-    job = gpu.handler.load([1], [1], after=gpu.slow_on(gpu.side, ms=20), gate=gate)
+    job = gpu.handler.load(
+        page_ids=[1], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=20), gate=gate
+    )
     gate.wait(0, gpu.consumer)
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 def pin_and_close(gpu: GpuCache) -> None:
@@ -120,14 +134,14 @@ def pin_and_close(gpu: GpuCache) -> None:
 
 def make_and_close_a_handler(gpu: GpuCache) -> None:
     with gpu.another_handler() as handler:
-        handler.store([1], [1])
+        handler.store(gpu_block_ids=[1], page_ids=[1])
         handler.rebind(gpu.layout)
-        handler.load([1], [1], expedited=True)
+        handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True)
 
 
 def drop_a_handler(gpu: GpuCache) -> None:
     handler = gpu.another_handler()
-    handler.store([1], [1], after=gpu.slow_on(gpu.side, ms=20))
+    handler.store(gpu_block_ids=[1], page_ids=[1], after=gpu.slow_on(gpu.side, ms=20))
     del handler
 
 
@@ -163,7 +177,7 @@ def test_a_capture_stays_valid_whatever_another_thread_does(
     work()
     assert not errors
     torch.cuda.synchronize()
-    gpu.handler.finished()
+    gpu.handler.poll()
     gpu.cache.fill_(OLD)
     gpu.host.pages.fill_(NEW)
     torch.cuda.synchronize()
@@ -223,30 +237,33 @@ def test_the_queue_is_emptied_while_its_owner_captures(gpu: GpuCache) -> None:
 
     def meanwhile() -> None:
         busy = gpu.slow_on(gpu.side, ms=20)  # which is not captured
-        gpu.handler.wait(
-            [gpu.handler.store([1], [1], after=busy) for _ in range(300)], timeout=PATIENCE
+        gpu.handler.synchronize(
+            [gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=busy) for _ in range(300)],
+            timeout=PATIENCE,
         )
 
     check_replay(gpu, captured(gpu, meanwhile))
-    assert [result.state for result in gpu.handler.finished()] == ["done"] * 300
+    assert [result.state for result in gpu.handler.poll()] == ["done"] * 300
 
 
 # The thread that captures may look at jobs, and submit what waits for no captured stream
 
 
 def test_while_capturing_jobs_can_be_looked_at(gpu: GpuCache) -> None:
-    done = gpu.handler.load([1], [1])
-    gpu.handler.wait(done)
-    gpu.handler.finished()
-    unseen = gpu.handler.load([2], [2])  # torch.cuda.graph waits for it, but nobody looks
+    done = gpu.handler.load(page_ids=[1], gpu_block_ids=[1])
+    gpu.handler.synchronize(done)
+    gpu.handler.poll()
+    unseen = gpu.handler.load(
+        page_ids=[2], gpu_block_ids=[2]
+    )  # torch.cuda.graph waits for it, but nobody looks
 
     def meanwhile() -> None:
-        assert done.done()
-        assert unseen.done()
-        gpu.handler.wait([done, unseen])
-        assert [result.job_id for result in gpu.handler.finished()] == [unseen.id]
-        assert gpu.handler.finished() == []
-        gpu.handler.wait()
+        assert done.query()
+        assert unseen.query()
+        gpu.handler.synchronize([done, unseen])
+        assert [result.job_id for result in gpu.handler.poll()] == [unseen.id]
+        assert gpu.handler.poll() == []
+        gpu.handler.synchronize()
         assert not gpu.handler.cancel(done)
         gpu.handler.metrics()
 
@@ -256,33 +273,35 @@ def test_while_capturing_jobs_can_be_looked_at(gpu: GpuCache) -> None:
 def test_while_capturing_the_captured_stream_cannot_be_waited_for(gpu: GpuCache) -> None:
     def meanwhile() -> None:
         for call in (
-            lambda: gpu.handler.store([1], [1]),
-            lambda: gpu.handler.load([1], [1]),
-            lambda: gpu.handler.load([1], [1], expedited=True),
-            lambda: gpu.handler.load([1], [1], after=torch.cuda.current_stream()),
+            lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[1]),
+            lambda: gpu.handler.load(page_ids=[1], gpu_block_ids=[1]),
+            lambda: gpu.handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True),
+            lambda: gpu.handler.load(
+                page_ids=[1], gpu_block_ids=[1], after=torch.cuda.current_stream()
+            ),
         ):
             with pytest.raises(RuntimeError, match="captur"):
                 call()
 
     check_replay(gpu, captured(gpu, meanwhile))
-    assert gpu.handler.finished() == []
+    assert gpu.handler.poll() == []
     assert only(gpu.cache[1]) == OLD
     assert gpu.page(1) == NEW
-    gpu.handler.wait(gpu.handler.store([1], [1]))
+    gpu.handler.synchronize(gpu.handler.store(gpu_block_ids=[1], page_ids=[1]))
     assert gpu.page(1) == OLD
 
 
 def test_while_capturing_not_even_a_job_that_has_ended_can_be_waited_for_on_the_captured_stream(
     gpu: GpuCache,
 ) -> None:
-    done = gpu.handler.load([1], [1], layer_groups=1)
-    gpu.handler.wait(done)
+    done = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], layer_groups=1)
+    gpu.handler.synchronize(done)
 
     def meanwhile() -> None:
-        for wait in (done.wait_on, lambda: done.wait_layer(0)):
+        for wait in (done.wait, lambda: done.wait(layer_group=done.layer_group_of(0))):
             with pytest.raises(RuntimeError, match="captur"):
                 wait()
-        done.wait_on(gpu.side)  # which is not captured
+        done.wait(gpu.side)  # which is not captured
 
     check_replay(gpu, captured(gpu, meanwhile))
 
@@ -294,12 +313,12 @@ def test_while_capturing_jobs_that_wait_for_nothing_are_submitted_and_not_captur
 
     def meanwhile() -> None:
         jobs = [
-            gpu.handler.store([1], [1], after=()),
-            gpu.handler.load([2], [2], after=()),
-            gpu.handler.load([3], [3], after=event, expedited=True),
+            gpu.handler.store(gpu_block_ids=[1], page_ids=[1], after=()),
+            gpu.handler.load(page_ids=[2], gpu_block_ids=[2], after=()),
+            gpu.handler.load(page_ids=[3], gpu_block_ids=[3], after=event, expedited=True),
         ]
-        gpu.handler.wait(jobs, timeout=PATIENCE)
-        assert all(job.done() for job in jobs)
+        gpu.handler.synchronize(jobs, timeout=PATIENCE)
+        assert all(job.query() for job in jobs)
 
     graph = captured(gpu, meanwhile)
     assert only(gpu.cache[2:]) == NEW
@@ -320,13 +339,13 @@ def test_while_capturing_a_running_job_cannot_be_waited_for_on_the_captured_stre
     def meanwhile() -> None:
         with torch.cuda.stream(held):  # not captured
             busy = gpu.hold()
-            jobs.append(gpu.handler.load([1], [1], after=busy))
-        assert not jobs[0].done()
+            jobs.append(gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=busy))
+        assert not jobs[0].query()
         with pytest.raises(RuntimeError, match="captur"):
-            jobs[0].wait_on()
+            jobs[0].wait()
         gpu.release()
 
     check_replay(gpu, captured(gpu, meanwhile))
     assert ended(gpu.handler, jobs[0]) == "done"
-    assert in_time(jobs[0].done)
+    assert in_time(jobs[0].query)
     assert only(gpu.cache[1]) == NEW

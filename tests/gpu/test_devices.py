@@ -51,28 +51,28 @@ def test_jobs_wait_for_the_stream_that_is_current_on_the_caches_device(
     nothing = None if after == "waits" else ()
     with torch.cuda.device(current):
         busy = hold_and_fill(gpu, OLD + 1)
-        store = gpu.handler.store([1], [0], after=nothing)
+        store = gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=nothing)
         assert not busy.query()
         if after == "waits":
             gpu.release()
-        gpu.handler.wait(store)
+        gpu.handler.synchronize(store)
         gpu.release()
         assert gpu.page() == (OLD + 1 if after == "waits" else OLD)
         torch.cuda.synchronize(1)
         with torch.cuda.device(1):
             gpu.hold()
             gpu.look()
-        load = gpu.handler.load([2], [1], after=nothing)
+        load = gpu.handler.load(page_ids=[2], gpu_block_ids=[1], after=nothing)
         if after == "waits":
             gpu.release()
         else:
-            gpu.handler.wait(load)
+            gpu.handler.synchronize(load)
             gpu.release()
-        load.wait_on()  # the current stream of cuda:1
+        load.wait()  # the current stream of cuda:1
         other = torch.cuda.Stream("cuda:0")
-        load.wait_on(other)
+        load.wait(other)
         other.synchronize()
-        assert load.done()
+        assert load.query()
         torch.cuda.synchronize(1)
         assert only(gpu.seen[1]) == (OLD + 1 if after == "waits" else NEW)
         assert only(gpu.cache[1]) == NEW
@@ -85,11 +85,13 @@ def test_the_current_device_stays_so_after_every_call(gpu: GpuCache, current: in
         busy = gpu.slow_on(gpu.side, ms=20)
         assert torch.cuda.current_device() == current
         for call in (
-            lambda: gpu.handler.store([1], [0], after=busy),
-            lambda: gpu.handler.load([0], [1], expedited=True).wait_on(),
-            lambda: gpu.handler.load([0], [2], layer_groups=1).wait_layer(0),
-            lambda: gpu.handler.cancel(gpu.handler.store([1], [0])),
-            gpu.handler.finished,
+            lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=busy),
+            lambda: gpu.handler.load(page_ids=[0], gpu_block_ids=[1], expedited=True).wait(),
+            lambda: gpu.handler.load(page_ids=[0], gpu_block_ids=[2], layer_groups=1).wait(
+                layer_group=0
+            ),
+            lambda: gpu.handler.cancel(gpu.handler.store(gpu_block_ids=[1], page_ids=[0])),
+            gpu.handler.poll,
             gpu.handler.metrics,
             gpu.handler.drain,
             lambda: gpu.handler.gate().wait(0),
@@ -117,7 +119,7 @@ def wait_at_a_gate(gpu: GpuCache, gate: Gate, other: torch.cuda.Stream) -> None:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("wait", ["wait_on", "wait_layer", "gate", "control"])
+@pytest.mark.parametrize("wait", ["job", "layer group", "gate", "control"])
 def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wait: str) -> None:
     other = STREAMS[name](0)
     seen = torch.zeros(ROW, dtype=torch.uint8, device="cuda:0")
@@ -132,11 +134,11 @@ def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wa
     look().synchronize()  # the first copy between two GPUs makes ready what it needs
     assert only(seen) == OLD
     busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([0], [1], after=busy, gate=gate)
-    if wait == "wait_on":
-        job.wait_on(other)
-    elif wait == "wait_layer":
-        job.wait_layer(0, other)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
+    if wait == "job":
+        job.wait(other)
+    elif wait == "layer group":
+        job.wait(other, layer_group=job.layer_group_of(0))
     elif wait == "gate":
         wait_at_a_gate(gpu, gate, other)
     event = look()
@@ -146,7 +148,7 @@ def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wa
     event.synchronize()
     gpu.release()
     assert only(seen) == (OLD if wait == "control" else NEW)
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 @pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])
@@ -196,12 +198,12 @@ def test_a_queue_is_emptied_on_the_caches_device(gpu: GpuCache) -> None:
     torch.cuda.synchronize(1)
     busy = gpu.hold_on(gpu.side)
     for j in range(300):
-        last = gpu.handler.store([j % 4], [(j + 1) % 4], after=busy)
+        last = gpu.handler.store(gpu_block_ids=[j % 4], page_ids=[(j + 1) % 4], after=busy)
     with torch.cuda.device(1):
-        last.wait_on(gpu.consumer)
+        last.wait(gpu.consumer)
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     assert [gpu.page(index) for index in range(4)] == [3, 0, 1, 2]
 
 
@@ -216,7 +218,7 @@ def test_a_gate_is_captured_on_the_caches_device(gpu: GpuCache) -> None:
         graph.replay()
         torch.cuda.synchronize()
     busy = gpu.hold_on(gpu.side)
-    gpu.handler.load([0], [1], after=busy, gate=gate)
+    gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
     with torch.cuda.device(1):
         graph.replay()
         assert not busy.query()
@@ -231,14 +233,14 @@ def round_trips(gpu: GpuCache, seed: int) -> None:
     with torch.cuda.device(device), torch.cuda.stream(gpu.side):
         for turn in range(100):
             gpu.cache[:2].fill_((seed + turn) % 256)
-            gpu.handler.store([0, 1], [2, 3])
-            load = gpu.handler.load([2, 3], [3, 2])
-            load.wait_on()
+            gpu.handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3])
+            load = gpu.handler.load(page_ids=[2, 3], gpu_block_ids=[3, 2])
+            load.wait()
             gpu.seen.copy_(gpu.cache)
             gpu.side.synchronize()
             assert only(gpu.seen) == (seed + turn) % 256
-        gpu.handler.wait()
-        assert [result.state for result in gpu.handler.finished()] == ["done"] * 200
+        gpu.handler.synchronize()
+        assert [result.state for result in gpu.handler.poll()] == ["done"] * 200
 
 
 def test_a_handler_for_each_gpu_works_in_a_thread_for_each_gpu(two_gpus: None) -> None:
@@ -261,10 +263,10 @@ def test_one_thread_serves_the_handlers_of_all_gpus_in_turn(two_gpus: None) -> N
             for gpu in (zero, one):
                 with torch.cuda.device(gpu.cache.device):
                     gpu.cache[0].fill_(turn)
-                gpu.handler.store([0], [0])
-                gpu.handler.load([0], [1]).wait_on()
+                gpu.handler.store(gpu_block_ids=[0], page_ids=[0])
+                gpu.handler.load(page_ids=[0], gpu_block_ids=[1]).wait()
         for gpu in (zero, one):
-            gpu.handler.wait()
+            gpu.handler.synchronize()
             assert only(gpu.cache[:2]) == 19
             assert gpu.page() == 19
 

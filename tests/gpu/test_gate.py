@@ -62,14 +62,14 @@ def ends(gpu: GpuCache, gate: Any, event: torch.cuda.Event) -> None:
     if in_time(event.query):
         return
     with torch.cuda.stream(torch.cuda.Stream()), suppress(ValueError):
-        gpu.handler.load([0], [0], after=(), gate=gate)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=(), gate=gate)
     pytest.fail(f"the replay hangs; another load has freed it: {in_time(event.query, seconds=2)}")
 
 
 def cancelled_store(gpu: GpuCache, page: int) -> tuple[Hold, Job]:
     """A store to the page that is running, held up, and will be reported as cancelled."""
     busy = gpu.hold_on(gpu.side)
-    store = gpu.handler.store([0], [page], after=busy)
+    store = gpu.handler.store(gpu_block_ids=[0], page_ids=[page], after=busy)
     assert gpu.handler.cancel(store)
     return busy, store
 
@@ -91,7 +91,7 @@ def test_a_replay_waits_for_a_load_that_is_late(gpu: GpuCache, gated: bool) -> N
     gate = gpu.handler.gate()
     graph = wait_and_look(gpu, gate, gated)
     busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([0], [1], after=busy, gate=gate)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
     event = replay(gpu, graph)
     assert not busy.query()  # the host waited for nothing
     if gated:
@@ -101,7 +101,7 @@ def test_a_replay_waits_for_a_load_that_is_late(gpu: GpuCache, gated: bool) -> N
     torch.cuda.synchronize()
     assert only(gpu.seen[1]) == (NEW if gated else OLD)
     assert only(gpu.seen[[0, 2, 3]]) == OLD
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["waits", "control"])
@@ -109,7 +109,7 @@ def test_a_stream_that_is_not_captured_waits_too(gpu: GpuCache, gated: bool) -> 
     gate = gpu.handler.gate()
     busy = gpu.hold_on(gpu.side)
     with torch.cuda.stream(gpu.consumer):
-        gpu.handler.load([0], [1], after=busy, gate=gate)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
         if gated:
             gate.wait(0, gpu.consumer)
         gpu.look()
@@ -132,7 +132,7 @@ def test_a_graph_captured_on_a_stream_of_the_callers_waits(gpu: GpuCache) -> Non
     graph = capture(work, gpu.consumer)
     with torch.cuda.stream(gpu.consumer):
         busy = gpu.hold_on(gpu.side)
-        gpu.handler.load([0], [1], after=busy, gate=gate)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
         event = replay(gpu, graph)
     assert not busy.query()
     gpu.release()
@@ -147,7 +147,7 @@ def test_a_load_behind_the_current_stream_is_waited_for_by_the_next_replay(gpu: 
     for value in range(50):
         gpu.cache.fill_(OLD)
         gpu.host.pages[0].fill_(value)
-        gpu.handler.load([0], [1], gate=gate)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate)
         ends(gpu, gate, replay(gpu, graph))
         assert only(gpu.seen[1]) == value
 
@@ -159,12 +159,16 @@ def test_each_replay_of_two_in_a_row_waits_for_its_own_load(gpu: GpuCache, late:
     gpu.host.pages[1].fill_(NEW + 1)
     first = gpu.seen.clone()
     busy = gpu.slow_on(gpu.side, ms=100)
-    gpu.handler.load([0], [1], after=() if late == "second" else busy, gate=gate)
+    gpu.handler.load(
+        page_ids=[0], gpu_block_ids=[1], after=() if late == "second" else busy, gate=gate
+    )
     graph.replay()
     first.copy_(gpu.seen)
     if late != "first":
         gpu.slow(100)
-    gpu.handler.load([1], [1], gate=gate)  # behind the first replay, which reads the block
+    gpu.handler.load(
+        page_ids=[1], gpu_block_ids=[1], gate=gate
+    )  # behind the first replay, which reads the block
     event = replay(gpu, graph)
     ends(gpu, gate, event)
     torch.cuda.synchronize()
@@ -175,9 +179,9 @@ def test_a_replay_waits_for_both_of_two_loads_that_closed_the_gate(gpu: GpuCache
     gate = gpu.handler.gate()
     graph = wait_and_look(gpu, gate)
     busy = gpu.hold_on(gpu.side)
-    gpu.handler.load([0], [0], after=busy, gate=gate)
-    quick = gpu.handler.load([1], [1], after=(), gate=gate, expedited=True)
-    gpu.handler.wait(quick, timeout=PATIENCE)
+    gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy, gate=gate)
+    quick = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=(), gate=gate, expedited=True)
+    gpu.handler.synchronize(quick, timeout=PATIENCE)
     assert not busy.query()
     event = replay(gpu, graph)
     gpu.release()
@@ -190,8 +194,8 @@ def test_a_gate_opens_behind_loads_through_a_full_queue(gpu: GpuCache) -> None:
     graph = wait_and_look(gpu, gate)
     busy = gpu.hold_on(gpu.side)
     for _ in range(100):  # more than are given to the device at once
-        gpu.handler.load([0], [0], after=busy)
-    gpu.handler.load([1], [1], after=(), gate=gate)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
+    gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=(), gate=gate)
     event = replay(gpu, graph)
     assert not busy.query()
     gpu.release()
@@ -219,14 +223,16 @@ def seen_behind_the_parts(mib: int, gated: bool) -> list[list[int]]:
 
         graph = capture(work)
         busy = gpu.hold_on(gpu.side)
-        job = gpu.handler.load(blocks, blocks, after=busy, layer_groups=4, gate=gate)
+        job = gpu.handler.load(
+            page_ids=blocks, gpu_block_ids=blocks, after=busy, layer_groups=4, gate=gate
+        )
         event = replay(gpu, graph)
         if gated:
             gpu.release()
         ends(gpu, gate, event)
         gpu.release()
         values: list[list[int]] = [row.unique().tolist() for row in seen]
-        gpu.handler.wait(job)
+        gpu.handler.synchronize(job)
         return values
 
 
@@ -250,7 +256,7 @@ def test_a_gate_has_the_parts_of_the_load_that_closes_it() -> None:
         gate = gpu.handler.gate(2)
         for groups in (1, 3):
             with pytest.raises(ValueError, match="2"):
-                gpu.handler.load([0], [0], layer_groups=groups, gate=gate)
+                gpu.handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=groups, gate=gate)
         for part in (-1, 2):
             with pytest.raises((IndexError, ValueError), match=str(part)):
                 gate.wait(part)
@@ -258,7 +264,7 @@ def test_a_gate_has_the_parts_of_the_load_that_closes_it() -> None:
             gpu.handler.gate(0)
         other = gpu.another_handler()
         with pytest.raises(ValueError, match="another handler"):
-            other.load([0], [0], layer_groups=2, gate=gate)
+            other.load(page_ids=[0], gpu_block_ids=[0], layer_groups=2, gate=gate)
         gate.wait(1)  # which is still open
         ends(gpu, gate, torch.cuda.current_stream().record_event())
 
@@ -274,8 +280,8 @@ def test_a_failed_load_opens_the_gate(gpu: GpuCache, when: str) -> None:
     if when == "before":
         gpu.release()
         assert ended(gpu.handler, store) == "cancelled"
-        gpu.handler.finished()
-    job = gpu.handler.load([3], [1], gate=gate)
+        gpu.handler.poll()
+    job = gpu.handler.load(page_ids=[3], gpu_block_ids=[1], gate=gate)
     event = replay(gpu, graph)
     assert busy.query() == (when == "before")
     gpu.release()
@@ -283,9 +289,9 @@ def test_a_failed_load_opens_the_gate(gpu: GpuCache, when: str) -> None:
     assert ended(gpu.handler, job) == "failed"
     assert job.result is not None
     assert f"store {store.id}" in str(job.result.error)
-    gpu.handler.finished()
+    gpu.handler.poll()
     # The gate works on.
-    gpu.handler.load([0], [2], gate=gate)
+    gpu.handler.load(page_ids=[0], gpu_block_ids=[2], gate=gate)
     ends(gpu, gate, replay(gpu, graph))
     assert only(gpu.seen[2]) == NEW
 
@@ -301,7 +307,7 @@ def test_a_failed_load_opens_every_part_of_the_gate() -> None:
 
         graph = capture(work)
         _, store = cancelled_store(gpu, page=3)
-        job = gpu.handler.load([3], [1], layer_groups=4, gate=gate)
+        job = gpu.handler.load(page_ids=[3], gpu_block_ids=[1], layer_groups=4, gate=gate)
         event = replay(gpu, graph)
         gpu.release()
         ends(gpu, gate, event)
@@ -313,7 +319,7 @@ def test_a_cancelled_running_load_opens_the_gate(gpu: GpuCache) -> None:
     gate = gpu.handler.gate()
     graph = wait_and_look(gpu, gate)
     busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([0], [1], after=busy, gate=gate)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=busy, gate=gate)
     event = replay(gpu, graph)
     assert gpu.handler.cancel(job)
     assert not busy.query()
@@ -327,7 +333,9 @@ def test_a_replay_after_close_waits_for_nothing(gpu: GpuCache, running: bool) ->
     gate = gpu.handler.gate()
     graph = wait_and_look(gpu, gate)
     if running:
-        gpu.handler.load([0], [1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
+        gpu.handler.load(
+            page_ids=[0], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=50), gate=gate
+        )
     gpu.handler.close()
     for value in (OLD + 1, OLD + 2):
         gpu.cache.fill_(value)
@@ -339,7 +347,7 @@ def test_a_graph_outlives_the_handler_for_whose_load_it_waits(gpu: GpuCache) -> 
     handler = gpu.another_handler()
     gate = handler.gate()
     graph = wait_and_look(gpu, gate)
-    handler.load([0], [1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
+    handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.slow_on(gpu.side, ms=50), gate=gate)
     event = replay(gpu, graph)
     handler.close()
     assert in_time(event.query)

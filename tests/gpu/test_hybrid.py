@@ -81,7 +81,7 @@ class Hybrid:
         return [tensor[half, block] for tensor in self.expected[group] for half in (0, 1)]
 
     def check(self) -> None:
-        self.handler.wait()
+        self.handler.synchronize()
         for host, pages in zip(self.hosts, self.pages, strict=True):
             assert torch.equal(host.pages, pages)
         for tensors, expected in zip(self.tensors, self.expected, strict=True):
@@ -108,28 +108,28 @@ def hybrid(device: str) -> Iterator[Hybrid]:
 
 def test_each_group_goes_to_its_own_pages_and_comes_back(hybrid: Hybrid) -> None:
     blocks, pages = [[7, 0, 3], [5, 1, 2, 4], [2]], [[4, 1], [3, 0], [2]]
-    job = hybrid.handler.store(blocks, pages)
+    job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages)
     assert job.nbytes == 3 * 64 + 4 * 34 + 333
     for group in range(3):
         hybrid.store(group, blocks[group], pages[group])
     hybrid.check()
     targets = [[1, 8, 2], [0, 3, 5, 2], [0]]
-    job = hybrid.handler.load(pages, targets)
+    job = hybrid.handler.load(page_ids=pages, gpu_block_ids=targets)
     assert job.nbytes == 3 * 64 + 4 * 34 + 333
     for group in range(3):
         hybrid.load(group, targets[group], pages[group])
     hybrid.check()
-    assert [result.state for result in hybrid.handler.finished()] == ["done", "done"]
+    assert [result.state for result in hybrid.handler.poll()] == ["done", "done"]
 
 
 def test_each_group_has_its_own_first_block(hybrid: Hybrid) -> None:
     blocks, pages = [[7, 0, 3], [5, 1], [2]], [[4, 1], [3, 0], [2]]
-    hybrid.handler.store(blocks, pages, first_block=[1, 2, 0])
+    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=[1, 2, 0])
     for group, first in enumerate([1, 2, 0]):
         hybrid.store(group, blocks[group], pages[group], first)
     hybrid.check()
     targets = [[1, 8, 2], [0, 3], [0]]
-    hybrid.handler.load(pages, targets, first_block=[1, 2, 0])
+    hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, first_block=[1, 2, 0])
     for group, first in enumerate([1, 2, 0]):
         hybrid.load(group, targets[group], pages[group], first)
     hybrid.check()
@@ -137,7 +137,7 @@ def test_each_group_has_its_own_first_block(hybrid: Hybrid) -> None:
 
 def test_one_first_block_is_that_of_all_groups(hybrid: Hybrid) -> None:
     blocks, pages = [[7, 0, 3], [5, 1], []], [[4, 1], [3], []]
-    hybrid.handler.store(blocks, pages, first_block=1)
+    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=1)
     for group in range(2):
         hybrid.store(group, blocks[group], pages[group], 1)
     hybrid.check()
@@ -148,20 +148,20 @@ def test_groups_without_blocks_move_nothing(hybrid: Hybrid, group: int) -> None:
     blocks: list[list[int]] = [[], [], []]
     pages: list[list[int]] = [[], [], []]
     blocks[group], pages[group] = [3], [2]
-    hybrid.handler.store(blocks, pages)
+    hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages)
     hybrid.store(group, [3], [2])
     hybrid.check()
     blocks[group] = [0]
-    hybrid.handler.load(pages, blocks)
+    hybrid.handler.load(page_ids=pages, gpu_block_ids=blocks)
     hybrid.load(group, [0], [2])
     hybrid.check()
 
 
 def test_a_job_without_any_block_ends_like_all_others(hybrid: Hybrid) -> None:
-    hybrid.handler.store([[], [], []], [[], [], []])
-    hybrid.handler.load([[], [], []], [[], [], []], layer_groups=1)
+    hybrid.handler.store(gpu_block_ids=[[], [], []], page_ids=[[], [], []])
+    hybrid.handler.load(page_ids=[[], [], []], gpu_block_ids=[[], [], []], layer_groups=1)
     hybrid.check()
-    assert [(r.state, r.nbytes) for r in hybrid.handler.finished()] == [("done", 0)] * 2
+    assert [(r.state, r.nbytes) for r in hybrid.handler.poll()] == [("done", 0)] * 2
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -178,16 +178,18 @@ def test_random_jobs_of_all_groups_do_what_plain_indexing_does(device: str, seed
                 blocks.append(rng.sample(range(layout.num_blocks), count))
                 pages.append(rng.sample(range(host.num_pages), needed))
             if rng.random() < 0.5:
-                job = hybrid.handler.store(blocks, pages, first_block=first)
+                job = hybrid.handler.store(gpu_block_ids=blocks, page_ids=pages, first_block=first)
                 for group in range(3):
                     hybrid.store(group, blocks[group], pages[group], first[group])
             else:
                 options = {"layer_groups": 2} if rng.random() < 0.3 else {}
                 options |= {"expedited": True} if rng.random() < 0.3 else {}
-                job = hybrid.handler.load(pages, blocks, first_block=first, **options)
+                job = hybrid.handler.load(
+                    page_ids=pages, gpu_block_ids=blocks, first_block=first, **options
+                )
                 for group in range(3):
                     hybrid.load(group, blocks[group], pages[group], first[group])
-            job.wait_on()
+            job.wait()
         hybrid.check()
 
 
@@ -196,9 +198,9 @@ def test_all_layers_of_all_groups_are_there_when_the_last_of_them_is_waited_for(
 ) -> None:
     # Layers are counted through the groups: 2 of attention, 2 of the sliding window, 1 state.
     targets, pages = [[1, 8], [0, 3], [0]], [[4], [3], [2]]
-    job = hybrid.handler.load(pages, targets, layer_groups=5)
+    job = hybrid.handler.load(page_ids=pages, gpu_block_ids=targets, layer_groups=5)
     for layer in range(5):
-        job.wait_layer(layer)
+        job.wait(layer_group=job.layer_group_of(layer))
     for group in range(3):
         hybrid.load(group, targets[group], pages[group])
     if hybrid.layouts[0].device.type == "cuda":
@@ -213,9 +215,9 @@ def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> Non
     rows = torch.arange(32, dtype=torch.uint8, device=device).view(4, 8)
     layout = PagedLayout([rows])
     with HostPool(layout, num_pages=2) as host, OffloadHandler([layout], [host]) as handler:
-        handler.wait(handler.store([[3]], [[1]]))
+        handler.synchronize(handler.store(gpu_block_ids=[[3]], page_ids=[[1]]))
         assert host.pages[1, 0].tolist() == list(range(24, 32))
-        handler.wait(handler.load([[1]], [torch.tensor([0])]))
+        handler.synchronize(handler.load(page_ids=[[1]], gpu_block_ids=[torch.tensor([0])]))
         assert rows[0].tolist() == list(range(24, 32))
 
 
@@ -225,33 +227,35 @@ def test_a_handler_of_one_group_in_a_list_takes_lists_of_ids(device: str) -> Non
 def test_a_wrong_id_is_named_with_its_group(hybrid: Hybrid) -> None:
     good = [[0], [0], [0]]
     with pytest.raises(IndexError, match=r"gpu_block_ids\[1\]\[3\] is 6"):
-        hybrid.handler.store([[0], [0, 1, 2, 6], [0]], [[0], [0, 1], [0]])
+        hybrid.handler.store(gpu_block_ids=[[0], [0, 1, 2, 6], [0]], page_ids=[[0], [0, 1], [0]])
     with pytest.raises(IndexError, match=r"page_ids\[2\]\[0\] is 3"):
-        hybrid.handler.load([[0], [0], [3]], good)
+        hybrid.handler.load(page_ids=[[0], [0], [3]], gpu_block_ids=good)
     with pytest.raises(ValueError, match=r"page_ids\[0\]\[0\] and page_ids\[0\]\[1\] are both 4"):
-        hybrid.handler.store([[1, 2, 3], [], []], [[4, 4], [], []])
+        hybrid.handler.store(gpu_block_ids=[[1, 2, 3], [], []], page_ids=[[4, 4], [], []])
     with pytest.raises(ValueError, match=r"page_ids\[1\] has 2"):
-        hybrid.handler.store(good, [[0], [0, 1], [0]])
+        hybrid.handler.store(gpu_block_ids=good, page_ids=[[0], [0, 1], [0]])
     with pytest.raises(ValueError, match=r"first_block\[1\]=3"):
-        hybrid.handler.store(good, good, first_block=[0, 3, 0])
+        hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_block=[0, 3, 0])
     with pytest.raises(TypeError, match=r"gpu_block_ids\[2\]"):
-        hybrid.handler.store([[0], [0], [0.5]], good)
+        hybrid.handler.store(gpu_block_ids=[[0], [0], [0.5]], page_ids=good)
     hybrid.check()
-    assert hybrid.handler.finished() == []
+    assert hybrid.handler.poll() == []
 
 
 def test_every_argument_has_an_entry_for_each_group(hybrid: Hybrid) -> None:
     good = [[0], [0], [0]]
     for call in (
-        lambda: hybrid.handler.store(good[:2], good),
-        lambda: hybrid.handler.store(good, good[:2]),
-        lambda: hybrid.handler.store(good, good, first_block=[0, 0]),
-        lambda: hybrid.handler.store([0, 1, 2], good),  # plain ids, not lists of ids
+        lambda: hybrid.handler.store(gpu_block_ids=good[:2], page_ids=good),
+        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good[:2]),
+        lambda: hybrid.handler.store(gpu_block_ids=good, page_ids=good, first_block=[0, 0]),
+        lambda: hybrid.handler.store(
+            gpu_block_ids=[0, 1, 2], page_ids=good
+        ),  # plain ids, not lists of ids
     ):
         with pytest.raises((TypeError, ValueError), match=r"gpu_block_ids|page_ids|first_block"):
             call()
     hybrid.check()
-    assert hybrid.handler.finished() == []
+    assert hybrid.handler.poll() == []
 
 
 def test_a_handler_has_a_pool_for_each_layout(hybrid: Hybrid) -> None:
@@ -297,12 +301,12 @@ class Shared:
 def test_groups_that_share_memory_read_and_write_the_same_blocks(device: str) -> None:
     with Shared(device) as shared:
         handler = shared.handler
-        handler.load([[], [1]], [[], [5]])
-        handler.store([[5], []], [[2], []])
-        handler.wait()
+        handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]])
+        handler.store(gpu_block_ids=[[5], []], page_ids=[[2], []])
+        handler.synchronize()
         assert only(shared.hosts[0].pages[2]) == 43
         assert only(shared.rows[5]) == 43
-        handler.wait(handler.load([[1], [3]], [[5], [4]]))
+        handler.synchronize(handler.load(page_ids=[[1], [3]], gpu_block_ids=[[5], [4]]))
         assert only(shared.rows[5]) == 42
         assert only(shared.rows[4]) == 43
         assert only(shared.rows[[0, 1, 2, 3, 6, 7]]) == 17
@@ -321,15 +325,15 @@ def test_a_store_of_one_group_and_a_load_of_another_that_share_a_block_keep_thei
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), Hold() as hold:
             if first == "store":
-                handler.store([[5], []], [[0], []], after=side)
-                job = second.load([[], [1]], [[], [5]], after=())
+                handler.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=side)
+                job = second.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=())
             else:
-                handler.load([[], [1]], [[], [5]], after=side)
-                job = second.store([[5], []], [[0], []], after=())
+                handler.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=side)
+                job = second.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=())
             if order == "kept":
                 hold.release()
-            second.wait(job)
-        handler.wait()
+            second.synchronize(job)
+        handler.synchronize()
         second.close()
         if first == "store":  # the block as it was, or what was loaded into it
             assert only(shared.hosts[0].pages[0]) == (17 if order == "kept" else 43)
@@ -344,12 +348,12 @@ def test_loads_of_two_groups_that_share_a_block_keep_their_order(order: str) -> 
         second = shared.handler if order == "kept" else shared.another_handler()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), Hold() as hold:
-            shared.handler.load([[0], []], [[5], []], after=side)
-            job = second.load([[], [1]], [[], [5]], after=(), expedited=True)
+            shared.handler.load(page_ids=[[0], []], gpu_block_ids=[[5], []], after=side)
+            job = second.load(page_ids=[[], [1]], gpu_block_ids=[[], [5]], after=(), expedited=True)
             if order == "kept":
                 hold.release()
-            second.wait(job)
-        shared.handler.wait()
+            second.synchronize(job)
+        shared.handler.synchronize()
         assert only(shared.rows[5]) == (43 if order == "kept" else 42)
 
 
@@ -359,10 +363,10 @@ def test_equal_page_numbers_of_two_groups_are_different_pages() -> None:
     with Shared("cuda:0") as shared:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), Hold():
-            shared.handler.store([[5], []], [[0], []], after=side)
-            load = shared.handler.load([[], [0]], [[], [0]], after=())
-            shared.handler.wait(load, timeout=PATIENCE)
-        shared.handler.wait()
+            shared.handler.store(gpu_block_ids=[[5], []], page_ids=[[0], []], after=side)
+            load = shared.handler.load(page_ids=[[], [0]], gpu_block_ids=[[], [0]], after=())
+            shared.handler.synchronize(load, timeout=PATIENCE)
+        shared.handler.synchronize()
 
 
 def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
@@ -374,14 +378,18 @@ def test_groups_of_other_block_sizes_can_share_the_pages_of_one_pool(device):
     pools = [pool.view_for(layout) for layout in layouts]
     assert [one.nbytes for one in pools] == [4 * 2 * 96] * 2
     with OffloadHandler(layouts, pools) as handler:
-        handler.wait(handler.store([[2], [2]], [[1], [3]], first_block=[0, 1]))
+        handler.synchronize(
+            handler.store(gpu_block_ids=[[2], [2]], page_ids=[[1], [3]], first_block=[0, 1])
+        )
         before[1, 0] = tensors[0][2].cpu()
         before[3, 1, :64] = torch.cat([tensors[1][2], tensors[2][2]]).cpu()
         assert torch.equal(pool.pages, before)
         expected = [tensor.clone() for tensor in tensors]
         for tensor in tensors:
             tensor[2] = 0
-        handler.wait(handler.load([[1], [3]], [[2], [2]], first_block=[0, 1]))
+        handler.synchronize(
+            handler.load(page_ids=[[1], [3]], gpu_block_ids=[[2], [2]], first_block=[0, 1])
+        )
     assert all(map(torch.equal, tensors, expected))
     pool.close()
 
@@ -392,7 +400,7 @@ def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_p
     shared = OffloadHandler(layouts, [pool.view_for(layout) for layout in layouts])
     apart = OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
     spaces = [
-        [group.slot_space for group in handler.native.groups.structures]
+        [group.slot_space for group in handler._native.groups.structures]
         for handler in (shared, apart)
     ]
     assert spaces[0][0] == spaces[0][1]

@@ -49,7 +49,9 @@ def look(gpu: GpuCache, layer: int, row: int) -> None:
 def load(gpu: GpuCache, groups: int | None, blocks: list[int] = ALL) -> tuple[Hold, Job]:
     """Of all layers, held up, so that it is given to the device as a whole."""
     busy = gpu.hold_on(gpu.side)
-    return busy, gpu.handler.load(blocks, blocks, after=busy, layer_groups=groups)
+    return busy, gpu.handler.load(
+        page_ids=blocks, gpu_block_ids=blocks, after=busy, layer_groups=groups
+    )
 
 
 def seen(gpu: GpuCache) -> list[int]:
@@ -62,16 +64,16 @@ def seen(gpu: GpuCache) -> list[int]:
 def test_a_layer_can_be_read_before_the_whole_load_has_ended(gpu: GpuCache, groups: int) -> None:
     busy, job = load(gpu, groups)
     with torch.cuda.stream(gpu.consumer):
-        job.wait_layer(0, gpu.consumer)
+        job.wait(gpu.consumer, layer_group=job.layer_group_of(0))
         look(gpu, 0, 0)
         look(gpu, LAYERS - 1, 1)  # as a control: who waits for the first layer has no other
-        job.wait_layer(LAYERS - 1, gpu.consumer)
+        job.wait(gpu.consumer, layer_group=job.layer_group_of(LAYERS - 1))
         look(gpu, LAYERS - 1, 2)
     assert not busy.query()  # the host waited for nothing
     is_last_there = groups == 1
     last_layer = (NEW if is_last_there else OLD) + LAYERS - 1
     assert seen(gpu)[:3] == [NEW, last_layer, NEW + LAYERS - 1]
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
@@ -83,13 +85,13 @@ def test_who_waits_for_each_layer_sees_the_bytes_of_each(
     with torch.cuda.stream(gpu.consumer):
         for layer in range(LAYERS):
             if waits:
-                job.wait_layer(layer)  # the current stream
+                job.wait(layer_group=job.layer_group_of(layer))  # the current stream
             look(gpu, layer, layer)
     assert not busy.query()
     if not waits:
         gpu.consumer.synchronize()
     assert seen(gpu)[:LAYERS] == [(NEW if waits else OLD) + layer for layer in range(LAYERS)]
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
 
 
 @pytest.mark.parametrize("groups", [None, LAYERS])
@@ -98,7 +100,7 @@ def test_waiting_for_the_job_is_waiting_for_all_of_its_layers(
 ) -> None:
     _, job = load(gpu, groups)
     with torch.cuda.stream(gpu.consumer):
-        job.wait_on()
+        job.wait()
         for layer in range(LAYERS):
             look(gpu, layer, layer)
     assert seen(gpu)[:LAYERS] == [NEW + layer for layer in range(LAYERS)]
@@ -109,7 +111,7 @@ def test_waiting_for_the_job_is_waiting_for_all_of_its_layers(
 def test_only_the_blocks_that_are_named_change_in_every_group(gpu: GpuCache) -> None:
     _, job = load(gpu, 7, blocks=[3, 9])
     gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     others = [block for block in ALL if block not in (3, 9)]
     for index, layer in enumerate(gpu.layers):
         assert only(layer[[3, 9]]) == NEW + index
@@ -121,11 +123,11 @@ def test_a_layer_of_a_queued_load_is_waited_for_without_blocking_the_host(waits:
     with GpuCache(layers=4) as gpu:
         busy = gpu.hold_on(gpu.side)
         for _ in range(100):  # more than are given to the device at once
-            gpu.handler.load([0], [0], after=busy)
-        job = gpu.handler.load([1], [1], after=(), layer_groups=4)
+            gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
+        job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=(), layer_groups=4)
         with torch.cuda.stream(gpu.consumer):
             if waits:
-                job.wait_layer(0)
+                job.wait(layer_group=job.layer_group_of(0))
             gpu.look()
         assert not busy.query()
         if waits:
@@ -138,27 +140,27 @@ def test_a_layer_of_a_queued_load_is_waited_for_without_blocking_the_host(waits:
 def test_the_layers_of_an_ended_load_are_not_waited_for(gpu: GpuCache) -> None:
     _, job = load(gpu, LAYERS)
     gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     load(gpu, LAYERS)  # which may have the events of the first
     for layer in range(LAYERS):
-        job.wait_layer(layer, gpu.consumer)
+        job.wait(gpu.consumer, layer_group=job.layer_group_of(layer))
     gpu.consumer.synchronize()  # the second load is still held
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
 
 
 @pytest.mark.parametrize("groups", [0, -1, LAYERS + 1])
 def test_a_load_has_at_least_one_and_no_more_groups_than_layers(gpu: GpuCache, groups: int) -> None:
-    gpu.handler.wait()
-    gpu.handler.finished()
+    gpu.handler.synchronize()
+    gpu.handler.poll()
     with pytest.raises(ValueError, match="layer_groups"):
-        gpu.handler.load([0], [0], layer_groups=groups)
-    assert gpu.handler.finished() == []
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=groups)
+    assert gpu.handler.poll() == []
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS])
 def test_a_layer_that_is_none_is_refused(gpu: GpuCache, layer: int) -> None:
-    job = gpu.handler.load([0], [0], layer_groups=2)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=2)
     with pytest.raises((IndexError, ValueError), match=str(layer)):
-        job.wait_layer(layer)
-    gpu.handler.wait(job)
+        job.wait(layer_group=job.layer_group_of(layer))
+    gpu.handler.synchronize(job)

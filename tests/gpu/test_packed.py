@@ -25,13 +25,13 @@ def check(layout: PagedLayout, count: int, copy_method: str, staging_bytes: int 
     with OffloadHandler(
         layout, pool, copy_method=copy_method, staging_bytes=staging_bytes
     ) as handler:
-        jobs = [handler.store(blocks, pages)]
-        handler.wait(jobs)
+        jobs = [handler.store(gpu_block_ids=blocks, page_ids=pages)]
+        handler.synchronize(jobs)
         stored = torch.full_like(pool.pages[:, 0], 0xA5)
         stored[pages] = torch.cat([old[blocks].flatten(1) for old in before], dim=1)
         assert torch.equal(pool.pages[:, 0], stored)
-        jobs.append(handler.load(pages, targets))
-        handler.wait(jobs)
+        jobs.append(handler.load(page_ids=pages, gpu_block_ids=targets))
+        handler.synchronize(jobs)
         for tensor, old in zip(layout.tensors, before, strict=True):
             new = old.clone()
             new[targets] = old[blocks]

@@ -37,8 +37,8 @@ def submit(
     handler: OffloadHandler, direction: str, blocks: list[int], pages: list[int], **options: object
 ) -> Job:
     if direction == "store":
-        return handler.store(blocks, pages, **options)
-    return handler.load(pages, blocks, **options)
+        return handler.store(gpu_block_ids=blocks, page_ids=pages, **options)
+    return handler.load(page_ids=pages, gpu_block_ids=blocks, **options)
 
 
 def fill_with_noise(gpu: GpuCache, direction: str) -> torch.Tensor:
@@ -68,10 +68,10 @@ def test_thousands_of_small_jobs_are_submitted_at_once_and_every_byte_is_right(
         for j, k in zip(JOBS, order, strict=True)
     ]
     assert not busy.query()
-    assert not jobs[0].done()
+    assert not jobs[0].query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
-    results = gpu.handler.finished()
+    gpu.handler.synchronize(timeout=PATIENCE)
+    results = gpu.handler.poll()
     assert [result.job_id for result in results[1:]] == [job.id for job in jobs]
     assert {result.state for result in results} == {"done"}
     torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def test_one_job_of_thousands_of_fragments_is_submitted_at_once(
     submit(gpu.handler, direction, list(range(BLOCKS)), order.tolist(), after=busy)
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     torch.cuda.synchronize()
     assert torch.equal(gpu.host.pages[order, 0], gpu.cache.cpu())
     assert torch.equal(gpu.cache.cpu(), noise if direction == "store" else noise[order])
@@ -119,7 +119,7 @@ def test_queued_jobs_of_one_destination_leave_the_bytes_of_the_last(
         submit(gpu.handler, direction, [block], [page], after=())
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     written = gpu.host.pages[5, 0] if direction == "store" else gpu.cache[5].cpu()
     assert torch.equal(written, noise[399])
 
@@ -129,11 +129,11 @@ def test_queued_stores_and_loads_of_one_page_take_turns(gpu: GpuCache) -> None:
     busy, _ = hold(gpu, "store")
     # Block j goes through page 5 into block 1000 + j, for every j before the next one.
     for j in range(1, 300):
-        gpu.handler.store([j], [5], after=())
-        gpu.handler.load([5], [1000 + j], after=())
+        gpu.handler.store(gpu_block_ids=[j], page_ids=[5], after=())
+        gpu.handler.load(page_ids=[5], gpu_block_ids=[1000 + j], after=())
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     torch.cuda.synchronize()
     assert torch.equal(gpu.cache[1001:1300].cpu(), noise[1:300])
 
@@ -144,11 +144,11 @@ def test_ids_of_queued_jobs_may_change_after_the_call(gpu: GpuCache) -> None:
     busy, _ = hold(gpu, "store")
     for j in range(1, 301):
         blocks[0] = page_ids[0] = j
-        gpu.handler.store(blocks, page_ids, after=())
+        gpu.handler.store(gpu_block_ids=blocks, page_ids=page_ids, after=())
     blocks[0] = page_ids[0] = BLOCKS - 1
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     assert torch.equal(gpu.host.pages[1:301, 0], noise[1:301])
     assert only(gpu.host.pages[301:]) == NEW
 
@@ -165,10 +165,12 @@ def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
     count = 2000 if after == "nothing" else 200
     busy, _ = hold(gpu, "load")
     for j in range(1, count + 1):
-        last = gpu.handler.load([j], [j], after=() if after == "nothing" else busy)
+        last = gpu.handler.load(
+            page_ids=[j], gpu_block_ids=[j], after=() if after == "nothing" else busy
+        )
     with torch.cuda.stream(gpu.consumer):
         if waits:
-            last.wait_on(gpu.consumer)
+            last.wait(gpu.consumer)
         gpu.look()
     assert not busy.query()
     if waits:
@@ -177,17 +179,17 @@ def test_a_stream_waits_for_the_last_queued_job_and_the_host_does_not(
     gpu.release()
     assert only(gpu.seen[: count + 1]) == (NEW if waits else OLD)
     assert only(gpu.seen[count + 1 :]) == OLD
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
 
 
 def test_the_host_waits_for_a_queued_job_no_longer_than_it_is_told_to(gpu: GpuCache) -> None:
     busy, _ = hold(gpu, "load")
-    jobs = [gpu.handler.load([j], [j], after=()) for j in range(1, 301)]
+    jobs = [gpu.handler.load(page_ids=[j], gpu_block_ids=[j], after=()) for j in range(1, 301)]
     with pytest.raises(TimeoutError, match=f"load {jobs[-1].id}"):
-        gpu.handler.wait(jobs[-1], timeout=0.01)
+        gpu.handler.synchronize(jobs[-1], timeout=0.01)
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait(jobs[-1], timeout=PATIENCE)
+    gpu.handler.synchronize(jobs[-1], timeout=PATIENCE)
     assert only(gpu.cache[:301]) == NEW
 
 
@@ -203,18 +205,18 @@ def test_a_cancelled_queued_job_ends_at_once_and_touches_nothing(
     kept, cancelled = jobs[:100] + jobs[200:], jobs[100:200]  # those behind go on as well
     for job in cancelled:
         assert gpu.handler.cancel(job)
-        assert job.done()
+        assert job.query()
         assert job.result is not None
         assert job.result.state == "cancelled"
         assert not job.result.ok
-    assert sorted(result.job_id for result in gpu.handler.finished()) == [j.id for j in cancelled]
+    assert sorted(result.job_id for result in gpu.handler.poll()) == [j.id for j in cancelled]
     assert not busy.query()
     assert not gpu.handler.cancel(cancelled[0])  # it has ended
     with pytest.raises(TransferError, match=f"{direction} {cancelled[0].id} .*cancelled"):
-        gpu.handler.wait(cancelled[0])
+        gpu.handler.synchronize(cancelled[0])
     gpu.release()
-    gpu.handler.wait([first, *kept], timeout=PATIENCE)
-    assert [result.job_id for result in gpu.handler.finished()] == [first.id, *(j.id for j in kept)]
+    gpu.handler.synchronize([first, *kept], timeout=PATIENCE)
+    assert [result.job_id for result in gpu.handler.poll()] == [first.id, *(j.id for j in kept)]
     torch.cuda.synchronize()
     written, right, left = {
         "store": (gpu.host.pages[:, 0], OLD, NEW),
@@ -230,41 +232,46 @@ def test_a_cancelled_running_job_ends_with_its_copy_and_is_reported_as_cancelled
     gpu: GpuCache,
 ) -> None:
     busy, job = hold(gpu, "load")
-    behind = gpu.handler.load([1], [1], after=())
+    behind = gpu.handler.load(page_ids=[1], gpu_block_ids=[1], after=())
     assert gpu.handler.cancel(job)
-    assert not job.done()
-    assert gpu.handler.finished() == []
+    assert not job.query()
+    assert gpu.handler.poll() == []
     assert not busy.query()
     gpu.release()
     assert ended(gpu.handler, job) == "cancelled"
     assert not gpu.handler.cancel(job)
-    gpu.handler.wait(behind)
-    assert [r.state for r in gpu.handler.finished()] == ["cancelled", "done"]
+    gpu.handler.synchronize(behind)
+    assert [r.state for r in gpu.handler.poll()] == ["cancelled", "done"]
     assert only(gpu.cache[1]) == NEW
 
 
 def test_a_job_that_is_done_cannot_be_cancelled(gpu: GpuCache) -> None:
-    job = gpu.handler.load([1], [1])
-    gpu.handler.wait(job)
+    job = gpu.handler.load(page_ids=[1], gpu_block_ids=[1])
+    gpu.handler.synchronize(job)
     assert not gpu.handler.cancel(job)
-    assert [result.state for result in gpu.handler.finished()] == ["done"]
+    assert [result.state for result in gpu.handler.poll()] == ["done"]
 
 
 def test_a_load_of_a_page_whose_queued_store_was_cancelled_fails(gpu: GpuCache) -> None:
     busy, _ = hold(gpu, "store")
-    stores = [gpu.handler.store([j], [j], after=()) for j in range(1, 201)]
-    early = gpu.handler.load([200], [300], after=())
+    stores = [gpu.handler.store(gpu_block_ids=[j], page_ids=[j], after=()) for j in range(1, 201)]
+    early = gpu.handler.load(page_ids=[200], gpu_block_ids=[300], after=())
     assert gpu.handler.cancel(stores[-1])
-    late = gpu.handler.load([200], [301], after=())
-    other = gpu.handler.load([199], [302], after=())
+    late = gpu.handler.load(page_ids=[200], gpu_block_ids=[301], after=())
+    other = gpu.handler.load(page_ids=[199], gpu_block_ids=[302], after=())
     assert not busy.query()
     gpu.release()
     assert [ended(gpu.handler, job) for job in (early, late, other)] == ["failed", "failed", "done"]
     for job in (early, late):
         assert job.result is not None
         assert f"store {stores[-1].id}" in str(job.result.error)
-    gpu.handler.finished()
-    gpu.handler.wait([gpu.handler.store([5], [200]), gpu.handler.load([200], [303])])  # valid again
+    gpu.handler.poll()
+    gpu.handler.synchronize(
+        [
+            gpu.handler.store(gpu_block_ids=[5], page_ids=[200]),
+            gpu.handler.load(page_ids=[200], gpu_block_ids=[303]),
+        ]
+    )  # valid again
     torch.cuda.synchronize()
     assert only(gpu.cache[303]) == OLD
 
@@ -276,18 +283,18 @@ def test_a_load_of_a_page_whose_queued_store_was_cancelled_fails(gpu: GpuCache) 
 def test_an_expedited_load_passes_thousands_of_queued_loads(gpu: GpuCache, expedited: bool) -> None:
     hold(gpu, "load")
     for j in JOBS:
-        gpu.handler.load([j], [j], after=())
-    job = gpu.handler.load([2047], [2047], after=(), expedited=expedited)
+        gpu.handler.load(page_ids=[j], gpu_block_ids=[j], after=())
+    job = gpu.handler.load(page_ids=[2047], gpu_block_ids=[2047], after=(), expedited=expedited)
     if expedited:
-        gpu.handler.wait(job, timeout=PATIENCE)
+        gpu.handler.synchronize(job, timeout=PATIENCE)
     else:
         with pytest.raises(TimeoutError):
-            gpu.handler.wait(job, timeout=0.1)
+            gpu.handler.synchronize(job, timeout=0.1)
     gpu.release()
-    gpu.handler.wait(job, timeout=PATIENCE)
+    gpu.handler.synchronize(job, timeout=PATIENCE)
     assert only(gpu.cache[2047]) == NEW
     assert only(gpu.cache[2001:2047]) == OLD
-    gpu.handler.wait(timeout=PATIENCE)
+    gpu.handler.synchronize(timeout=PATIENCE)
     assert only(gpu.cache[:2001]) == NEW
 
 
@@ -311,8 +318,8 @@ def test_queued_jobs_are_merged_and_streams_and_events_stay_few(
         assert now.running <= IN_FLIGHT
         assert now.queued + now.running == 1 + len(JOBS)
         gpu.release()
-        gpu.handler.wait(timeout=PATIENCE)
-        assert len(gpu.handler.finished()) == 1 + len(JOBS)
+        gpu.handler.synchronize(timeout=PATIENCE)
+        assert len(gpu.handler.poll()) == 1 + len(JOBS)
 
     before = channel()
     one_round()
@@ -330,12 +337,12 @@ def test_queued_jobs_are_merged_and_streams_and_events_stay_few(
 @pytest.mark.parametrize("end", ["close", "pool"])
 def test_closing_with_a_full_queue_waits_for_every_job(gpu: GpuCache, end: str) -> None:
     busy = gpu.slow_on(gpu.side)
-    first = gpu.handler.store([0], [0], after=busy)
-    jobs = [first, *(gpu.handler.store([j], [j], after=()) for j in JOBS)]
+    first = gpu.handler.store(gpu_block_ids=[0], page_ids=[0], after=busy)
+    jobs = [first, *(gpu.handler.store(gpu_block_ids=[j], page_ids=[j], after=()) for j in JOBS)]
     view = gpu.host.pages
     close: Callable[[], None] = gpu.handler.close if end == "close" else gpu.host.close
     close()
     assert busy.query()
-    assert [result.job_id for result in gpu.handler.finished()] == [job.id for job in jobs]
+    assert [result.job_id for result in gpu.handler.poll()] == [job.id for job in jobs]
     assert only(view[:2001]) == OLD
     assert only(view[2001:]) == NEW

@@ -41,10 +41,10 @@ def test_a_store_waits_for_the_kernel_that_writes_its_block(
 ) -> None:
     gpu.hold()
     gpu.cache.fill_(NEW)
-    job = gpu.handler.store([1], [0], after=after)
+    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=after)
     if after is None:
         gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     assert gpu.page() == stored
 
 
@@ -52,8 +52,8 @@ def test_a_store_waits_for_the_side_stream_that_is_current(gpu: GpuCache) -> Non
     with torch.cuda.stream(gpu.side):
         gpu.slow()
         gpu.cache.fill_(NEW)
-        job = gpu.handler.store([1], [0])
-    gpu.handler.wait(job)
+        job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
+    gpu.handler.synchronize(job)
     assert gpu.page() == NEW
 
 
@@ -64,10 +64,10 @@ def test_a_store_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None
         gpu.cache.fill_(NEW)
         event = gpu.side.record_event()
     after = {"stream": gpu.side, "event": event, "control": None}[named]
-    job = gpu.handler.store([1], [0], after=after)
+    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=after)
     if named != "control":
         gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     assert gpu.page() == (OLD if named == "control" else NEW)
 
 
@@ -76,12 +76,12 @@ def test_a_thread_waits_for_its_own_current_stream(gpu: GpuCache) -> None:
         with torch.cuda.stream(gpu.side):
             gpu.slow()
             gpu.cache.fill_(NEW)
-            gpu.handler.store([1], [0])
+            gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
 
     thread = threading.Thread(target=store)
     thread.start()
     thread.join()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     assert gpu.page() == NEW
 
 
@@ -94,10 +94,10 @@ def test_a_load_waits_for_the_kernel_that_reads_its_block(
 ) -> None:
     gpu.hold()
     gpu.look()
-    job = gpu.handler.load([0], [1], after=after)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
     if after is None:
         gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     gpu.release()
     torch.cuda.synchronize()
     assert only(gpu.seen[1]) == seen
@@ -111,10 +111,10 @@ def test_a_load_waits_for_the_kernel_that_zeroes_its_block(
 ) -> None:
     gpu.hold()
     gpu.cache.fill_(0)
-    job = gpu.handler.load([0], [1], after=after)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
     if after is None:
         gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     gpu.release()
     torch.cuda.synchronize()
     assert only(gpu.cache[1]) == left
@@ -127,10 +127,10 @@ def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
         gpu.look()
         event = gpu.side.record_event()
     after = {"stream": gpu.side, "event": event, "control": None}[named]
-    job = gpu.handler.load([0], [1], after=after)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=after)
     if named != "control":
         gpu.release()
-    gpu.handler.wait(job)
+    gpu.handler.synchronize(job)
     gpu.release()
     torch.cuda.synchronize()
     assert only(gpu.seen[1]) == (NEW if named == "control" else OLD)
@@ -138,8 +138,8 @@ def test_a_load_waits_for_what_it_is_told_to(gpu: GpuCache, named: str) -> None:
 
 def test_an_event_that_was_never_recorded_is_refused(gpu: GpuCache) -> None:
     with pytest.raises(ValueError, match="never recorded"):
-        gpu.handler.load([0], [1], after=torch.cuda.Event())
-    assert gpu.handler.finished() == []
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=torch.cuda.Event())
+    assert gpu.handler.poll() == []
 
 
 # Order between the directions, by the pages and the blocks
@@ -158,16 +158,16 @@ def test_a_store_and_a_load_that_share_a_page_or_a_block_run_in_the_order_of_sub
     # The first moves between block 1 and page 0; the second shares the one or the other.
     block, page = (2, 0) if shared == "page" else (1, 1)
     if first == "store":
-        gpu.handler.store([1], [0], after=gpu.side)
-        job = second.load([page], [block], after=())
+        gpu.handler.store(gpu_block_ids=[1], page_ids=[0], after=gpu.side)
+        job = second.load(page_ids=[page], gpu_block_ids=[block], after=())
     else:
-        gpu.handler.load([0], [1], after=gpu.side)
-        job = second.store([block], [page], after=())
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
+        job = second.store(gpu_block_ids=[block], page_ids=[page], after=())
     if order == "kept":
         gpu.release()
-    second.wait(job)
+    second.synchronize(job)
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     torch.cuda.synchronize()
     seen = {
         ("store", "page"): only(gpu.cache[2]),
@@ -191,9 +191,9 @@ def test_a_load_submitted_before_the_store_of_its_page_has_run_reads_what_is_sto
     with torch.cuda.stream(gpu.side):
         busy = gpu.hold()
         gpu.cache[1].fill_(NEW + 1)
-        gpu.handler.store([1], [0])
-    load = second.load([0], [2], after=())
-    load.wait_on(gpu.consumer)
+        gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
+    load = second.load(page_ids=[0], gpu_block_ids=[2], after=())
+    load.wait(gpu.consumer)
     with torch.cuda.stream(gpu.consumer):
         gpu.look()
     assert not busy.query()  # the host waited for nothing
@@ -212,13 +212,13 @@ def test_stores_run_in_the_order_of_submission(gpu: GpuCache, order: str) -> Non
     gpu.cache[1].fill_(NEW + 1)
     torch.cuda.synchronize()
     gpu.hold_on(gpu.side)
-    gpu.handler.store([0, 2, 3], [0, 2, 3], after=gpu.side)
-    job = second.store([1], [0], after=())
+    gpu.handler.store(gpu_block_ids=[0, 2, 3], page_ids=[0, 2, 3], after=gpu.side)
+    job = second.store(gpu_block_ids=[1], page_ids=[0], after=())
     if order == "kept":
         gpu.release()
-    second.wait(job)
+    second.synchronize(job)
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     assert gpu.page() == (NEW + 1 if order == "kept" else OLD)
 
 
@@ -226,13 +226,13 @@ def test_loads_run_in_the_order_of_submission(gpu: GpuCache, order: str) -> None
     second = second_handler(gpu, order)
     gpu.host.pages[1].fill_(NEW + 1)
     gpu.hold_on(gpu.side)
-    gpu.handler.load([0, 2, 3], [0, 2, 3], after=gpu.side)
-    job = second.load([1], [0], after=())
+    gpu.handler.load(page_ids=[0, 2, 3], gpu_block_ids=[0, 2, 3], after=gpu.side)
+    job = second.load(page_ids=[1], gpu_block_ids=[0], after=())
     if order == "kept":
         gpu.release()
-    second.wait(job)
+    second.synchronize(job)
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
@@ -243,24 +243,27 @@ def test_an_expedited_load_of_a_block_waits_for_the_queued_loads_of_that_block(
     gpu.host.pages[1].fill_(NEW + 1)
     busy = gpu.hold_on(gpu.side)
     for _ in range(100):  # more than are given to the device at once
-        gpu.handler.load([0], [0], after=busy)
-    job = second.load([1], [0], after=(), expedited=True)
+        gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=busy)
+    job = second.load(page_ids=[1], gpu_block_ids=[0], after=(), expedited=True)
     if order == "kept":
         gpu.release()
-    second.wait(job)
+    second.synchronize(job)
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     assert only(gpu.cache[0]) == (NEW + 1 if order == "kept" else NEW)
 
 
 def test_jobs_of_a_direction_are_reported_in_the_order_of_submission(gpu: GpuCache) -> None:
     gpu.hold()
-    jobs = [gpu.handler.store(blocks, blocks) for blocks in ([0, 1, 2, 3], [2], [0, 1, 3])]
-    assert gpu.handler.finished() == []
+    jobs = [
+        gpu.handler.store(gpu_block_ids=blocks, page_ids=blocks)
+        for blocks in ([0, 1, 2, 3], [2], [0, 1, 3])
+    ]
+    assert gpu.handler.poll() == []
     gpu.release()
     reported: list[int] = []
     while len(reported) < 3:
-        reported.extend(result.job_id for result in gpu.handler.finished())
+        reported.extend(result.job_id for result in gpu.handler.poll())
     assert reported == [job.id for job in jobs]
 
 
@@ -269,8 +272,8 @@ def test_blocks_rotate_through_the_pages_without_the_host_waiting(gpu: GpuCache)
     gpu.slow()
     for _ in range(100):  # rotates the four blocks through one page each
         for block in range(4):
-            gpu.handler.store([block], [(block + 1) % 4]).wait_on()
-        gpu.handler.load([0, 1, 2, 3], [0, 1, 2, 3]).wait_on()
+            gpu.handler.store(gpu_block_ids=[block], page_ids=[(block + 1) % 4]).wait()
+        gpu.handler.load(page_ids=[0, 1, 2, 3], gpu_block_ids=[0, 1, 2, 3]).wait()
     gpu.slow(1)
     gpu.cache.add_(0)
     torch.cuda.synchronize()
@@ -289,11 +292,11 @@ def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) 
         busy = gpu.hold()
         for i in range(500):
             if i >= 4:
-                stores[i - 4].wait_on()  # which read the block that is overwritten now
+                stores[i - 4].wait()  # which read the block that is overwritten now
             gpu.cache[i % 4].fill_(i % 251)
-            stores.append(gpu.handler.store([i % 4], [0]))
-            load = loader.load([0], [4 + i % 4], after=gpu.consumer)
-            load.wait_on(gpu.consumer)
+            stores.append(gpu.handler.store(gpu_block_ids=[i % 4], page_ids=[0]))
+            load = loader.load(page_ids=[0], gpu_block_ids=[4 + i % 4], after=gpu.consumer)
+            load.wait(gpu.consumer)
             with torch.cuda.stream(gpu.consumer):
                 wrong[i] = (gpu.cache[4 + i % 4] != i % 251).any()
             if i == 50:
@@ -319,14 +322,14 @@ def test_ids_that_change_right_after_the_call_change_nothing(
     blocks, pages = make([1, 2]), make([3, 0])
     busy = gpu.hold()
     if direction == "store":
-        gpu.handler.store(blocks, pages)
+        gpu.handler.store(gpu_block_ids=blocks, page_ids=pages)
     else:
-        gpu.handler.load(pages, blocks)
+        gpu.handler.load(page_ids=pages, gpu_block_ids=blocks)
     blocks[0], blocks[1] = 0, 3
     pages[0], pages[1] = 1, 2
     assert not busy.query()
     gpu.release()
-    gpu.handler.wait()
+    gpu.handler.synchronize()
     if direction == "store":
         assert [gpu.page(index) for index in range(4)] == [OLD, NEW, NEW, OLD]
         assert only(gpu.cache) == OLD
@@ -341,13 +344,13 @@ def test_ids_that_change_right_after_the_call_change_nothing(
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 def test_a_stream_that_waits_for_a_load_sees_its_bytes(gpu: GpuCache, waits: bool) -> None:
     busy = gpu.hold_on(gpu.side)
-    job = gpu.handler.load([0], [1], after=gpu.side)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
     with torch.cuda.stream(gpu.consumer):
         if waits:
-            job.wait_on(gpu.consumer)
+            job.wait(gpu.consumer)
         gpu.look()
     assert not busy.query()  # the host waited for nothing
-    assert not job.done()
+    assert not job.query()
     if waits:
         gpu.release()
     gpu.consumer.synchronize()
@@ -357,9 +360,9 @@ def test_a_stream_that_waits_for_a_load_sees_its_bytes(gpu: GpuCache, waits: boo
 
 def test_the_current_stream_waits_when_none_is_named(gpu: GpuCache) -> None:
     gpu.hold_on(gpu.side)
-    job = gpu.handler.load([0], [1], after=gpu.side)
+    job = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
     with torch.cuda.stream(gpu.consumer):
-        job.wait_on()
+        job.wait()
         gpu.look()
     gpu.release()
     gpu.consumer.synchronize()
@@ -370,35 +373,35 @@ def test_waiting_for_an_ended_job_does_not_wait_for_the_job_that_has_its_event(
     gpu: GpuCache,
 ) -> None:
     gpu.hold_on(gpu.side)
-    first = gpu.handler.load([0], [1], after=gpu.side)
+    first = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
     gpu.release()
-    gpu.handler.wait(first)
-    assert len(gpu.handler.finished()) == 1
+    gpu.handler.synchronize(first)
+    assert len(gpu.handler.poll()) == 1
     events = gpu.handler.metrics().loads.events
     gpu.hold_on(gpu.side)
-    second = gpu.handler.load([0], [1], after=gpu.side)
+    second = gpu.handler.load(page_ids=[0], gpu_block_ids=[1], after=gpu.side)
     assert gpu.handler.metrics().loads.events == events  # it took those of the first
-    first.wait_on(gpu.consumer)
+    first.wait(gpu.consumer)
     gpu.consumer.synchronize()
-    assert not second.done()
+    assert not second.query()
 
 
 def test_the_host_waits_for_a_job_that_has_not_started(gpu: GpuCache) -> None:
     gpu.hold()
     gpu.cache.fill_(NEW)
-    job = gpu.handler.store([1], [0])
+    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
     with pytest.raises(TimeoutError, match=f"store {job.id}"):
-        gpu.handler.wait(job, timeout=0.01)
+        gpu.handler.synchronize(job, timeout=0.01)
     gpu.release()
-    gpu.handler.wait(job, timeout=60)
+    gpu.handler.synchronize(job, timeout=60)
     assert gpu.page() == NEW
-    assert [result.job_id for result in gpu.handler.finished()] == [job.id]
+    assert [result.job_id for result in gpu.handler.poll()] == [job.id]
 
 
 def test_the_time_of_a_job_is_that_of_its_copy(gpu: GpuCache) -> None:
     gpu.slow(200)
-    job = gpu.handler.store([0, 1, 2, 3], [0, 1, 2, 3])
-    gpu.handler.wait(job)
+    job = gpu.handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[0, 1, 2, 3])
+    gpu.handler.synchronize(job)
     assert job.result is not None
     assert 0 < job.result.copy_seconds < 0.1
     assert 0 < job.result.submit_seconds < 0.1
@@ -412,10 +415,12 @@ def test_the_callers_stream_and_device_stay_current(gpu: GpuCache) -> None:
     for stream in (torch.cuda.default_stream(), gpu.side):
         with torch.cuda.stream(stream):
             for call in (
-                lambda: gpu.handler.store([0], [0]).wait_on(gpu.consumer),
-                lambda: gpu.handler.load([0], [0], after=gpu.consumer),
-                lambda: gpu.handler.cancel(gpu.handler.load([1], [1], expedited=True)),
-                gpu.handler.finished,
+                lambda: gpu.handler.store(gpu_block_ids=[0], page_ids=[0]).wait(gpu.consumer),
+                lambda: gpu.handler.load(page_ids=[0], gpu_block_ids=[0], after=gpu.consumer),
+                lambda: gpu.handler.cancel(
+                    gpu.handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True)
+                ),
+                gpu.handler.poll,
                 gpu.handler.drain,
                 lambda: gpu.handler.rebind(gpu.layout),
             ):
@@ -427,9 +432,9 @@ def test_the_callers_stream_and_device_stay_current(gpu: GpuCache) -> None:
 def test_jobs_take_no_gpu_memory(gpu: GpuCache) -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(50):
-        gpu.handler.store([0, 1], [0, 1])
-        gpu.handler.load([2], [3])
-    gpu.handler.wait()
+        gpu.handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1])
+        gpu.handler.load(page_ids=[2], gpu_block_ids=[3])
+    gpu.handler.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -440,7 +445,7 @@ def test_closing_a_pool_waits_for_the_jobs_in_flight(gpu: GpuCache) -> None:
     view = gpu.host.pages
     busy = gpu.slow()
     gpu.cache.fill_(NEW + 1)
-    job = gpu.handler.store([1], [0])
+    job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
     gpu.host.close()
     assert busy.query()
     assert job.result is not None
@@ -453,7 +458,7 @@ def test_a_dropped_handler_waits_for_its_jobs(gpu: GpuCache) -> None:
     handler = gpu.another_handler()
     busy = gpu.slow()
     gpu.cache.fill_(NEW + 1)
-    handler.store([1], [0])
+    handler.store(gpu_block_ids=[1], page_ids=[0])
     del handler
     assert busy.query()
     assert gpu.page() == NEW + 1
@@ -472,7 +477,7 @@ def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
         second = gpu.another_handler()
         busy = gpu.slow(1000)
         if sys.argv[1] == "handler":
-            second.store([1], [0])
+            second.store(gpu_block_ids=[1], page_ids=[0])
         else:
             gpu.host.pages[0].view(-1).copy_(gpu.cache[1], non_blocking=True)
     """
@@ -490,14 +495,18 @@ def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
         gpu.slow(500)
         numbers[bad]
         store, load = gpu.handler.store, gpu.handler.load
-        jobs = [store([1], [0]), load([1], [1]), store([2], [2]), load([2], [3], expedited=True)]
-        jobs += [store([0], [3]) for _ in range(100)]  # some of them in the software queue
+        jobs = [
+            store(gpu_block_ids=[1], page_ids=[0]), load(page_ids=[1], gpu_block_ids=[1]),
+            store(gpu_block_ids=[2], page_ids=[2]),
+            load(page_ids=[2], gpu_block_ids=[3], expedited=True),
+        ]
+        jobs += [store(gpu_block_ids=[0], page_ids=[3]) for _ in range(100)]  # some of them in the software queue
         gpu.handler.drain()
-        results = gpu.handler.finished()
+        results = gpu.handler.poll()
         print(sorted(r.job_id for r in results) == [job.id for job in jobs])
-        print({r.state for r in results}, all(job.done() for job in jobs))
+        print({r.state for r in results}, all(job.query() for job in jobs))
         try:
-            gpu.handler.store([1], [0])
+            gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
         except RuntimeError as error:
             print("lost" in str(error))
         with warnings.catch_warnings(record=True):
@@ -517,13 +526,13 @@ def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
         warnings.simplefilter("ignore")
         from gpu_cache import GpuCache
         gpu = GpuCache()
-        job = gpu.handler.store([1], [0])
-        gpu.handler.wait(job)
+        job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
+        gpu.handler.synchronize(job)
         child = os.fork()
         if child == 0:
             for call in (
-                gpu.handler.finished, gpu.handler.close, gpu.host.close, gpu.handler.drain,
-                lambda: gpu.handler.store([1], [0]), lambda: gpu.handler.cancel(job),
+                gpu.handler.poll, gpu.handler.close, gpu.host.close, gpu.handler.drain,
+                lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[0]), lambda: gpu.handler.cancel(job),
                 gpu.handler.gate, gpu.handler.metrics,
             ):
                 try:
@@ -534,7 +543,7 @@ def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
                     raise AssertionError("the call went on")
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        gpu.handler.wait(gpu.handler.load([0], [1]))
+        gpu.handler.synchronize(gpu.handler.load(page_ids=[0], gpu_block_ids=[1]))
         print(gpu.page())
     """
     assert run_script(script) == "17\n"

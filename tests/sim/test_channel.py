@@ -106,7 +106,7 @@ record event 4 on loads
 """,
         )
         driver.run()
-        assert sim.handler.finished() == []
+        assert sim.handler.poll() == []
         sim.release(hold)
         assert states(sim.finish()) == ["done"]
 
@@ -143,7 +143,7 @@ def test_the_default_streams_are_waited_for_like_others(
         driver.set_stream(0, SIDE if given else handle)
         job = sim.store(1, 2, after=Stream(handle) if given else None)
         driver.run()
-        assert not job.done()
+        assert not job.query()
         sim.release(hold)
         assert states(sim.finish()) == ["done"]
         assert sim.holds(2, sim.block(1))
@@ -170,7 +170,7 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
         else:
             driver.cuda.destroy_stream(stream)
         driver.run()
-        assert not job.done()
+        assert not job.query()
         sim.release(hold)
         assert states(sim.finish())[-1] == "done"  # although the second recording is held up
         assert sim.holds(2, sim.block(1))
@@ -185,7 +185,7 @@ def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver)
         later = sim.held(SIDE)
         sim.release(hold)
         driver.run()
-        assert job.done()
+        assert job.query()
         sim.release(later)
 
 
@@ -239,8 +239,8 @@ record event 4 on loads
 """,
         )
         for layer in range(4):
-            job.wait_layer(layer, Stream(SIDE))
-        job.wait_on()
+            job.wait(Stream(SIDE), layer_group=job.layer_group_of(layer))
+        job.wait()
         assert_expected_inline(
             sim.log(),
             """\
@@ -258,7 +258,7 @@ wait for event 4 on current
 def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         job = sim.load(2, 1, layer_groups=2)
-        job.wait_layer(0, Stream(SIDE))
+        job.wait(Stream(SIDE), layer_group=job.layer_group_of(0))
         old = sim.block(1)
         loads = driver.cuda.create_stream() - 4  # streams are counted
         while not driver.cuda.is_done(stream=SIDE):
@@ -273,10 +273,10 @@ def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
         driver.run()
         again = sim.store(3, 4)  # may use the events of the first
         sim.log()
-        job.wait_on(Stream(SIDE))
-        job.wait_layer(0)
+        job.wait(Stream(SIDE))
+        job.wait(layer_group=job.layer_group_of(0))
         assert sim.log() == ""
-        again.wait_on()
+        again.wait()
         assert sim.log().startswith("wait for event")
 
 
@@ -284,7 +284,7 @@ def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
 def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("load")
-        job.wait_on()
+        job.wait()
         driver.run()
         assert not driver.cuda.is_done(stream=CURRENT)
         sim.release(hold)
@@ -334,11 +334,11 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
         later = sim.submit(second, [other_block], [other_page])
         assert sim.log().count("wait for") == 1
         driver.run()
-        assert not later.done()
+        assert not later.query()
         sim.release(hold)
         assert states(sim.finish()) == ["done"] * (2 + between)
-        assert earlier.done()
-        assert later.done()
+        assert earlier.query()
+        assert later.query()
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, se
         job = sim.submit(second, blocks, [1, 3])  # a block and a page of one number are two things
         assert "wait" not in sim.log()
         driver.run()
-        assert job.done()
+        assert job.query()
         sim.release(hold)
 
 
@@ -365,7 +365,7 @@ def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, secon
         hold, _ = sim.hold_up(first, block=1, page=2)
         job = sim.submit(second, [3], [2])
         driver.run()
-        assert job.done()
+        assert job.query()
         sim.release(hold)
 
 
@@ -391,8 +391,8 @@ def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> Non
         sim.store(1, 2)
         driver.run()
         driver.fail("cuMemcpyAsync")
-        assert sim.store(3, 4).done()
-        assert sim.handler.finished()
+        assert sim.store(3, 4).query()
+        assert sim.handler.poll()
         sim.log()
         sim.submit("load", [1, 3], [5, 6])
         assert "wait" not in sim.log()
@@ -471,16 +471,16 @@ def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_t
         loading.start()
         assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
         sim.release(hold)
-        assert run_until(driver, lambda: len(sim.handler.finished()) == 1)
+        assert run_until(driver, lambda: len(sim.handler.poll()) == 1)
         sim.log()
         sim.store(3, 3)
         assert not used & events_recorded(sim, "stores")
-        run_until(driver, lambda: len(sim.handler.finished()) == 1)
+        run_until(driver, lambda: len(sim.handler.poll()) == 1)
         sim.release(other)
         driver.run()
         loading.join(PATIENCE)
         sim.store(4, 4)
-        run_until(driver, lambda: len(sim.handler.finished()) == 2)  # with the load, which failed
+        run_until(driver, lambda: len(sim.handler.poll()) == 2)  # with the load, which failed
         sim.log()
         sim.store(5, 5)
         sim.store(6, 6)
@@ -499,9 +499,9 @@ def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver
         store, load = sim.store(1, 2), sim.load(2, 3)
         driver.run()
         driver.fail("cuEventQuery", code=600)  # the store's end, which comes in between the two
-        assert sim.handler.finished() == []
+        assert sim.handler.poll() == []
         driver.fail("cuEventElapsedTime")
-        results = sim.handler.finished()
+        results = sim.handler.poll()
         assert [(result.job_id, result.state) for result in results] == [
             (store.id, "failed"),
             (load.id, "failed"),
@@ -521,7 +521,7 @@ def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
     host = pool(driver, layout, 1)
     with OffloadHandler(layout, host, copy_method="batch") as handler:
         driver.log()
-        handler.wait(handler.store([0], [0], after=()))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0], after=()))
         log = driver.log()
         assert ("copy 128 bytes" in log, "batch of 2" in log) == (
             allocations == 1,

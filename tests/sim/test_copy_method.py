@@ -71,7 +71,7 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
     assert copy_method_options("auto", 0, CPU).costs[0][0].start_seconds < 0
     layout = PagedLayout([torch.zeros(4, 8)])
     with OffloadHandler(layout, HostPool(layout, 2), copy_method="staged") as handler:
-        job = handler.store([1], [1], copy_engines_only=True)
+        job = handler.store(gpu_block_ids=[1], page_ids=[1], copy_engines_only=True)
         assert job.result is not None
         assert job.result.copy_method == "host"
 
@@ -108,12 +108,12 @@ def paths_taken(
         for count in counts:
             ids = list(range(count))
             jobs = [
-                handler.store(ids, ids),
-                handler.load(ids, ids),
-                handler.load(ids, ids, expedited=True),
-                handler.load(ids, ids, copy_engines_only=True),
+                handler.store(gpu_block_ids=ids, page_ids=ids),
+                handler.load(page_ids=ids, gpu_block_ids=ids),
+                handler.load(page_ids=ids, gpu_block_ids=ids, expedited=True),
+                handler.load(page_ids=ids, gpu_block_ids=ids, copy_engines_only=True),
             ]
-            handler.wait(jobs)
+            handler.synchronize(jobs)
             lines.append(
                 f"{count}: " + " ".join(job.result.copy_method for job in jobs if job.result)
             )
@@ -144,8 +144,8 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
             for copy_method in ("auto", "strided"):
                 pool = HostPool(layout, 4, pinned=pinned)
                 with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
-                    job = handler.store([1], [1])
-                    handler.wait(job)
+                    job = handler.store(gpu_block_ids=[1], page_ids=[1])
+                    handler.synchronize(job)
                     assert job.result is not None
                     taken.append(job.result.copy_method)
     assert taken == ["strided", "strided", "batch", "batch"]
@@ -161,8 +161,8 @@ def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_pa
             layout = PagedLayout([whole[layer] for layer in layers])
             layout.device = GPU
             with OffloadHandler(layout, HostPool(layout, 4)) as handler:
-                job = handler.store([1], [1])
-                handler.wait(job)
+                job = handler.store(gpu_block_ids=[1], page_ids=[1])
+                handler.synchronize(job)
                 assert job.result is not None
                 taken.append(job.result.copy_method)
     assert taken == ["strided", "batch"]
@@ -209,11 +209,11 @@ def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Pa
 def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float = 200) -> Result:
     """Of one whose copies on `stream` start so late."""
     driver.set_mode("manual")
-    job = handler.store([1], [1], after=())
+    job = handler.store(gpu_block_ids=[1], page_ids=[1], after=())
     assert driver.step(stream)  # its start is recorded
     driver.advance_clock(ms)
     driver.set_mode("immediate")
-    handler.wait(job)
+    handler.synchronize(job)
     assert job.result is not None
     assert job.result.copy_seconds > ms / 1000
     return job.result
@@ -287,17 +287,17 @@ def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_k
         figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 400)) as handler,
     ):
-        handler.wait(handler.store(ids, ids, after=()))
+        handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids, after=()))
         (worker,) = threads() - before
         assert in_time(lambda: rest({worker}))
         with driver.stopped(worker):
-            job = handler.store(ids, ids, after=())
+            job = handler.store(gpu_block_ids=ids, page_ids=ids, after=())
             driver.advance_clock(200)
             time.sleep(0.25)  # as late as the device, or later
-        handler.wait(job)
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_seconds > 0.2
-        handler.wait(job := handler.store([1], [1], after=()))
+        handler.synchronize(job := handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
         assert job.result is not None
         assert job.result.copy_method == "staged"
 

@@ -43,7 +43,7 @@ def test_who_submits_a_large_job_enqueues_its_beginning(driver: Driver, kind: st
 def test_a_stream_that_waits_for_a_large_job_waits_for_all_of_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         sim.start_log()
-        large(sim, kind).wait_on(Stream(SIDE))
+        large(sim, kind).wait(Stream(SIDE))
         lines = sim.log().splitlines()
         waits = next(i for i, line in enumerate(lines) if line.endswith("on side"))
         copies = [i for i, line in enumerate(lines) if line.startswith("batch of")]
@@ -73,14 +73,14 @@ def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
         driver.fail("cuMemcpyBatchAsync", 2)
         failed = large(sim, kind)
         with pytest.raises(TransferError):
-            sim.handler.wait(failed)  # and the device runs only what is waited for
+            sim.handler.synchronize(failed)  # and the device runs only what is waited for
         assert driver.pending() == ""
         assert states(sim.finish()) == ["failed"]
         assert failed.result is not None
         assert "cuMemcpyBatchAsync failed at index" in str(failed.result.error)
         sim.host.pages.random_(256)
-        again = sim.handler.store(ALL, ALL, after=())
-        run_until(driver, again.done)
+        again = sim.handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+        run_until(driver, again.query)
         assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
 
 
@@ -102,10 +102,12 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
 
         def serve(kind: str) -> None:
             for _ in range(20):
-                job = sim.handler.load(ALL, ALL, after=(), expedited=kind == "expedited")
+                job = sim.handler.load(
+                    page_ids=ALL, gpu_block_ids=ALL, after=(), expedited=kind == "expedited"
+                )
                 if kind == "store":
-                    job = sim.handler.store(ALL, ALL, after=())
-                sim.handler.wait(job)
+                    job = sim.handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+                sim.handler.synchronize(job)
                 ended.append(job)
 
         threads = [threading.Thread(target=serve, args=[kind]) for kind in CHANNELS]
@@ -126,7 +128,9 @@ def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driv
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=12), copy_method="staged") as handler:
         driver.log()
-        handler.wait(handler.store([1, 5, 3, 7, 11], [6, 4, 7, 5, 1], after=()))
+        handler.synchronize(
+            handler.store(gpu_block_ids=[1, 5, 3, 7, 11], page_ids=[6, 4, 7, 5, 1], after=())
+        )
         assert re.findall(r"(?:batch of|copy) \d+", driver.log()) == ["batch of 2"]
         for block, page in zip([1, 5, 3, 7, 11], [6, 4, 7, 5, 1], strict=True):
             assert torch.equal(handler.pools[0].pages[page, 0], whole[:, block].flatten())
@@ -139,11 +143,11 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
     layout = on_device(driver, whole)
     ids = list(range(12))
     with OffloadHandler(layout, HostPool(layout, num_pages=24), copy_method="staged") as handler:
-        handler.wait(handler.store(ids, ids))
+        handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids))
         driver.set_mode("manual")
         driver.log()
         for first in (0, 12):
-            handler.load(ids, [first + i for i in ids], after=())
+            handler.load(page_ids=ids, gpu_block_ids=[first + i for i in ids], after=())
         run_until(driver, lambda: handler.metrics().loads.done == 2)
         assert driver.log().count("strided copy") == 1
         assert torch.equal(whole[:, 12:], whole[:, :12])
@@ -172,7 +176,7 @@ def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) 
         sizes = {}
         for kind in ("store", "load"):
             driver.log()
-            handler.wait(getattr(handler, kind)(ids, ids, after=()))
+            handler.synchronize(getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids, after=()))
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
     # The first are what the submitting thread has enqueued; three blocks are the edge.
     assert sizes == {"store": [7, 30, 64, 56], "load": [7, 64, 64, 18, 4]}

@@ -17,7 +17,7 @@ from torch_kvswap.layout import PagedLayout
 def store_apart(driver: Driver, handler: OffloadHandler) -> list[str]:
     """Stores three blocks that are no neighbours; returns how the driver copied them."""
     driver.log()
-    handler.wait(handler.store([1, 3, 5], [5, 1, 3]))
+    handler.synchronize(handler.store(gpu_block_ids=[1, 3, 5], page_ids=[5, 1, 3]))
     for block, page in ((1, 5), (3, 1), (5, 3)):
         expected = torch.cat([tensor[block] for tensor in handler.layouts[0].tensors])
         assert torch.equal(handler.pools[0].pages[page, 0], expected)
@@ -75,14 +75,16 @@ def half_a_cache(driver: Driver) -> tuple[PagedLayout, HostPool]:
 def test_addresses_are_checked_against_their_allocations_when_asked(driver: Driver) -> None:
     gpu, host = half_a_cache(driver)
     with OffloadHandler(gpu, host) as handler:
-        handler.wait(handler.store([2], [0]))  # the control: nobody looks
+        handler.synchronize(
+            handler.store(gpu_block_ids=[2], page_ids=[0])
+        )  # the control: nobody looks
         handler.pools[0].pages.zero_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
         handler = OffloadHandler(gpu, host)
     with handler:
-        handler.wait(handler.store([0], [1]))
-        job = handler.store([2], [2])
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[1]))
+        job = handler.store(gpu_block_ids=[2], page_ids=[2])
         assert job.result is not None
         assert_expected_inline(
             re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
@@ -97,6 +99,6 @@ def test_addresses_of_a_cache_on_the_cpu_are_checked_too(monkeypatch: pytest.Mon
     layout.bases -= layout.bases - 64  # where nobody has memory
     monkeypatch.setenv("KVSWAP_CHECK_ADDRESSES", "1")
     with OffloadHandler(layout, host) as handler:
-        result = handler.store([0], [0]).result
+        result = handler.store(gpu_block_ids=[0], page_ids=[0]).result
         assert result is not None
         assert re.match(r"src_ptrs\[0\] is 0x40 .* only the first 0 lie", str(result.error))

@@ -90,7 +90,7 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
         sim.load(2 if behind == "another channel" else 1, 9)
         driver.fail(function, nth)
         job = sim.submit(kind, [2], [2], **options)
-        assert job.done()
+        assert job.query()
         assert function in failure(job)
         sim.submit(kind, [3], [3], **options)
         assert_others_are_done(sim, job)
@@ -113,7 +113,7 @@ def test_a_call_that_fails_for_a_queued_job_fails_that_job_only(
         driver.fail(function, nth)
         job = sim.store(2, 2, after=Stream(SIDE))
         with pytest.raises(TransferError, match=function):
-            job.wait_on(Stream(OTHER))  # what is joined is tried again, each job by itself
+            job.wait(Stream(OTHER))  # what is joined is tried again, each job by itself
         sim.store(3, 3)
         assert_others_are_done(sim, job)
 
@@ -122,11 +122,11 @@ def assert_others_are_done(sim: SimulatedCache, failed: Job) -> None:
     results = sim.finish()
     assert [result.job_id for result in results if not result.ok] == [failed.id]
     assert len({result.job_id for result in results}) == len(results)
-    assert sim.handler.finished() == []
+    assert sim.handler.poll() == []
     assert torch.equal(sim.block(3), sim.page(3))
     with pytest.raises(TransferError, match=f"{failed.direction} {failed.id} failed: "):
-        sim.handler.wait(failed)
-    sim.handler.wait()  # it has been reported
+        sim.handler.synchronize(failed)
+    sim.handler.synchronize()  # it has been reported
 
 
 @stubbed
@@ -136,7 +136,7 @@ def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
         job = sim.load(1, 2)
         sim.start_log()
         with pytest.raises(TransferError, match=r"load 0 failed: .*cuMemcpyAsync") as raised:
-            job.wait_on(Stream(SIDE))
+            job.wait(Stream(SIDE))
         assert [result.job_id for result in raised.value.results] == [job.id]
         assert sim.log() == ""
 
@@ -161,9 +161,9 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
         job = jobs[failing - 1]
         if failing == 5:
             with pytest.raises(TransferError, match="cuMemcpyAsync"):
-                job.wait_on()
+                job.wait()
         else:
-            jobs[-1].wait_on()
+            jobs[-1].wait()
         results = sim.finish()
         assert [result.job_id for result in results if not result.ok] == [job.id]
         assert "cuMemcpyAsync" in failure(job)
@@ -218,7 +218,7 @@ def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
         driver.fail(function, nth=2 if function == "cuStreamWriteValue64" else 1)
         with pytest.raises(RuntimeError, match=function):
             sim.load(1, 2, gate=gate)
-        assert sim.handler.finished() == []
+        assert sim.handler.poll() == []
         for part in (0, 1):
             gate.wait(part)
         driver.run()
@@ -291,11 +291,11 @@ def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: D
 # The device is lost
 
 FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
-    "finished": lambda sim, job: sim.handler.finished(),
-    "wait": lambda sim, job: sim.handler.wait(),
+    "poll": lambda sim, job: sim.handler.poll(),
+    "wait": lambda sim, job: sim.handler.synchronize(),
     "drain": lambda sim, job: sim.handler.drain(),
-    "done": lambda sim, job: job.done(),
-    "wait_on": lambda sim, job: job.wait_on(),
+    "done": lambda sim, job: job.query(),
+    "wait on a stream": lambda sim, job: job.wait(),
     "cancel": lambda sim, job: sim.handler.cancel(job),
     "metrics": lambda sim, job: sim.handler.metrics(),
     "store": lambda sim, job: sim.store(5, 5, after=None),
@@ -307,13 +307,13 @@ FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
 
 def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -> None:
     """Nothing works any more, nothing hangs, and everything is told."""
-    results = reported if isinstance(reported, list) else sim.handler.finished()
+    results = reported if isinstance(reported, list) else sim.handler.poll()
     numbers = [result.job_id for result in results]
     assert set(numbers) >= {job.id for job in jobs}
     assert len(numbers) == len(set(numbers))
-    assert sim.handler.finished() == []
+    assert sim.handler.poll() == []
     for job in jobs:
-        assert job.done()
+        assert job.query()
         assert "the device is lost" in failure(job)
     for kind in CHANNELS:
         with pytest.raises(RuntimeError, match=r"the device is lost: .*only a new process"):
@@ -321,9 +321,9 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
         metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
     with pytest.raises(TransferError, match="the device is lost"):
-        sim.handler.wait(jobs)
+        sim.handler.synchronize(jobs)
     with pytest.raises(TransferError, match="the device is lost"):
-        jobs[-1].wait_on()
+        jobs[-1].wait()
     assert not sim.handler.cancel(jobs[0])
     sim.handler.close()
 
@@ -347,7 +347,7 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
         with suppress(RuntimeError):  # one that says it, as all do from then on
             found = FINDERS[finder](sim, jobs[0])
         if finder == "close":
-            assert len(sim.handler.finished()) == len(jobs)
+            assert len(sim.handler.poll()) == len(jobs)
             assert in_time(lambda: number_of_threads() <= threads)
             return
         assert_lost(sim, jobs, found)
@@ -393,7 +393,7 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
         # While something is queued they look for room for it.
         assert in_time(lambda: rest(workers))
         with pytest.raises(TransferError, match="the device is lost"):
-            jobs[-1].wait_on()
+            jobs[-1].wait()
         assert_lost(sim, jobs)
 
 
@@ -409,7 +409,7 @@ def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
         pushed = driver.calls("cuCtxPushCurrent")
         jobs.append(sim.submit("store", range(512), range(512)))
         assert in_time(lambda: driver.calls("cuCtxPushCurrent") >= pushed + 2)
-        run_until(driver, jobs[1].done)
+        run_until(driver, jobs[1].query)
         assert "cuCtxPushCurrent" in failure(jobs[1])
         assert_lost(sim, jobs[1:])
 
@@ -423,7 +423,7 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
 
         def wait() -> None:
             try:
-                sim.handler.wait(jobs[-1])
+                sim.handler.synchronize(jobs[-1])
             except TransferError as error:
                 told.append(str(error))
 
@@ -458,7 +458,7 @@ def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Dr
         job = sim.store(1, 1)
         assert states(sim.finish()) == ["done"]
         driver.lose(719)
-        job.wait_on(Stream(OTHER))
+        job.wait(Stream(OTHER))
         with pytest.raises(RuntimeError, match="the device is lost"):
             sim.store(2, 2)
 
@@ -471,8 +471,8 @@ def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
         job = sim.store(1, 1)
         driver.fail("cuStreamIsCapturing")
         with pytest.raises(RuntimeError, match="cuStreamIsCapturing"):
-            job.wait_on(Stream(OTHER))
-        job.wait_on(Stream(OTHER))
+            job.wait(Stream(OTHER))
+        job.wait(Stream(OTHER))
         assert "wait" in driver.pending()
         assert states(sim.finish()) == ["done"]
 
@@ -484,7 +484,7 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
         driver.fail("cuCtxPushCurrent", 2)  # the first is of who looks with the lock
         pushed = driver.calls("cuCtxPushCurrent")
         with pytest.raises(TimeoutError):
-            sim.handler.wait(job, timeout=0.01)
+            sim.handler.synchronize(job, timeout=0.01)
         assert driver.calls("cuCtxPushCurrent") > pushed + 2
         assert states(sim.finish()) == ["done"]
 
@@ -564,7 +564,7 @@ def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 1)
         driver.lose()
-        sim.handler.finished()
+        sim.handler.poll()
     assert driver.live("events") == 0
     assert sim.metrics("store").streams == 0
 
@@ -575,10 +575,10 @@ def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Dr
         job = sim.store(1, 1)
         driver.run()
         driver.fail("cuEventElapsedTime")
-        assert job.done()
+        assert job.query()
         assert "cuEventElapsedTime" in failure(job)
         after = sim.store(2, 2)
         driver.run()
-        assert [result.state for result in sim.handler.finished()] == ["failed", "done"]
+        assert [result.state for result in sim.handler.poll()] == ["failed", "done"]
         assert after.result == after.result
         assert job.result == job.result

@@ -108,7 +108,7 @@ class Server:
 
     def stream_waits(self, job: Job) -> None:
         try:
-            job.wait_on(self.stream)
+            job.wait(self.stream)
         except TransferError:
             pass
         except RuntimeError:
@@ -193,7 +193,7 @@ class Server:
 
     def poll(self, known: bool = True) -> None:
         """known: whether all jobs that have ended are ours."""
-        for result in self.engine.finished():
+        for result in self.engine.poll():
             if not known and result.job_id not in self.jobs:
                 continue
             job, blocks, rows = self.jobs.pop(result.job_id)

@@ -23,20 +23,20 @@ def test_a_store_behind_a_cancelled_one_still_waits_for_the_load_into_its_block(
     handler = OffloadHandler(layout, host)
     of_stores, of_loads = driver.hold(42), driver.hold(43)
     for _ in range(IN_FLIGHT):
-        handler.store([0], [0])
-        handler.load([1], [1], after=Stream(43))
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+        handler.load(page_ids=[1], gpu_block_ids=[1], after=Stream(43))
     # In the queues, since no more may be in flight.
-    cancelled = handler.store([2], [2], after=())
-    handler.load([9], [9], after=())
-    store = handler.store([9], [8], after=())
+    cancelled = handler.store(gpu_block_ids=[2], page_ids=[2], after=())
+    handler.load(page_ids=[9], gpu_block_ids=[9], after=())
+    store = handler.store(gpu_block_ids=[9], page_ids=[8], after=())
     if cancels:
         assert handler.cancel(cancelled)
     driver.release(of_stores)
     for _ in range(3):  # in which the worker thread may enqueue the store
         driver.run()
-        handler.finished()
+        handler.poll()
         let_threads_look(driver)
-    early = store.done()
+    early = store.query()
     driver.release(of_loads)
     driver.set_mode("immediate")
     handler.close()

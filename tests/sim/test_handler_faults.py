@@ -32,7 +32,7 @@ def leave_closed(driver: Driver, handler: OffloadHandler, gate: Gate, call: str,
     """A load fails after it has closed the gate, and so does the nth such call of the driver."""
     driver.fail_copy(0)
     driver.fail(call, nth)
-    job = handler.load([0], [1], after=(), gate=gate)
+    job = handler.load(page_ids=[0], gpu_block_ids=[1], after=(), gate=gate)
     assert job.result is not None
     assert job.result.state == "failed"
     gate.wait()
@@ -65,7 +65,7 @@ OPENINGS = [("cuStreamWriteValue64", 2), ("cuStreamWaitEvent", 1)]
 def test_a_gate_opens_although_the_driver_fails_to_open_it(driver, call, nth):
     handler = make(driver)
     leave_closed(driver, handler, handler.gate(), call, nth)
-    handler.finished()  # tries again
+    handler.poll()  # tries again
     opens = passes(driver)
     driver.set_mode("immediate")
     driver.lose()  # else a handler whose stream stands still could not be closed
@@ -79,12 +79,12 @@ def test_the_next_load_opens_a_gate_that_the_driver_did_not_open(driver, call, n
     handler = make(driver)
     gate = handler.gate()
     leave_closed(driver, handler, gate, call, nth)
-    job = in_thread(lambda: handler.load([0], [1], gate=gate))
+    job = in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate))
     assert isinstance(job, Job)
     gate.wait()
     assert passes(driver)
     assert torch.equal(handler.layouts[0].tensors[0][1], handler.pools[0].pages[0, 0, :64])
-    assert [result.state for result in handler.finished()] == ["failed", "done"]
+    assert [result.state for result in handler.poll()] == ["failed", "done"]
     driver.set_mode("immediate")
     handler.close()
 
@@ -95,16 +95,18 @@ def test_a_load_is_refused_while_the_driver_does_not_open_its_gate(driver):
     gate = handler.gate()
     leave_closed(driver, handler, gate, "cuStreamWriteValue64", 2)
     driver.fail("cuStreamWriteValue64", 1)
-    error = in_thread(lambda: handler.load([0], [1], gate=gate))
+    error = in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate))
     assert str(error) == (
         "an earlier load has failed, and the driver does not open its gate again: "
         "cuStreamWriteValue64: CUDA_ERROR_STUB (1): made up by the stub"
     )
-    assert len(handler.finished()) == 1  # the one that failed
-    assert isinstance(in_thread(lambda: handler.load([0], [1], gate=gate)), Job)
+    assert len(handler.poll()) == 1  # the one that failed
+    assert isinstance(
+        in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate)), Job
+    )
     driver.set_mode("immediate")
     handler.close()
-    assert [result.state for result in handler.finished()] == ["done"]
+    assert [result.state for result in handler.poll()] == ["done"]
 
 
 @stubbed
@@ -113,7 +115,7 @@ def test_a_gate_that_was_not_opened_tells_that_the_device_is_lost(driver):
     gate = handler.gate()
     leave_closed(driver, handler, gate, "cuStreamWriteValue64", 2)
     driver.lose()
-    error = in_thread(lambda: handler.load([0], [1], after=(), gate=gate))
+    error = in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], after=(), gate=gate))
     assert "the device is lost" in str(error)
     in_thread(handler.close)
 
@@ -125,12 +127,12 @@ def test_a_gate_that_could_be_closed_in_part_only_is_opened_again(driver):
     for nth in (2, 3):  # the second part is not closed, and the first is not opened again
         driver.fail("cuStreamWriteValue64", nth)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue64"):
-        handler.load([0], [1], after=(), layer_groups=2, gate=gate)
+        handler.load(page_ids=[0], gpu_block_ids=[1], after=(), layer_groups=2, gate=gate)
     gate.wait(0)
     assert not passes(driver)
-    assert handler.finished() == []  # tries again
+    assert handler.poll() == []  # tries again
     assert passes(driver)
-    in_thread(lambda: handler.load([0], [1], layer_groups=2, gate=gate))
+    in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], layer_groups=2, gate=gate))
     gate.wait(1)
     assert passes(driver)
     driver.set_mode("immediate")
@@ -141,11 +143,11 @@ def test_a_gate_that_could_be_closed_in_part_only_is_opened_again(driver):
 def test_a_load_whose_source_has_failed_leaves_its_gate_open(driver):
     handler = make(driver)
     gate = handler.gate()
-    assert handler.cancel(handler.store([0], [0], after=()))
+    assert handler.cancel(handler.store(gpu_block_ids=[0], page_ids=[0], after=()))
     driver.run()
-    handler.finished()
+    handler.poll()
     writes = driver.calls("cuStreamWriteValue64")
-    job = handler.load([0], [1], after=(), gate=gate)  # its page is invalid
+    job = handler.load(page_ids=[0], gpu_block_ids=[1], after=(), gate=gate)  # its page is invalid
     assert job.result is not None
     assert "store 0 was cancelled" in str(job.result.error)
     assert driver.calls("cuStreamWriteValue64") == writes
@@ -162,7 +164,7 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
     driver.set_stream(0, 42)
     handler = OffloadHandler(*cache(driver), submit_thread=True)
     gate = handler.gate()
-    handler.load([5], [5], after=()).wait_on()  # starts the worker
+    handler.load(page_ids=[5], gpu_block_ids=[5], after=()).wait()  # starts the worker
     (worker,) = threads() - before
     assert in_time(lambda: rest({worker}))
     driver.log()
@@ -170,7 +172,9 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
 
     def load(page: int) -> threading.Thread:
         thread = threading.Thread(
-            target=lambda: jobs.append(handler.load([page], [page], after=(), gate=gate))
+            target=lambda: jobs.append(
+                handler.load(page_ids=[page], gpu_block_ids=[page], after=(), gate=gate)
+            )
         )
         thread.start()
         return thread
@@ -188,7 +192,7 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
     assert values == ["0", "1", "0", "1"]
     driver.set_mode("immediate")
     handler.close()
-    assert [result.state for result in handler.finished()] == ["done"] * 3
+    assert [result.state for result in handler.poll()] == ["done"] * 3
 
 
 @stubbed
@@ -196,7 +200,7 @@ def test_a_gate_is_closed_on_the_current_stream_whatever_the_load_starts_behind(
     handler = make(driver)
     gate = handler.gate()
     hold = driver.hold(43)
-    handler.load([0], [0], after=Stream(43), gate=gate)
+    handler.load(page_ids=[0], gpu_block_ids=[0], after=Stream(43), gate=gate)
     gate.wait()  # on the current stream: 42
     passed = passes(driver)
     driver.release(hold)
@@ -210,10 +214,10 @@ def test_a_gate_is_closed_on_the_current_stream_whatever_the_load_starts_behind(
 def test_a_lost_device_leaves_no_events(driver):
     handler = make(driver)
     driver.hold(42)
-    jobs = [handler.store([i], [i]) for i in range(4)]
+    jobs = [handler.store(gpu_block_ids=[i], page_ids=[i]) for i in range(4)]
     driver.lose()
     handler.close()
-    assert [result.job_id for result in handler.finished()] == [job.id for job in jobs]
+    assert [result.job_id for result in handler.poll()] == [job.id for job in jobs]
     assert (driver.live("streams"), driver.live("events")) == (0, 0)
 
 
@@ -221,8 +225,8 @@ def test_a_lost_device_leaves_no_events(driver):
 def test_a_job_that_was_cancelled_is_reported_so_also_when_the_device_is_lost(driver):
     handler = make(driver)
     driver.hold(42)
-    job = handler.store([0], [0])
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
     assert handler.cancel(job)
     driver.lose()
     handler.close()
-    assert [result.state for result in handler.finished()] == ["cancelled"]
+    assert [result.state for result in handler.poll()] == ["cancelled"]

@@ -190,9 +190,13 @@ class Machine(RuleBasedStateMachine):
         try:
             options["after"], event = self.behind(after)
             if kind == "store":
-                job = self.handler.store(blocks, pages, first_block=first, **options)
+                job = self.handler.store(
+                    gpu_block_ids=blocks, page_ids=pages, first_block=first, **options
+                )
             else:
-                job = self.handler.load(pages, blocks, first_block=first, **options)
+                job = self.handler.load(
+                    page_ids=pages, gpu_block_ids=blocks, first_block=first, **options
+                )
         except (RuntimeError, CudaError):
             # Capturing is asked for, a gate closed, or the test's own event recorded, in vain.
             assert self.faults or self.is_lost
@@ -278,7 +282,7 @@ class Machine(RuleBasedStateMachine):
         from torch_kvswap.handler import TransferError
 
         try:
-            job.wait_on() if layer is None else job.wait_layer(layer)
+            job.wait() if layer is None else job.wait(layer_group=job.layer_group_of(layer))
         except TransferError:
             return True  # it has ended
         except RuntimeError:
@@ -296,7 +300,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        self.take(self.handler.finished())
+        self.take(self.handler.poll())
 
     @rule(number=numbers, count=st.integers(0, 3))
     def wait(self, number: int, count: int) -> None:
@@ -305,7 +309,7 @@ class Machine(RuleBasedStateMachine):
         flights = list(self.model.flights.values())
         jobs = [flights[(number + i) % len(flights)].job for i in range(count) if flights]
         try:
-            self.handler.wait(jobs, timeout=0)
+            self.handler.synchronize(jobs, timeout=0)
             assert all(job.result is not None and job.result.ok for job in jobs)
         except TransferError as error:
             told = [result.job_id for result in error.results]
@@ -367,11 +371,11 @@ class Machine(RuleBasedStateMachine):
         self.release()
         self.driver.set_mode("immediate")
         self.handler.close()
-        self.take(self.handler.finished())
+        self.take(self.handler.poll())
         self.is_used_well()
         missing = [flight.job.id for flight in self.model.flights.values() if not flight.result]
         assert missing == []
-        assert self.handler.finished() == []
+        assert self.handler.poll() == []
         assert number_of_threads() <= self.threads
         assert self.driver.live("streams") == 1  # the gate's, which stays
         assert self.driver.live("events") == 2 or self.is_lost

@@ -54,7 +54,7 @@ class World:
 
     def poll(self) -> None:
         with self.lock:
-            self.results += self.handler.finished()
+            self.results += self.handler.poll()
 
     def version_at(self, index: int, is_slot: bool) -> int | None:
         """What a block or a slot holds; None where it is torn."""
@@ -122,21 +122,29 @@ class Caller:
         blocks, pages = self.some()
         if any(self.may_be_bad(self.model.blocks[block]) for block in blocks):
             return
-        job = self.handler.store(self.ids(blocks), self.ids(pages), after=self.stream)
+        job = self.handler.store(
+            gpu_block_ids=self.ids(blocks), page_ids=self.ids(pages), after=self.stream
+        )
         self.model.submit(job, True, blocks, pages)
 
     def load(self) -> None:
         blocks, pages = self.some()
         kind = self.rng.choice([{}, {}, {"expedited": True}, {"layer_groups": 2}])
-        job = self.handler.load(self.ids(pages), self.ids(blocks), after=self.stream, **kind)
+        job = self.handler.load(
+            page_ids=self.ids(pages), gpu_block_ids=self.ids(blocks), after=self.stream, **kind
+        )
         self.model.submit(job, False, blocks, pages)
 
     def share(self) -> None:
         blocks = random.sample(range(THREADS * OWN, THREADS * OWN + SHARED), 2)
         if self.rng.random() < 0.5:
-            self.shared.append(self.handler.store(blocks, blocks[::-1], after=()))
+            self.shared.append(
+                self.handler.store(gpu_block_ids=blocks, page_ids=blocks[::-1], after=())
+            )
         else:
-            self.shared.append(self.handler.load(blocks, blocks[::-1], after=()))
+            self.shared.append(
+                self.handler.load(page_ids=blocks, gpu_block_ids=blocks[::-1], after=())
+            )
 
     def overwrite(self) -> None:
         from torch_kvswap.handler import TransferError
@@ -144,7 +152,7 @@ class Caller:
         block, version = self.rng.randrange(OWN), next(self.versions)
         for flight in self.model.users[block]:
             try:
-                flight.job.wait_on(self.stream)
+                flight.job.wait(self.stream)
             except TransferError:
                 if "lost" in str(flight.job.result):
                     raise
@@ -164,7 +172,7 @@ class Caller:
 
         jobs = [flight.job for flight in list(self.model.flights.values())[-3:]]
         with suppress(TransferError, TimeoutError):
-            self.handler.wait(jobs, timeout=self.rng.choice([0, 0.001]))
+            self.handler.synchronize(jobs, timeout=self.rng.choice([0, 0.001]))
 
     def settle(self) -> None:
         """Waits for all jobs of this thread and compares all bytes."""

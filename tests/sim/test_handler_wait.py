@@ -49,7 +49,7 @@ def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Dri
         before = prctl(PR_GET_TIMERSLACK)
         _, job = sim.hold_up("store")
         # It sleeps from the first millisecond on.
-        assert "TimeoutError" in error_text(sim.handler.wait, job, timeout=0.02)
+        assert "TimeoutError" in error_text(sim.handler.synchronize, job, timeout=0.02)
         assert prctl(PR_GET_TIMERSLACK) == before
 
 
@@ -57,15 +57,15 @@ def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Dri
 def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         hold, held = sim.hold_up("store", 1, 1)
-        waiting = pool.submit(sim.handler.wait, held)
+        waiting = pool.submit(sim.handler.synchronize, held)
         for _ in range(50):
             assert not waiting.done()
             load = sim.load(2, 2)
-            assert run_until(driver, load.done)
+            assert run_until(driver, load.query)
         sim.release(hold)
         assert run_until(driver, waiting.done)
         assert waiting.result() is None
-        assert len(sim.handler.finished()) == 51
+        assert len(sim.handler.poll()) == 51
 
 
 @pytest.mark.parametrize("waits_for", ["the job", "all jobs"])
@@ -74,7 +74,8 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(3) as pool:
         hold, job = sim.hold_up("store", 1, 1)
         waiting = [
-            pool.submit(sim.handler.wait, job if waits_for == "the job" else None) for _ in range(2)
+            pool.submit(sim.handler.synchronize, job if waits_for == "the job" else None)
+            for _ in range(2)
         ]
         closing = pool.submit(sim.handler.close)
         let_threads_look(driver)
@@ -82,7 +83,7 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
         sim.release(hold)
         assert run_until(driver, lambda: all(call.done() for call in [*waiting, closing]))
         assert [call.result() for call in [*waiting, closing]] == [None] * 3
-        assert states(sim.handler.finished()) == ["done"]
+        assert states(sim.handler.poll()) == ["done"]
     assert driver.live("events") == driver.live("streams") == 0
 
 
@@ -90,7 +91,7 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
 def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         _, job = sim.hold_up("store", 1, 1)
-        waiting = pool.submit(error_text, sim.handler.wait, job)
+        waiting = pool.submit(error_text, sim.handler.synchronize, job)
         let_threads_look(driver)
         driver.lose()
         assert "the device is lost" in waiting.result(timeout=PATIENCE)
@@ -100,7 +101,7 @@ def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> No
 def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         queued = sim.fill("store", 1, 1)[-1]
-        waiting = pool.submit(sim.handler.wait, queued)
+        waiting = pool.submit(sim.handler.synchronize, queued)
         let_threads_look(driver)
         assert not waiting.done()
         assert run_until(driver, waiting.done)
@@ -157,7 +158,7 @@ def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
     """The worker of a channel of a threaded handler, to which all jobs are left."""
     before = set(os.listdir("/proc/self/task"))
     job = sim.submit(kind, [0], [0])
-    run_until(sim.driver, job.done)
+    run_until(sim.driver, job.query)
     (worker,) = set(os.listdir("/proc/self/task")) - before
     assert in_time(lambda: is_asleep(worker))
     with sim.driver.stopped(int(worker)):
@@ -168,16 +169,16 @@ def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
-        waiting = Call(job.wait_on, Stream(SIDE))
+        waiting = Call(job.wait, Stream(SIDE))
         assert waiting.waits()
         assert sim.handler.cancel(job)
         assert "was cancelled" in str(waiting.ends())
 
 
 def run_a_job(sim: SimulatedCache) -> None:
-    """By its end finished() finds the device lost."""
+    """By its end poll() finds the device lost."""
     _, job = sim.hold_up("expedited", 9, 9)
-    job.wait_on(Stream(OTHER))
+    job.wait(Stream(OTHER))
 
 
 @stubbed
@@ -186,10 +187,10 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
         run_a_job(sim)
         with stopped_worker(sim, "store"):
             job = sim.store(1, 1)
-            waiting = Call(job.wait_on, Stream(OTHER))
+            waiting = Call(job.wait, Stream(OTHER))
             assert waiting.waits()
             driver.lose()
-            sim.handler.finished()
+            sim.handler.poll()
             assert "the device is lost" in str(waiting.ends())
 
 
@@ -204,7 +205,7 @@ def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver)
                 loads.append(Call(lambda page=page: sim.load(page, page, gate=gate)))
                 assert loads[-1].waits()
             driver.lose()
-            sim.handler.finished()
+            sim.handler.poll()
             job = loads[0].ends()
             assert isinstance(job, Job)
             assert job.result is not None
@@ -233,7 +234,7 @@ def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driv
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits
-            close = "kvswap_handler_close", sim.handler.native.pointer, 600.0
+            close = "kvswap_handler_close", sim.handler._native.pointer, 600.0
             closing = [Call(loader.call, *close) for _ in range(2)]
             assert all(call.waits() for call in closing)
         assert [call.ends() for call in closing] == [True, True]
@@ -271,7 +272,7 @@ def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator
 
     def run() -> None:
         assert in_time(lambda: sim.driver.calls(COPY) > copies)
-        run_until(sim.driver, job.done)
+        run_until(sim.driver, job.query)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -290,10 +291,10 @@ def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
         other = sim.submit("store" if kind == "load" else "load", [1], [1])
         job, enqueued = begin(sim, kind)
         if how == "stream":
-            job.wait_on(Stream(SIDE))
+            job.wait(Stream(SIDE))
         else:
             with device_that_runs_what_is_complete(sim, job):
-                sim.handler.wait(job if how == "host" else other, timeout=PATIENCE)
+                sim.handler.synchronize(job if how == "host" else other, timeout=PATIENCE)
         assert enqueued() == 1
     assert sim.is_right(pages=pages)
 
@@ -304,7 +305,7 @@ def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driv
         job, enqueued = begin(sim, "store")
         for _ in range(20):  # some end before it has looked, on a busy machine
             with pytest.raises(TimeoutError):
-                sim.handler.wait(job, timeout=0.0005)
+                sim.handler.synchronize(job, timeout=0.0005)
         assert enqueued() == 0
 
 
@@ -319,10 +320,10 @@ def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
     ):
         _, enqueued = begin(sim, "store")
         if how == "stream":
-            sim.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait_on(Stream(SIDE))
+            sim.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait(Stream(SIDE))
         else:
             with pytest.raises(TimeoutError):
-                sim.handler.wait(timeout=0.09)  # four times what it would take
+                sim.handler.synchronize(timeout=0.09)  # four times what it would take
         assert enqueued() == 0
 
 
@@ -334,7 +335,7 @@ def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
         job, enqueued = begin(sim, kind)
         driver.lose()
-        assert "TransferError" in error_text(sim.handler.wait, job)
+        assert "DeviceLostError" in error_text(sim.handler.synchronize, job)
         assert enqueued() == 0
         assert job.result is not None
         assert "the device is lost" in str(job.result.error)
@@ -346,7 +347,7 @@ def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(drive
         job, enqueued = begin(sim, "store")
         driver.set_global_capture(True)
         with device_that_runs_what_is_complete(sim, job):
-            sim.handler.wait(job, timeout=PATIENCE)
+            sim.handler.synchronize(job, timeout=PATIENCE)
         driver.set_global_capture(False)
         assert enqueued() == 1
         assert driver.capture_spoilt == 0
@@ -359,7 +360,9 @@ def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Drive
         hold, held = sim.hold_up("store", 1, 1)
 
         def interrupt() -> None:
-            while "is closed" not in error_text(sim.handler.store, [1], [99]):
+            while "is closed" not in error_text(
+                sim.handler.store, gpu_block_ids=[1], page_ids=[99]
+            ):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -368,11 +371,11 @@ def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Drive
         with pytest.raises(KeyboardInterrupt):
             sim.handler.close()
         interrupting.join()
-        assert not held.done()
-        assert "is closed" in error_text(sim.handler.store, [1], [1])
+        assert not held.query()
+        assert "is closed" in error_text(sim.handler.store, gpu_block_ids=[1], page_ids=[1])
         sim.release(hold)
         driver.set_mode("immediate")
         sim.handler.close()
-        assert states(sim.handler.finished()) == ["done"]
+        assert states(sim.handler.poll()) == ["done"]
         assert (driver.live("streams"), driver.live("events")) == (0, 0)
     signal.signal(signal.SIGINT, before)

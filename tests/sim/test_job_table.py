@@ -35,14 +35,14 @@ def is_cancelled_in_the_queue(sim: SimulatedCache, kind: str, block: int, page: 
     sim.fill(kind, 15, 15)
     job = sim.submit(kind, [block], [page])
     assert sim.handler.cancel(job)
-    assert job.done()
+    assert job.query()
     return job
 
 
 def is_cancelled_while_it_runs(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
     job = sim.submit(kind, [block], [page])
     assert sim.handler.cancel(job)
-    assert not job.done()
+    assert not job.query()
     return job
 
 
@@ -260,7 +260,7 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
         sim.handler.rebind(sim.layout)
         store = sim.store(4, 2)
         driver.run()
-        assert store.done()
+        assert store.query()
         assert error(store) == reason(load)
 
 
@@ -270,7 +270,7 @@ def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver)
         first = sim.load(2, 1)
         second = sim.store(3, 2)
         driver.run()
-        assert [result.job_id for result in sim.handler.finished()] == [first.id, second.id]
+        assert [result.job_id for result in sim.handler.poll()] == [first.id, second.id]
 
 
 @pytest.mark.parametrize("culprit", [0, 7])

@@ -64,12 +64,12 @@ def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) 
         return OffloadHandler(layout, pool.view_for(layout) if kept == "the view" else pool)
 
     handler = make()
-    job = handler.store([0], [0], after=())
+    job = handler.store(gpu_block_ids=[0], page_ids=[0], after=())
     gc.collect()
-    assert not job.done()
+    assert not job.query()
     assert driver.calls("cuMemHostUnregister") == 0
     driver.run()
-    assert job.done()
+    assert job.query()
     del handler, job
     gc.collect()
     assert driver.calls("cuMemHostUnregister") == 1
@@ -87,11 +87,14 @@ def test_a_job_ends_well_when_its_pool_was_dropped() -> None:
 
     with make() as handler:
         gc.collect()
-        handler.wait(handler.store([0], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
         with Hold():
-            jobs = [handler.store([1, 2, 3], [1, 2, 3]), handler.load([1, 2, 3], [3, 2, 1])]
-            assert not jobs[0].done()
-        handler.wait(jobs, timeout=PATIENCE)
+            jobs = [
+                handler.store(gpu_block_ids=[1, 2, 3], page_ids=[1, 2, 3]),
+                handler.load(page_ids=[1, 2, 3], gpu_block_ids=[3, 2, 1]),
+            ]
+            assert not jobs[0].query()
+        handler.synchronize(jobs, timeout=PATIENCE)
         assert [int(row.unique()) for row in rows] == [0, 3, 2, 1]
 
 
@@ -106,7 +109,8 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
         for closed in (view, pool):
             assert "the host pool is closed" in error_text(lambda closed=closed: closed.pages)
     assert (
-        error_text(handler.store, [0], [0]) == "RuntimeError: the handler is closed; make a new one"
+        error_text(handler.store, gpu_block_ids=[0], page_ids=[0])
+        == "RuntimeError: the handler is closed; make a new one"
     )
 
 
@@ -135,9 +139,9 @@ def test_a_cache_that_moved_is_refused_before_anything_is_taken() -> None:
 
 
 OWNERS: dict[str, Callable[[OffloadHandler], Any]] = {
-    "job": lambda handler: handler.store([0], [0]),
+    "job": lambda handler: handler.store(gpu_block_ids=[0], page_ids=[0]),
     "handler": lambda handler: handler,
-    "native handler": lambda handler: handler.native,
+    "native handler": lambda handler: handler._native,
     "pool": lambda handler: handler.pools[0],
     "view": lambda handler: handler.pools[0].view_for(handler.layouts[0]),
     "handle": lambda handler: handler.pools[0].share(),
@@ -154,7 +158,7 @@ def test_what_owns_native_memory_is_not_copied(
     handler = OffloadHandler(layout, HostPool(layout, 8, world=2))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(OWNERS[owner](handler))
-    handler.wait()
+    handler.synchronize()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -326,7 +330,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # which may also end before the wait begins
         if what == "handler":
-            handler.wait(job, timeout=PATIENCE)
+            handler.synchronize(job, timeout=PATIENCE)
         else:
             pool.wait_ready(PATIENCE)
 
@@ -336,7 +340,7 @@ def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
     pool = pin_in_background(driver, steps, 128)
     before = signal.signal(signal.SIGALRM, interrupt)
     with HostPool(layout, 8) as other, OffloadHandler(layout, other) as handler:
-        job = handler.store([0], [0], after=())
+        job = handler.store(gpu_block_ids=[0], page_ids=[0], after=())
         try:
             with pytest.raises(Interrupted):
                 wait()

@@ -104,7 +104,7 @@ class Attempt:
         return gate
 
     def poll(self) -> None:
-        results = self.call(self.sim.handler.finished) or []
+        results = self.call(self.sim.handler.poll) or []
         self.reported += [result.job_id for result in results]
 
     def run(self) -> None:
@@ -112,8 +112,8 @@ class Attempt:
 
     def run_until_ended(self, job: Job) -> None:
         """Also where a worker thread has yet to give it to the device."""
-        assert in_time(lambda: self.driver.run() >= 0 and job.done()), "a job does not end"
-        self.call(self.sim.handler.wait, job, PATIENCE)
+        assert in_time(lambda: self.driver.run() >= 0 and job.query()), "a job does not end"
+        self.call(self.sim.handler.synchronize, job, PATIENCE)
 
     def check(self) -> None:
         """All is as it should be, whatever has failed."""
@@ -121,8 +121,8 @@ class Attempt:
         self.release()
         self.driver.set_mode("immediate")
         jobs = {job.id: job for job, _, _ in self.jobs}
-        assert in_time(lambda: all(job.done() for job in jobs.values())), "a job does not end"
-        self.reported += [result.job_id for result in sim.handler.finished()]
+        assert in_time(lambda: all(job.query() for job in jobs.values())), "a job does not end"
+        self.reported += [result.job_id for result in sim.handler.poll()]
         assert sorted(self.reported) == sorted(jobs), (self.reported, jobs)
         for job, block, page in self.jobs:
             assert job.result is not None
@@ -130,8 +130,8 @@ class Attempt:
             if job.result.ok:
                 assert torch.equal(sim.block(block), sim.page(page)), job.result
         sim.host.pages[599].fill_(7)
-        sim.handler.wait(sim.handler.load([599], [599]), PATIENCE)
-        sim.handler.wait(sim.handler.store([599], [598]), PATIENCE)
+        sim.handler.synchronize(sim.handler.load(page_ids=[599], gpu_block_ids=[599]), PATIENCE)
+        sim.handler.synchronize(sim.handler.store(gpu_block_ids=[599], page_ids=[598]), PATIENCE)
         assert sim.page(598).unique().tolist() == [7]
         sim.handler.close()
         left = {what: self.driver.live(what) for what in ("events", "streams", "allocations")}
@@ -182,7 +182,7 @@ def fill_the_queue(attempt: Attempt) -> None:
     attempt.sim.release(hold)
     attempt.run()
     if job is not None:
-        attempt.call(job.wait_on)
+        attempt.call(job.wait)
     attempt.run()
     attempt.poll()
 
@@ -200,23 +200,23 @@ def wait_and_cancel(attempt: Attempt) -> None:
     handler = attempt.sim.handler
     attempt.sim.held(SIDE)
     jobs = [attempt.submit("store", i, i, after=Stream(SIDE)) for i in range(3)]
-    attempt.call(handler.wait, [job for job in jobs if job], 0.001)
+    attempt.call(handler.synchronize, [job for job in jobs if job], 0.001)
     for job in jobs[1:]:
         if job is not None:
             attempt.call(handler.cancel, job)
     attempt.submit("load", 102, 2)  # of a page that is invalid
     for job in jobs:
         if job is not None:
-            attempt.call(job.wait_on, Stream(CURRENT))
+            attempt.call(job.wait, Stream(CURRENT))
     attempt.call(handler.metrics)
     attempt.release()
     for job in jobs:
         if job is not None:
             attempt.run_until_ended(job)
-    attempt.call(handler.wait, [job for job in jobs if job], PATIENCE)
+    attempt.call(handler.synchronize, [job for job in jobs if job], PATIENCE)
     for job, _, _ in attempt.jobs:
         attempt.run_until_ended(job)
-    attempt.call(handler.wait, None, PATIENCE)
+    attempt.call(handler.synchronize, None, PATIENCE)
 
 
 def use_gates(attempt: Attempt) -> None:
@@ -270,7 +270,7 @@ def move_the_cache(attempt: Attempt) -> None:
     attempt.jobs.clear()  # of the cache as it was
     attempt.reported.clear()
     sim.handler.drain()
-    attempt.reported += [result.job_id for result in sim.handler.finished()]
+    attempt.reported += [result.job_id for result in sim.handler.poll()]
     attempt.reported.clear()
     new = [tensor.clone() for tensor in sim.tensors]
     moved = PagedLayout(new)
@@ -296,7 +296,7 @@ def close_it(attempt: Attempt) -> None:
     other = attempt.call(OffloadHandler, attempt.sim.layout, attempt.sim.host)
     if other is None:
         return
-    attempt.call(other.store, [1], [1], after=())
+    attempt.call(other.store, gpu_block_ids=[1], page_ids=[1], after=())
     attempt.run()
     while attempt.call(lambda: other.close() is None) is None:
         pass

@@ -89,10 +89,10 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
         assert registered(driver) == [4 * BLOCK] * 4
         handler = OffloadHandler(layout, pool, copy_method=copy_method)
         kept = [tensor.clone() for tensor in layout.tensors]
-        handler.wait(handler.store(list(range(16)), list(range(8))))
+        handler.synchronize(handler.store(gpu_block_ids=list(range(16)), page_ids=list(range(8))))
         for tensor in layout.tensors:
             tensor.zero_()
-        handler.wait(handler.load(list(range(8)), list(range(16))))
+        handler.synchronize(handler.load(page_ids=list(range(8)), gpu_block_ids=list(range(16))))
         assert all(map(torch.equal, layout.tensors, kept))
 
 
@@ -102,9 +102,9 @@ def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
         handler = OffloadHandler(layout, pool, copy_method="batch")
         driver.log()
-        handler.wait(handler.store(list(range(16)), list(range(16))))
+        handler.synchronize(handler.store(gpu_block_ids=list(range(16)), page_ids=list(range(16))))
         assert "batch of 4 on stream" in driver.log()
-        handler.wait(handler.store([0, 1, 2, 3], [2, 3, 4, 5]))
+        handler.synchronize(handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[2, 3, 4, 5]))
         assert "batch of 2 on stream" in driver.log()
 
 
@@ -187,7 +187,7 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 @stubbed
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
     assert steps.seen[0] == (32, 128)
     assert pool.wait_ready(PATIENCE, pages=64)
     assert (pool.num_ready_pages, pool.is_ready, pool.is_pinned) == (64, False, False)
@@ -206,27 +206,27 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
     layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(
-        layout, 96, chunk_bytes=32 * MIB, pin_in_pin_in_pin_in_background=True, on_progress=steps
-    )
+    pool = HostPool(layout, 96, chunk_bytes=32 * MIB, pin_in_background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     with OffloadHandler(layout, pool) as handler:
-        handler.wait(handler.store([0, 1], [31, 32]))  # on both sides of a seam
+        handler.synchronize(
+            handler.store(gpu_block_ids=[0, 1], page_ids=[31, 32])
+        )  # on both sides of a seam
         assert_expected_inline(
-            error_text(handler.store, [0, 1], [5, 64]),
+            error_text(handler.store, gpu_block_ids=[0, 1], page_ids=[5, 64]),
             """\
 IndexError: page_ids[1] is 64; of the 96 host pages those from 0 to 63 can be used: the
 others are not pinned yet, or another rank has them""",
         )
         assert_expected_inline(
-            error_text(handler.load, [95], [0]),
+            error_text(handler.load, page_ids=[95], gpu_block_ids=[0]),
             """\
 IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be used: the
 others are not pinned yet, or another rank has them""",
         )
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        handler.wait(handler.store([1], [95]))
+        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[95]))
         assert [int(pool.pages[page].unique()) for page in (31, 32, 95)] == [0, 1, 1]
     pool.close()
 
@@ -234,7 +234,7 @@ others are not pinned yet, or another rank has them""",
 @stubbed
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
     waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready)))
@@ -254,7 +254,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
 
 @stubbed
 def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
-    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True)
+    pool = megabytes(driver, 128, pin_in_background=True)
     del pool
     gc.collect()
     names = [thread.name for thread in threading.enumerate()]
@@ -267,7 +267,7 @@ def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> Non
     steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
         patch.setattr(system, "memlock_limit", lambda: None)
-        pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
+        pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
         assert pool.wait_ready(PATIENCE, pages=64)
         driver.limit_registration(in_all=64 * MIB)
         steps.pin_more(3)
@@ -293,10 +293,10 @@ CUDA_ERROR_STUB (2): made up by the stub""",
 def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
     driver.limit_registration(in_all=0)
     with pytest.warns(RuntimeWarning, match="The pages are pageable now"):
-        pool = megabytes(driver, pin_in_pin_in_pin_in_background=True)
+        pool = megabytes(driver, pin_in_background=True)
     assert pool.is_ready
     with pytest.raises(RuntimeError, match="did not pin"):
-        megabytes(driver, pin_in_pin_in_pin_in_background=True, pinned=True)
+        megabytes(driver, pin_in_background=True, pinned=True)
 
 
 @stubbed
@@ -304,29 +304,27 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
     steps = PinningSteps()
     rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
     layout = place(driver, PagedLayout([rows]))
-    pool = HostPool(
-        layout, 64, chunk_bytes=32 * MIB, pin_in_pin_in_pin_in_background=True, on_progress=steps
-    )
+    pool = HostPool(layout, 64, chunk_bytes=32 * MIB, pin_in_background=True, on_progress=steps)
     handler = OffloadHandler(layout, pool, copy_method="batch")
     driver.limit_registration(in_one=16 * MIB)
     steps.pin_more(3)
     assert pool.wait_ready(PATIENCE)
     ids = list(range(64))
-    handler.wait(handler.store(ids, ids))
+    handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids))
     assert torch.equal(pool.pages[:, 0], rows)
     pool.close()
 
 
 @stubbed
 def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
-    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, pin_in_pin_in_pin_in_background=True)
+    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, pin_in_background=True)
     assert (pool.num_ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
 
 
 @stubbed
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
     steps = PinningSteps()
-    pool = megabytes(driver, 128, pin_in_pin_in_pin_in_background=True, on_progress=steps)
+    pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
     child = os.fork()
     if child == 0:
         said = error_text(pool.wait_ready)
@@ -347,14 +345,14 @@ def test_copies_across_seams_are_right_on_a_gpu() -> None:
     kept = [tensor.clone() for tensor in rows]
     ids = list(range(64))
     for copy_method in ("batch", "strided", "auto"):
-        pool = HostPool(layout, 64, chunk_bytes=4 * MIB, pin_in_pin_in_pin_in_background=True)
+        pool = HostPool(layout, 64, chunk_bytes=4 * MIB, pin_in_background=True)
         assert pool.wait_ready(60)
         assert pool.is_pinned
         with pool, OffloadHandler(layout, pool, copy_method=copy_method) as handler:
-            handler.wait(handler.store(ids, ids))
+            handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids))
             for tensor in rows:
                 tensor.zero_()
-            handler.wait(handler.load(ids, ids))
+            handler.synchronize(handler.load(page_ids=ids, gpu_block_ids=ids))
             assert all(map(torch.equal, rows, kept))
 
 

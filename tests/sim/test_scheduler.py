@@ -143,7 +143,7 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
             sim.submit(kind, blocks, pages)
         sim.release(hold)
         driver.set_mode("threaded", seed)  # the parts of a copy go in any order
-        sim.handler.wait(timeout=PATIENCE)
+        sim.handler.synchronize(timeout=PATIENCE)
         assert sim.is_right()
         driver.set_mode("manual")
 
@@ -177,11 +177,11 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
         later = sim.held(OTHER)
         job, behind = sim.store(2, 2, after=Stream(OTHER)), sim.store(3, 3)
         sim.release(hold)
-        run_until(driver, before.done)
+        run_until(driver, before.query)
         let_threads_look(driver)
         driver.run()
-        assert not job.done()
-        assert not behind.done()
+        assert not job.query()
+        assert not behind.query()
         sim.release(later)
         assert set(states(sim.finish())) == {"done"}
 
@@ -244,12 +244,12 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
 def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         for _ in range(20):
-            sim.store(1, 2).wait_on(Stream(SIDE))
+            sim.store(1, 2).wait(Stream(SIDE))
             job = sim.load(2, 1)
-            job.wait_on(Stream(SIDE))
+            job.wait(Stream(SIDE))
             assert driver.run(SIDE) == 0
             driver.run()
-            assert job.done()
+            assert job.query()
 
 
 # Jobs of several channels
@@ -274,8 +274,8 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
         assert sim.metrics(second).queued == 2  # those behind it keep their turn
         if held:
             driver.run()
-            assert not later.done()
-            assert not passing.done()
+            assert not later.query()
+            assert not passing.query()
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.is_right()
@@ -300,10 +300,10 @@ def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
             if i == 300:
                 sim.release(hold)
                 driver.set_mode("threaded", seed)
-        sim.handler.wait(timeout=PATIENCE)
+        sim.handler.synchronize(timeout=PATIENCE)
         driver.set_mode("manual")
         assert sim.is_right()
-        results = sim.handler.finished()
+        results = sim.handler.poll()
         assert sorted(r.job_id for r in results) == [job.id for job in jobs]
         for kind in ("store", "load"):
             assert sim.metrics(kind).transfers > 0
@@ -315,9 +315,9 @@ def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
         hold, early = queue_up(sim, "load")
         job = sim.submit("expedited", [1], [1])
         driver.run()
-        assert job.done()
-        assert [result.job_id for result in sim.handler.finished()] == [job.id]
-        assert not early[0].done()
+        assert job.query()
+        assert [result.job_id for result in sim.handler.poll()] == [job.id]
+        assert not early[0].query()
         sim.release(hold)
 
 
@@ -330,15 +330,15 @@ def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver
         hold, early = queue_up(sim, "store")
         jobs = [sim.store(i, i) for i in range(1, 1000)]
         behind = [sim.store(i, i) for i in range(1000, 1010)]
-        jobs[-1].wait_on(Stream(OTHER))
+        jobs[-1].wait(Stream(OTHER))
         assert sim.metrics("store").queued <= len(behind)
         driver.run()
         assert not driver.cuda.is_done(stream=OTHER)
-        assert not early[0].done()
+        assert not early[0].query()
         sim.release(hold)
         driver.run(OTHER)
         assert not driver.cuda.is_done(stream=OTHER)
-        run_until(driver, jobs[-1].done)
+        run_until(driver, jobs[-1].query)
         assert driver.cuda.is_done(stream=OTHER)
         assert set(states(sim.finish())) == {"done"}
 
@@ -349,7 +349,7 @@ def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(drive
         hold, _ = queue_up(sim, "store")
         sim.store(1, 2)
         job = sim.load(2, 3)
-        job.wait_on(Stream(OTHER))
+        job.wait(Stream(OTHER))
         assert sim.metrics("store").queued == 0
         driver.run()
         assert not driver.cuda.is_done(stream=OTHER)
@@ -366,16 +366,16 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
         for jobs in (None, [job], early):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
-                sim.handler.wait(jobs, timeout=0.02)
+                sim.handler.synchronize(jobs, timeout=0.02)
             assert time.monotonic() - began >= 0.02
-        assert error_text(sim.handler.wait, job, timeout=0) == (
+        assert error_text(sim.handler.synchronize, job, timeout=0) == (
             f"TimeoutError: after 0 s some jobs still run: store {job.id}"
         )
         sim.release(hold)
         driver.set_mode("threaded")
-        sim.handler.wait(job, timeout=PATIENCE)
+        sim.handler.synchronize(job, timeout=PATIENCE)
         assert job.result is not None
-        sim.handler.wait()
+        sim.handler.synchronize()
         driver.set_mode("manual")
         assert sim.holds(1, sim.block(1))
 
@@ -392,16 +392,16 @@ def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> N
                 job = sim.submit(kind, [4 * number + i % 4], [4 * number + i % 4])
                 submitted.append(job.id)
                 if i % 10 == 0:
-                    sim.handler.wait(job)
-                reported.extend(sim.handler.finished())
+                    sim.handler.synchronize(job)
+                reported.extend(sim.handler.poll())
 
         threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        sim.handler.wait()
-        reported += sim.handler.finished()
+        sim.handler.synchronize()
+        reported += sim.handler.poll()
         driver.set_mode("manual")
         assert sorted(submitted) == list(range(400))
         assert sorted(result.job_id for result in reported) == list(range(400))
@@ -422,13 +422,13 @@ def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
         job = sim.submit(kind, [3], [4])
         sim.submit(kind, [5], [6])
         assert sim.handler.cancel(job)
-        assert job.done()
+        assert job.query()
         assert job.result is not None
         assert (job.result.state, job.result.ok, job.result.copy_seconds) == ("cancelled", False, 0)
-        assert [result.job_id for result in sim.handler.finished()] == [job.id]
+        assert [result.job_id for result in sim.handler.poll()] == [job.id]
         assert not sim.handler.cancel(job)
         with pytest.raises(TransferError, match=f"{job.direction} {job.id} was cancelled"):
-            job.wait_on()
+            job.wait()
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.is_right(without=[job])
@@ -440,9 +440,9 @@ def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
         hold, job = sim.hold_up("store", 1, 2)
         for _ in range(2):
             assert sim.handler.cancel(job)
-        assert not job.done()
-        assert sim.handler.finished() == []
-        job.wait_on(Stream(OTHER))  # the copy is still to be waited for
+        assert not job.query()
+        assert sim.handler.poll() == []
+        job.wait(Stream(OTHER))  # the copy is still to be waited for
         assert not driver.cuda.is_done(stream=OTHER)
         sim.release(hold)
         assert states(sim.finish()) == ["cancelled"]
@@ -454,7 +454,7 @@ def test_a_cancelled_job_of_a_joined_copy_leaves_the_others_alone(driver: Driver
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
         jobs = [sim.store(i, i) for i in range(1, 4)]
-        jobs[-1].wait_on(Stream(OTHER))  # they are on the device now
+        jobs[-1].wait(Stream(OTHER))  # they are on the device now
         assert sim.metrics("store").transfers == len(early)
         assert sim.handler.cancel(jobs[1])
         sim.release(hold)
@@ -469,7 +469,7 @@ def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
         job = sim.store(1, 2)
         driver.run()  # nobody has looked yet
         assert not sim.handler.cancel(job)
-        assert states(sim.handler.finished()) == ["done"]
+        assert states(sim.handler.poll()) == ["done"]
         assert not sim.handler.cancel(job)
 
 
@@ -487,11 +487,11 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
             sim.load(2, 1)
         middle = sim.load(3, 1)
         assert sim.handler.cancel(middle)
-        assert states(sim.handler.finished()) == ["cancelled"]
+        assert states(sim.handler.poll()) == ["cancelled"]
         last = sim.submit("store", [1], [5])
         let_threads_look(driver)
         driver.run()
-        assert not last.done()
+        assert not last.query()
         sim.release(hold)
         assert set(states(sim.finish())) == {"done"}
         assert sim.is_right(without=[middle])
@@ -517,7 +517,11 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         closing = threading.Thread(target=(sim.handler if close == "handler" else sim.host).close)
         closing.start()
         # Until it is closed, the page is what is wrong.
-        assert in_time(lambda: "is closed" in error_text(sim.handler.store, [1], [BLOCKS]))
+        assert in_time(
+            lambda: (
+                "is closed" in error_text(sim.handler.store, gpu_block_ids=[1], page_ids=[BLOCKS])
+            )
+        )
         assert error_text(sim.store, 1, 1) == "RuntimeError: the handler is closed; make a new one"
         let_threads_look(driver)
         assert closing.is_alive()
@@ -527,14 +531,14 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         assert not closing.is_alive()
         driver.set_mode("manual")
         assert in_time(lambda: number_of_threads() == threads)
-        results = {result.job_id: result.state for result in sim.handler.finished()}
+        results = {result.job_id: result.state for result in sim.handler.poll()}
         assert results.pop(cancelled.id) == "cancelled"
         assert set(results.values()) == {"done"}
         assert {job.id for job in jobs} < set(results)
         assert sim.is_right(without=[cancelled], pages=pages)
-        assert jobs[-1].done()
+        assert jobs[-1].query()
         assert not sim.handler.cancel(jobs[-1])
-        jobs[-1].wait_on()
+        jobs[-1].wait()
         sim.handler.close()
 
 
@@ -641,7 +645,7 @@ def test_a_joined_copy_is_one_transfer_that_waits_for_what_each_job_waits_for(
             sim.load(i, i)
         job = sim.load(5, 5)
         sim.start_log()
-        job.wait_on()
+        job.wait()
         assert_expected_inline(
             sim.log(),
             """\

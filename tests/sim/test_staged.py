@@ -36,7 +36,7 @@ def expect(
     layout, pool = handler.layouts[0], handler.pools[0]
     count, per_page = layout.num_blocks, pool.blocks_per_page
     pool.pages.fill_(0xA5)
-    handler.wait(handler.store(blocks, pages))
+    handler.synchronize(handler.store(gpu_block_ids=blocks, page_ids=pages))
     slots = pool.pages.view(-1, layout.block_bytes)
     wanted = torch.full_like(slots, 0xA5)
     numbers_of_slots = [page * per_page + i for page in pages for i in range(per_page)]
@@ -44,7 +44,7 @@ def expect(
         wanted[slot] = torch.cat([tensor[block].flatten() for tensor in before])
     assert torch.equal(slots, wanted)
     targets = [(block + 1) % count for block in blocks]
-    handler.wait(handler.load(pages, targets))
+    handler.synchronize(handler.load(page_ids=pages, gpu_block_ids=targets))
     for tensor, old in zip(layout.tensors, before, strict=True):
         new = old.clone()
         new[targets] = old[blocks]
@@ -97,8 +97,8 @@ def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode:
         expected = [before[:, block].flatten() for block in range(16)]
         for turn in range(30):
             blocks = [(turn + 5 * i) % 16 for i in range(7)]
-            handler.store(blocks, blocks, after=())
-            handler.load(blocks, blocks, after=())
+            handler.store(gpu_block_ids=blocks, page_ids=blocks, after=())
+            handler.load(page_ids=blocks, gpu_block_ids=blocks, after=())
         if mode == "manual":
             run_until(driver, lambda: handler.metrics().loads.done == 30)
         handler.drain()
@@ -115,7 +115,9 @@ def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(drive
     pool = HostPool(layout, num_pages=12)
     with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
         driver.log()
-        handler.wait(handler.store([7, 2, 5, 11, 0], [0, 4, 5, 6, 9], after=()))
+        handler.synchronize(
+            handler.store(gpu_block_ids=[7, 2, 5, 11, 0], page_ids=[0, 4, 5, 6, 9], after=())
+        )
         assert_expected_inline(
             steps(driver),
             """\
@@ -135,7 +137,9 @@ record event 6 on copies
 record event 2 on copies
 """,
         )
-        handler.wait(handler.load([0, 4, 5, 6, 9], [7, 2, 5, 11, 0], after=()))
+        handler.synchronize(
+            handler.load(page_ids=[0, 4, 5, 6, 9], gpu_block_ids=[7, 2, 5, 11, 0], after=())
+        )
         assert_expected_inline(
             steps(driver),
             """\
@@ -167,7 +171,7 @@ def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None
         driver.set_mode("manual")
         hold = driver.hold(CURRENT)
         for block in range(200):
-            handler.store([block % 16], [block % 16])
+            handler.store(gpu_block_ids=[block % 16], page_ids=[block % 16])
         driver.release(hold)
         run_until(driver, lambda: handler.metrics().stores.done == 200)
         assert handler.metrics().stores.transfers < 100
@@ -181,11 +185,11 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
     before = whole.clone()
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        handler.wait(handler.store([1, 2], [1, 2]))
+        handler.synchronize(handler.store(gpu_block_ids=[1, 2], page_ids=[1, 2]))
         driver.set_mode("manual")
-        handler.load([1], [5], after=())
-        last = handler.load([2], [5], after=(), copy_engines_only=True)
-        run_until(driver, last.done)
+        handler.load(page_ids=[1], gpu_block_ids=[5], after=())
+        last = handler.load(page_ids=[2], gpu_block_ids=[5], after=(), copy_engines_only=True)
+        run_until(driver, last.query)
         assert last.result is not None
         assert last.result.copy_method == "strided"
         assert torch.equal(whole[:, 5], before[:, 2])
@@ -199,10 +203,10 @@ def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None
     before = whole.clone()
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
-        handler.wait(handler.store([1, 2], [4, 3]))
+        handler.synchronize(handler.store(gpu_block_ids=[1, 2], page_ids=[4, 3]))
         whole.zero_()
-        job = handler.load([4, 3], [0, 5], layer_groups=3)
-        handler.wait(job)
+        job = handler.load(page_ids=[4, 3], gpu_block_ids=[0, 5], layer_groups=3)
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "staged"
         assert torch.equal(whole[:, 0], before[:, 1])
@@ -221,13 +225,13 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
     pools = [HostPool(layout, num_pages=6) for layout in layouts]
     copies = driver.cuda.create_stream() + 3  # of loads: each channel makes two
     with OffloadHandler(layouts, pools, copy_method="staged") as handler:
-        handler.wait(handler.store([[1], []], [[1], []]))
+        handler.synchronize(handler.store(gpu_block_ids=[[1], []], page_ids=[[1], []]))
         driver.set_mode("manual")
-        job = handler.load([[1], []], [[5], []], layer_groups=2, after=())
+        job = handler.load(page_ids=[[1], []], gpu_block_ids=[[5], []], layer_groups=2, after=())
         while driver.step(copies):  # without the kernels
             pass
-        assert not job.done()
-        run_until(driver, job.done)
+        assert not job.query()
+        run_until(driver, job.query)
         assert torch.equal(whole[0][:, 5], before[:, 1])
         driver.set_mode("immediate")
 
@@ -239,13 +243,13 @@ def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     layout = on_device(driver, whole)
     with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         jobs = [
-            handler.store([1], [1]),
-            handler.store([2], [2], copy_engines_only=True),
-            handler.load([1], [3]),
-            handler.load([1], [4], copy_engines_only=True),
-            handler.load([1], [5], expedited=True),
+            handler.store(gpu_block_ids=[1], page_ids=[1]),
+            handler.store(gpu_block_ids=[2], page_ids=[2], copy_engines_only=True),
+            handler.load(page_ids=[1], gpu_block_ids=[3]),
+            handler.load(page_ids=[1], gpu_block_ids=[4], copy_engines_only=True),
+            handler.load(page_ids=[1], gpu_block_ids=[5], expedited=True),
         ]
-        handler.wait(jobs)
+        handler.synchronize(jobs)
         paths = [job.result.copy_method for job in jobs if job.result]
         assert paths == ["staged", "strided", "staged", "strided", "strided"]
 
@@ -269,16 +273,20 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
         events = driver.live("events")
         calls = driver.calls(call)
         driver.fail(call, nth)
-        job = handler.store(ids, ids) if kind == "store" else handler.load(ids, ids)
-        while not job.done():
+        job = (
+            handler.store(gpu_block_ids=ids, page_ids=ids)
+            if kind == "store"
+            else handler.load(page_ids=ids, gpu_block_ids=ids)
+        )
+        while not job.query():
             pass
         failed = job.result is not None and not job.result.ok
         assert failed == (driver.calls(call) - calls >= nth)
         while driver.calls(call) - calls < nth:  # the fault is still to come
             handler.drain()
-            handler.store([0], [0])
+            handler.store(gpu_block_ids=[0], page_ids=[0])
         handler.drain()
-        handler.finished()
+        handler.poll()
         whole.copy_(torch.stack(before))
         expect(handler, before, ids, [0, 1, 2, 3, 4])
         assert driver.live("events") <= events + 80
@@ -295,8 +303,12 @@ def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind
         driver.set_mode("manual")
         driver.fail("cuLaunchKernel", 3)
         ids = [7, 2, 5, 11, 0, 1, 3]
-        job = handler.store(ids, ids) if kind == "store" else handler.load(ids, ids)
-        assert job.done()
+        job = (
+            handler.store(gpu_block_ids=ids, page_ids=ids)
+            if kind == "store"
+            else handler.load(page_ids=ids, gpu_block_ids=ids)
+        )
+        assert job.query()
         assert job.result is not None
         assert not job.result.ok
         assert driver.pending() == ""
@@ -314,7 +326,11 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
         sizes = {}
         for kind in ("store", "load"):
             driver.log()
-            handler.wait(handler.store(ids, ids) if kind == "store" else handler.load(ids, ids))
+            handler.synchronize(
+                handler.store(gpu_block_ids=ids, page_ids=ids)
+                if kind == "store"
+                else handler.load(page_ids=ids, gpu_block_ids=ids)
+            )
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
     # One more is copied where it lies, at the end on which the link would have nothing to do.
     assert sizes == {"store": [3, 4, 4, 4, 4, 4], "load": [4, 4, 4, 4, 4, 3]}
@@ -344,7 +360,7 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
         first = 0
         for count in (8, 8, 4, 8, 6, 7):
             ids = list(range(first, first + count))
-            handler.load(ids, ids, after=())
+            handler.load(page_ids=ids, gpu_block_ids=ids, after=())
             first += count
         assert steps(driver).count("unpack") == 6  # each is one piece
         while driver.run(base + 103):  # the copies are as early as they may be
@@ -367,7 +383,10 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
         driver.set_mode("manual")
         hold = driver.hold(CURRENT)
         jobs = [
-            handler.store([i % 16], [i % 16], copy_engines_only=i % 100 >= 50) for i in range(200)
+            handler.store(
+                gpu_block_ids=[i % 16], page_ids=[i % 16], copy_engines_only=i % 100 >= 50
+            )
+            for i in range(200)
         ]
         driver.release(hold)
         run_until(driver, lambda: handler.metrics().stores.done == 200)
@@ -382,7 +401,7 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
     handler = OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
-    handler.wait(handler.store([1], [1]))
+    handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1]))
     streams = driver.live("streams")
     driver.log()
     handler.close()
@@ -398,10 +417,10 @@ def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> N
     layout = on_device(driver, numbers(2, 6, 4096))
     with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
         driver.set_mode("manual")
-        job = handler.load([1], [1])
+        job = handler.load(page_ids=[1], gpu_block_ids=[1])
         driver.fail("cuEventQuery", code=700)
         with pytest.raises(TransferError, match="the device is lost"):
-            handler.wait(job)
+            handler.synchronize(job)
         driver.log()
     assert "free" not in driver.log()
     driver.set_mode("immediate")
@@ -419,8 +438,8 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
         """copy_method='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
     )
     with OffloadHandler(layout, HostPool(layout, num_pages=6)) as handler:
-        job = handler.store([1], [1])
-        handler.wait(job)
+        job = handler.store(gpu_block_ids=[1], page_ids=[1])
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "strided"
 
@@ -455,8 +474,8 @@ def test_every_byte_arrives_on_a_gpu(fragment: int, staging: int) -> None:
     with OffloadHandler(
         layout, HostPool(layout, num_pages=9), copy_method="staged", staging_bytes=staging
     ) as handler:
-        handler.wait(handler.store([3, 11, 0, 7, 8], [4, 0, 8, 2, 3]))
-        handler.wait(handler.load([4, 0, 8, 2, 3], [4, 0, 1, 8, 9]))
+        handler.synchronize(handler.store(gpu_block_ids=[3, 11, 0, 7, 8], page_ids=[4, 0, 8, 2, 3]))
+        handler.synchronize(handler.load(page_ids=[4, 0, 8, 2, 3], gpu_block_ids=[4, 0, 1, 8, 9]))
         for tensor, old in zip(whole.cpu(), before, strict=True):
             new = old.clone()
             new[[4, 0, 1, 8, 9]] = old[[3, 11, 0, 7, 8]]

@@ -37,8 +37,8 @@ def read_block(sim: SimulatedCache, stream: Stream, block: int) -> torch.Tensor:
 
 
 WAITS: dict[str, Callable[[Job, Stream], None]] = {
-    "wait_on": lambda job, stream: job.wait_on(stream),
-    "wait_layer": lambda job, stream: job.wait_layer(0, stream),
+    "job": lambda job, stream: job.wait(stream),
+    "layer group": lambda job, stream: job.wait(stream, layer_group=job.layer_group_of(0)),
     "control": lambda job, stream: None,
 }
 
@@ -90,7 +90,7 @@ def test_a_wait_on_the_handlers_own_gpu_changes_the_context_once(driver: Driver)
         job = sim.load(1, 2)
         for stream in (None, Stream(0), Stream(CURRENT)):
             before = driver.calls("cuCtxPushCurrent")
-            job.wait_on(stream)
+            job.wait(stream)
             assert driver.calls("cuCtxPushCurrent") == before + 1
 
 
@@ -107,12 +107,12 @@ def test_a_capture_of_the_stream_that_is_to_wait_is_refused_on_any_gpu(
         other = stream_of(driver, 1, name)
         with driver.on(1):
             driver.set_capturing(True, other.cuda_stream)
-        job.wait_on(stream_of(driver, 0, name))  # that is another stream
-        assert "capturing a CUDA graph" in error_text(lambda: job.wait_on(other))
+        job.wait(stream_of(driver, 0, name))  # that is another stream
+        assert "capturing a CUDA graph" in error_text(lambda: job.wait(other))
         with driver.on(1):
             driver.set_capturing(False, other.cuda_stream)
         driver.set_capturing(True, DEFAULT[name])
-        job.wait_on(other)
+        job.wait(other)
         driver.set_capturing(False, DEFAULT[name])
         sim.release(hold)
 
@@ -134,11 +134,14 @@ def test_a_capturing_stream_is_refused_whether_or_not_the_job_has_ended(
             sim.finish() if "reported" in state else driver.run()
         with driver.on(gpu):
             driver.set_capturing(True, stream.cuda_stream)
-        for wait in (Job.wait_on, lambda job, stream: job.wait_layer(0, stream)):
+        for wait in (
+            Job.wait,
+            lambda job, stream: job.wait(stream, layer_group=job.layer_group_of(0)),
+        ):
             assert "captur" in error_text(wait, job, stream)
         with driver.on(gpu):
             driver.set_capturing(False, stream.cuda_stream)
-        job.wait_on(stream)
+        job.wait(stream)
         sim.release(hold)
         sim.finish()
 

@@ -21,11 +21,11 @@ def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str
     expected = [tensor.clone() for tensor in layout.tensors]
     with OffloadHandler(layout, host, copy_method=copy_method) as handler:
         driver.log()
-        handler.wait(handler.store([1, 4], [2, 0]))
+        handler.synchronize(handler.store(gpu_block_ids=[1, 4], page_ids=[2, 0]))
         for tensor in expected:
             tensor[6] = tensor[1]
             tensor[0] = tensor[4]
-        handler.wait(handler.load([2, 0], [6, 0]))
+        handler.synchronize(handler.load(page_ids=[2, 0], gpu_block_ids=[6, 0]))
         for tensor, wanted in zip(layout.tensors, expected, strict=True):
             assert torch.equal(tensor, wanted)
         return "\n".join(re.findall(r"(?:strided|batch|copy) .*", driver.log()))
@@ -68,7 +68,7 @@ def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
     with OffloadHandler(layout, HostPool(layout, num_pages=3), copy_method="strided") as handler:
         driver.log()
-        handler.wait(handler.load([2], [1], layer_groups=2))
+        handler.synchronize(handler.load(page_ids=[2], gpu_block_ids=[1], layer_groups=2))
     assert_expected_inline(
         "\n".join(re.findall("strided .*", driver.log())),
         """\
@@ -131,8 +131,8 @@ def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
     with OffloadHandler(layout, HostPool(layout, num_pages=3, pinned=False)) as handler:
-        job = handler.store([1], [2])
-        handler.wait(job)
+        job = handler.store(gpu_block_ids=[1], page_ids=[2])
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "batch"
         assert torch.equal(handler.pools[0].pages[2, 0], whole[:, 1].flatten())
@@ -144,8 +144,8 @@ def test_a_copy_that_fails_says_which(driver: Driver) -> None:
     layout = on_device(driver, whole, list(whole))
     with OffloadHandler(layout, HostPool(layout, num_pages=3)) as handler:
         driver.fail_copy(1)
-        job = handler.store([1, 4], [2, 0])
-        assert job.done()
+        job = handler.store(gpu_block_ids=[1, 4], page_ids=[2, 0])
+        assert job.query()
         assert job.result is not None
         assert_expected_inline(
             re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
@@ -158,9 +158,9 @@ def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
     with OffloadHandler(layout, HostPool(layout, num_pages=3)) as handler:
-        handler.wait(handler.store([1], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
         driver.log()
-        handler.wait(handler.load([0], [5], layer_groups=2))
+        handler.synchronize(handler.load(page_ids=[0], gpu_block_ids=[5], layer_groups=2))
         assert driver.log().count("strided copy of 4 x 48 bytes") == 2
         assert torch.equal(whole[:, 5], whole[:, 1])
 
@@ -178,12 +178,12 @@ def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -
     host = HostPool(layout, num_pages=3)
     expected = [tensor.clone() for tensor in (first, last)]
     with OffloadHandler(layout, host, copy_method=copy_method) as handler:
-        handler.wait(handler.store([1, 4], [2, 0]))
+        handler.synchronize(handler.store(gpu_block_ids=[1, 4], page_ids=[2, 0]))
         del between
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        handler.wait(handler.store([1, 4], [2, 0]))
-        handler.wait(handler.load([2, 0], [6, 0]))
+        handler.synchronize(handler.store(gpu_block_ids=[1, 4], page_ids=[2, 0]))
+        handler.synchronize(handler.load(page_ids=[2, 0], gpu_block_ids=[6, 0]))
     for tensor, wanted in zip((first, last), expected, strict=True):
         wanted[[6, 0]] = wanted[[1, 4]]
         assert torch.equal(tensor, wanted)
@@ -196,13 +196,13 @@ def test_every_byte_arrives_on_a_gpu(fragment: int) -> None:
     before = whole.clone()
     layout = PagedLayout(list(whole))
     with OffloadHandler(layout, HostPool(layout, num_pages=4), copy_method="strided") as handler:
-        job = handler.store([6, 0, 3], [1, 3, 0])
-        handler.wait(job)
+        job = handler.store(gpu_block_ids=[6, 0, 3], page_ids=[1, 3, 0])
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "strided"
         for block, page in ((6, 1), (0, 3), (3, 0)):
             assert torch.equal(handler.pools[0].pages[page, 0], before[:, block].flatten().cpu())
-        handler.wait(handler.load([1, 3], [2, 6]))
+        handler.synchronize(handler.load(page_ids=[1, 3], gpu_block_ids=[2, 6]))
         assert torch.equal(whole[:, 2], before[:, 6])
         assert torch.equal(whole[:, 6], before[:, 0])
         rest = [0, 1, 3, 4, 5]

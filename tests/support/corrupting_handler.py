@@ -19,11 +19,13 @@ class CorruptingHandler:
         self.handler = handler
         self.corrupt = corrupt
 
-    def store(self, blocks: Ids, pages: Ids, **options: Any) -> Any:
-        return self.handler.store(*self.corrupt(blocks, pages), **options)
+    def store(self, *, gpu_block_ids: Ids, page_ids: Ids, **options: Any) -> Any:
+        blocks, pages = self.corrupt(gpu_block_ids, page_ids)
+        return self.handler.store(gpu_block_ids=blocks, page_ids=pages, **options)
 
-    def load(self, pages: Ids, blocks: Ids, **options: Any) -> Any:
-        return self.handler.load(*self.corrupt(pages, blocks), **options)
+    def load(self, *, page_ids: Ids, gpu_block_ids: Ids, **options: Any) -> Any:
+        pages, blocks = self.corrupt(page_ids, gpu_block_ids)
+        return self.handler.load(page_ids=pages, gpu_block_ids=blocks, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handler, name)

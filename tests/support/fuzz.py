@@ -310,9 +310,13 @@ class Session:
                     afters = [()]
                 options["after"] = self.rng.choice(afters)
                 if kind == "store":
-                    job = self.calls.store(gpu, pages, first_block=first, **options)
+                    job = self.calls.store(
+                        gpu_block_ids=gpu, page_ids=pages, first_block=first, **options
+                    )
                 else:
-                    job = self.calls.load(pages, gpu, first_block=first, **options)
+                    job = self.calls.load(
+                        page_ids=pages, gpu_block_ids=gpu, first_block=first, **options
+                    )
         except RuntimeError:
             assert self.device.faults()[0]  # one of the calls that a submission itself needs
             return []
@@ -431,7 +435,7 @@ class Session:
         self.handler.metrics()
         jobs = [flight.job for flight in self.rng.sample(self.recent, min(2, len(self.recent)))]
         try:
-            self.handler.wait(jobs, timeout=0)
+            self.handler.synchronize(jobs, timeout=0)
             assert all(job.result is not None and job.result.ok for job in jobs)
         except TransferError as error:
             told = {result.job_id for result in error.results}
@@ -439,7 +443,7 @@ class Session:
             assert told == failed
         except TimeoutError:
             assert jobs
-        assert all(job.result is not None for job in jobs if job.done())
+        assert all(job.result is not None for job in jobs if job.query())
 
     def _synchronize(self, stream: int) -> None:
         self.device.synchronize([self.streams[stream]])
@@ -453,7 +457,7 @@ class Session:
         per_page = group.host.blocks_per_page
         slot = self.rng.choice(self.pages[group.pool]) * per_page + self.rng.randrange(per_page)
         number = self.scenario.slot_number(group, slot)
-        if not all(job.done() for job in self.slot_jobs[number]):
+        if not all(job.query() for job in self.slot_jobs[number]):
             return
         self.slot_jobs[number].clear()
         row = next(self.row)
@@ -484,7 +488,9 @@ class Session:
         """Whether the stream is behind the job; False when it has ended and not well, so that it
         touches nothing any more; None when a call failed."""
         try:
-            job.wait_on(stream) if layer is None else job.wait_layer(layer, stream)
+            job.wait(stream) if layer is None else job.wait(
+                stream, layer_group=job.layer_group_of(layer)
+            )
         except TransferError:
             return False
         except RuntimeError:
@@ -521,7 +527,7 @@ class Session:
         self.scenario.poll(self.index)
         self.take()
         missing = [flight.job.id for flight in flights if flight.result is None]
-        assert not missing, f"jobs {missing} have ended, but finished() has not told of them"
+        assert not missing, f"jobs {missing} have ended, but poll() has not told of them"
         seen = self.seen.cpu().numpy()
         for entry in self.log:
             self._replay(seen, *entry)
@@ -647,7 +653,7 @@ class Scenario:
 
     def poll(self, index: int) -> None:
         with self.polling:
-            results = self.handlers[index].finished()
+            results = self.handlers[index].poll()
             ids = {result.job_id for result in results}
             assert len(ids) == len(results), "a job is reported twice"
             assert not ids & self.reported[index], "a job is reported twice"

@@ -139,7 +139,7 @@ class Device:
         from torch_kvswap import TransferError
 
         with suppress(TransferError):
-            handler.wait(jobs, timeout=60)
+            handler.synchronize(jobs, timeout=60)
 
     def finish(self) -> str:
         """Lets everything go; says what was wrong."""
@@ -303,7 +303,7 @@ class Simulated(Device):
 
         def ended() -> bool:
             try:
-                handler.wait(jobs, timeout=0.001)
+                handler.synchronize(jobs, timeout=0.001)
             except TimeoutError:
                 return False
             except TransferError:

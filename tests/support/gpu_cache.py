@@ -113,12 +113,17 @@ class GpuCache:
         self.cache.fill_(NEW)
         self.cache[1].fill_(NEW)
         self.cache.fill_(OLD)
-        self.handler.wait([self.handler.load([3], [3]), self.handler.store([2], [2])])
+        self.handler.synchronize(
+            [
+                self.handler.load(page_ids=[3], gpu_block_ids=[3]),
+                self.handler.store(gpu_block_ids=[2], page_ids=[2]),
+            ]
+        )
         for layer in self.layers:
             layer.fill_(OLD)
         self.host.pages.fill_(NEW)
         torch.cuda.synchronize()
-        assert len(self.handler.finished()) == 2
+        assert len(self.handler.poll()) == 2
 
     def slow(self, ms: float = 200) -> torch.cuda.Event:
         """Keeps the current stream busy; the event happens when it is free again."""
@@ -177,6 +182,6 @@ def only(tensor: Tensor) -> int:
 def ended(handler: OffloadHandler, job: Job) -> str:
     """Waits for the job and returns its state, also if it failed."""
     with suppress(TransferError):
-        handler.wait(job, timeout=PATIENCE)
+        handler.synchronize(job, timeout=PATIENCE)
     assert job.result is not None
     return str(job.result.state)

@@ -149,9 +149,11 @@ class SimulatedCache:
         """Submits a job of a kind: store, load or expedited. By default it waits for no stream."""
         options.setdefault("after", ())
         if kind == "store":
-            job = self.handler.store(blocks, pages, **options)
+            job = self.handler.store(gpu_block_ids=blocks, page_ids=pages, **options)
         else:
-            job = self.handler.load(pages, blocks, expedited=kind == "expedited", **options)
+            job = self.handler.load(
+                page_ids=pages, gpu_block_ids=blocks, expedited=kind == "expedited", **options
+            )
         per_page, first = self.host.blocks_per_page, options.get("first_block", 0)
         slots = [
             int(pages[i // per_page]) * per_page + i % per_page
@@ -180,12 +182,12 @@ class SimulatedCache:
         return of[kind]
 
     def finish(self) -> list[Result]:
-        """Runs the device until all jobs have ended, and returns what finished() returns then."""
-        return run_until(self.driver, self.has_ended) and self.handler.finished()
+        """Runs the device until all jobs have ended, and returns what poll() returns then."""
+        return run_until(self.driver, self.has_ended) and self.handler.poll()
 
     def has_ended(self) -> bool:
         try:
-            self.handler.wait(timeout=0.001)
+            self.handler.synchronize(timeout=0.001)
         except TimeoutError:
             return False
         except TransferError:

@@ -42,7 +42,7 @@ class Flight:
     job: Job
     is_store: bool
     sources: list[Cell]
-    loads: list[Flight]  # of a store: the latest into its blocks that finished() has not told of
+    loads: list[Flight]  # of a store: the latest into its blocks that poll() has not told of
     targets: dict[int, Cell] = field(default_factory=dict)
     result: Result | None = None  # as it was reported
     cancelled: bool = False  # as cancel() said
@@ -78,7 +78,7 @@ class Model:
         self.users: dict[int, list[Flight]] = {block: [] for block in range(len(blocks))}
         self.latest_loads: dict[int, Flight] = {}  # by block, unless known to be bad
         self.direct_failures = 0  # of jobs with sound sources
-        self.exact = True  # False: other threads call finished() while jobs are submitted
+        self.exact = True  # False: other threads call poll() while jobs are submitted
 
     def submit(self, job: Job, is_store: bool, blocks: list[int], slots: list[int]) -> Flight:
         assert job.id not in self.flights
@@ -119,7 +119,7 @@ class Model:
         self.users = {block: [] for block in self.users}
 
     def report(self, results: list[Result]) -> None:
-        """finished() has returned these."""
+        """poll() has returned these."""
         for result in results:
             flight = self.flights[result.job_id]
             assert flight.result is None, f"job {result.job_id} is reported twice"

@@ -55,8 +55,12 @@ def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
     page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
     first = 0 if blocks_per_page == 1 else 2
     with OffloadHandler(cache.layout, host) as handler:
-        handler.wait(handler.store(blocks, page_ids, first_block=first))
-        handler.wait(handler.load(page_ids, targets, first_block=first))
+        handler.synchronize(
+            handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
+        )
+        handler.synchronize(
+            handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
+        )
         for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
             page, slot = divmod(first + j, blocks_per_page)
             expected.store(block, pages[page_ids[page], slot])
@@ -82,17 +86,19 @@ def test_random_jobs_do_what_plain_indexing_does(seed: int, device: str) -> None
         page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
         if rng.random() < 0.5:
             job = handler.store(
-                torch.tensor(blocks, dtype=torch.int32), page_ids, first_block=first
+                gpu_block_ids=torch.tensor(blocks, dtype=torch.int32),
+                page_ids=page_ids,
+                first_block=first,
             )
             for block, (page, slot) in zip(blocks, slots, strict=True):
                 expected.store(block, pages[page_ids[page], slot])
         else:
-            job = handler.load(page_ids, blocks, first_block=first)
+            job = handler.load(page_ids=page_ids, gpu_block_ids=blocks, first_block=first)
             for block, (page, slot) in zip(blocks, slots, strict=True):
                 expected.load(pages[page_ids[page], slot], block)
         assert job.nbytes == len(blocks) * cache.layout.block_bytes
-        job.wait_on()  # the next job waits for the current stream, and so for this one
-    handler.wait()
+        job.wait()  # the next job waits for the current stream, and so for this one
+    handler.synchronize()
     assert torch.equal(host.pages, pages)
     assert cache.same_bytes(expected)
     handler.close()
@@ -101,10 +107,10 @@ def test_random_jobs_do_what_plain_indexing_does(seed: int, device: str) -> None
 def test_ids_that_change_after_the_call_change_nothing(device: str) -> None:
     handler = make_handler(device)
     blocks, pages = torch.tensor([2, 5]), torch.tensor([0, 3])
-    handler.store(blocks, pages)
+    handler.store(gpu_block_ids=blocks, page_ids=pages)
     blocks.fill_(0)
     pages.fill_(1)
-    handler.wait()
+    handler.synchronize()
     stored = handler.pools[0].pages.view(torch.int16)
     assert stored[0, 0].tolist() == list(range(12, 18))
     assert stored[3, 0].tolist() == list(range(30, 36))
@@ -117,7 +123,7 @@ def test_a_job_may_have_very_many_blocks(device: str) -> None:
     layout = PagedLayout([rows.to(device)])
     blocks, pages = torch.randperm(20_000), torch.randperm(20_000)
     with OffloadHandler(layout, HostPool(layout, 20_000)) as handler:
-        handler.wait(handler.store(blocks, pages))
+        handler.synchronize(handler.store(gpu_block_ids=blocks, page_ids=pages))
         assert torch.equal(handler.pools[0].pages[pages, 0], rows[blocks])
 
 
@@ -126,13 +132,13 @@ def test_several_handlers_share_a_pool(device: str) -> None:
     other = OffloadHandler(
         PagedLayout([torch.zeros(3, 6, dtype=torch.int16, device=device)]), one.pools[0]
     )
-    one.wait(one.store([7], [2]))
-    other.wait(other.load([2], [1]))
+    one.synchronize(one.store(gpu_block_ids=[7], page_ids=[2]))
+    other.synchronize(other.load(page_ids=[2], gpu_block_ids=[1]))
     assert other.layouts[0].tensors[0].tolist() == [[0] * 6, list(range(42, 48)), [0] * 6]
     one.pools[0].close()
     for handler in (one, other):
         with pytest.raises(RuntimeError, match="the handler is closed"):
-            handler.store([0], [0])
+            handler.store(gpu_block_ids=[0], page_ids=[0])
 
 
 # Jobs and results
@@ -143,14 +149,17 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(
 ) -> None:
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "batch")
     handler = make_handler(device)
-    store, load = handler.store([1, 2], [0, 1]), handler.load([2], [7])
+    store, load = (
+        handler.store(gpu_block_ids=[1, 2], page_ids=[0, 1]),
+        handler.load(page_ids=[2], gpu_block_ids=[7]),
+    )
     assert [(job.id, job.direction, job.nbytes) for job in (store, load)] == [
         (0, "store", 24),
         (1, "load", 12),
     ]
-    handler.wait([store, load])
-    assert store.done()
-    results = handler.finished()
+    handler.synchronize([store, load])
+    assert store.query()
+    results = handler.poll()
     assert results == [store.result, load.result]
     for result in results:
         assert (result.state, result.ok, result.error) == ("done", True, None)
@@ -163,12 +172,12 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(
 
 def test_every_job_is_reported_once_also_one_that_was_waited_for(device: str) -> None:
     handler = make_handler(device)
-    jobs = [handler.store([j], [j]) for j in range(4)]
-    handler.wait(jobs[2])
-    handler.wait()
-    assert [result.job_id for result in handler.finished()] == [0, 1, 2, 3]
-    assert handler.finished() == []
-    handler.wait(jobs)
+    jobs = [handler.store(gpu_block_ids=[j], page_ids=[j]) for j in range(4)]
+    handler.synchronize(jobs[2])
+    handler.synchronize()
+    assert [result.job_id for result in handler.poll()] == [0, 1, 2, 3]
+    assert handler.poll() == []
+    handler.synchronize(jobs)
     handler.close()
 
 
@@ -176,10 +185,10 @@ def test_a_thousand_jobs_leave_nothing_behind(device: str) -> None:
     handler = make_handler(device)
     for _ in range(20):
         for _ in range(25):
-            handler.store([1, 2], [0, 1]).wait_on()
-            handler.load([1], [5]).wait_on()
-        handler.wait()
-    assert len(handler.finished()) == 1000
+            handler.store(gpu_block_ids=[1, 2], page_ids=[0, 1]).wait()
+            handler.load(page_ids=[1], gpu_block_ids=[5]).wait()
+        handler.synchronize()
+    assert len(handler.poll()) == 1000
     metrics = handler.metrics()
     for channel in (metrics.stores, metrics.loads):
         assert (channel.done, channel.queued, channel.running) == (500, 0, 0)
@@ -192,10 +201,10 @@ def test_a_thousand_jobs_leave_nothing_behind(device: str) -> None:
 
 def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
     handler = make_handler(device)
-    handler.store([], [])
-    handler.load([], [])
-    handler.wait()
-    assert [(r.ok, r.nbytes) for r in handler.finished()] == [(True, 0), (True, 0)]
+    handler.store(gpu_block_ids=[], page_ids=[])
+    handler.load(page_ids=[], gpu_block_ids=[])
+    handler.synchronize()
+    assert [(r.ok, r.nbytes) for r in handler.poll()] == [(True, 0), (True, 0)]
     handler.close()
 
 
@@ -206,14 +215,14 @@ def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
 def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail_copy(0)
-    job = handler.store([1], [0])
-    assert job.done()
+    job = handler.store(gpu_block_ids=[1], page_ids=[0])
+    assert job.query()
     assert job.result is not None
     assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
     assert isinstance(job.result.error, RuntimeError)
     handler.drain()
-    assert handler.finished() == [job.result]
-    handler.wait(handler.store([1], [0]))
+    assert handler.poll() == [job.result]
+    handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
     assert_stored(handler, [(1, 0)])
     handler.close()
     assert (driver.live("events"), driver.live("streams")) == (0, 0)
@@ -223,21 +232,25 @@ def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: D
 def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail("cuMemcpyAsync", code=1)
-    jobs = [handler.store([1], [0]), handler.load([0], [1]), handler.store([2], [2])]
+    jobs = [
+        handler.store(gpu_block_ids=[1], page_ids=[0]),
+        handler.load(page_ids=[0], gpu_block_ids=[1]),
+        handler.store(gpu_block_ids=[2], page_ids=[2]),
+    ]
     for _ in range(2):
         with pytest.raises(TransferError) as failure:
-            handler.wait()
+            handler.synchronize()
         assert failure.value.results == [job.result for job in jobs[:2]]
         assert failure.value.__cause__ is not None
         assert str(failure.value.__cause__) == str(jobs[0].result.error)  # type: ignore[union-attr]
     assert_expected_inline(
-        simulated_driver.error_of(handler.wait),
+        simulated_driver.error_of(handler.synchronize),
         """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
     )
-    assert len(handler.finished()) == 3
-    handler.wait()  # what was reported is nobody's surprise any more
+    assert len(handler.poll()) == 3
+    handler.synchronize()  # what was reported is nobody's surprise any more
     with pytest.raises(TransferError, match="load 1 failed: store 0 failed"):
-        handler.wait(jobs[1])  # but for those who ask
+        handler.synchronize(jobs[1])  # but for those who ask
     handler.close()
 
 
@@ -245,10 +258,10 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
 def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail("cuMemcpyAsync", code=1)
-    job = handler.load([0], [1])
+    job = handler.load(page_ids=[0], gpu_block_ids=[1])
     driver.log()
     with pytest.raises(TransferError, match="load 0 failed: cuMemcpyAsync"):
-        job.wait_on()
+        job.wait()
     assert "wait for event" not in driver.log()
     handler.close()
 
@@ -256,32 +269,32 @@ def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
 def test_wrong_ids_raise_and_there_is_no_job(device: str) -> None:
     handler = make_handler(device)
     with pytest.raises(IndexError):
-        handler.store([8], [0])
+        handler.store(gpu_block_ids=[8], page_ids=[0])
     with pytest.raises(ValueError, match="page_ids has 2"):
-        handler.load([0, 1], [0])
-    assert handler.finished() == []
-    assert handler.store([0], [0]).id == 0
+        handler.load(page_ids=[0, 1], gpu_block_ids=[0])
+    assert handler.poll() == []
+    assert handler.store(gpu_block_ids=[0], page_ids=[0]).id == 0
     handler.close()
 
 
 def test_a_job_of_another_handler_is_refused(device: str) -> None:
     one, other = make_handler(device), make_handler(device)
     with pytest.raises(ValueError, match="store 0 is of another handler"):
-        one.wait(other.store([0], [0]))
+        one.synchronize(other.store(gpu_block_ids=[0], page_ids=[0]))
     one.close()
     other.close()
 
 
 def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
     with make_handler(device) as handler:
-        job = handler.store([0], [0])
+        job = handler.store(gpu_block_ids=[0], page_ids=[0])
     handler.close()
     with pytest.raises(RuntimeError, match="the handler is closed; make a new one"):
-        handler.load([0], [0])
-    assert [result.job_id for result in handler.finished()] == [0]
-    assert job.done()
-    job.wait_on()
-    handler.wait(job)
+        handler.load(page_ids=[0], gpu_block_ids=[0])
+    assert [result.job_id for result in handler.poll()] == [0]
+    assert job.query()
+    job.wait()
+    handler.synchronize(job)
 
 
 def test_a_closed_pool_takes_no_handler(device: str) -> None:
@@ -321,7 +334,7 @@ TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a lis
 each; a HostPool is in the place of a PagedLayout""",
     )
     assert_expected_inline(
-        error_text(OffloadHandler(layout, host).wait, [0]),
+        error_text(OffloadHandler(layout, host).synchronize, [0]),
         """TypeError: store() and load() return Jobs, not 0""",
     )
     assert_expected_inline(
@@ -340,8 +353,8 @@ def test_a_cache_that_moved_is_refused() -> None:
     handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
     rows.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"tensors\[0\] .* was freed or resized to 0 since"):
-        handler.store([0], [0])
-    assert handler.finished() == []
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+    assert handler.poll() == []
 
 
 # What only shows while jobs run: a driver that ends nothing until it is told to
@@ -372,24 +385,29 @@ def assert_stored(handler: OffloadHandler, pairs: list[tuple[int, int]]) -> None
 @stubbed
 def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
-    jobs = [handler.store([0], [0]), handler.load([1], [1])]
-    assert not jobs[0].done()
+    jobs = [
+        handler.store(gpu_block_ids=[0], page_ids=[0]),
+        handler.load(page_ids=[1], gpu_block_ids=[1]),
+    ]
+    assert not jobs[0].query()
     assert jobs[0].result is None
     assert_expected_inline(
-        error_text(handler.wait, jobs, timeout=0.01),
+        error_text(handler.synchronize, jobs, timeout=0.01),
         """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
     )
     with pytest.raises(TimeoutError):
-        handler.wait(timeout=0.01)
+        handler.synchronize(timeout=0.01)
     driver.run()
-    handler.wait(jobs, timeout=0)
-    assert [result.job_id for result in handler.finished()] == [0, 1]
+    handler.synchronize(jobs, timeout=0)
+    assert [result.job_id for result in handler.poll()] == [0, 1]
 
 
 def give(handler: OffloadHandler, what: str, block: int, page: int, **options: Any) -> Job:
     if what == "store":
-        return handler.store([block], [page], **options)
-    return handler.load([page], [block], expedited=what == "expedited load", **options)
+        return handler.store(gpu_block_ids=[block], page_ids=[page], **options)
+    return handler.load(
+        page_ids=[page], gpu_block_ids=[block], expedited=what == "expedited load", **options
+    )
 
 
 @pytest.mark.parametrize("shared", ["block", "page"])
@@ -418,26 +436,26 @@ def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
     target_before = target.clone()
     behind = give(handler, second, block, page, after=())
     driver.run()
-    assert other.done()
-    assert not before.done()
+    assert other.query()
+    assert not before.query()
     both_read = shared == "page" and "store" not in (first, second)
-    assert behind.done() == both_read
+    assert behind.query() == both_read
     assert torch.equal(target, target_before) != both_read
     driver.release(held)
     driver.run()
-    handler.wait([before, behind], timeout=PATIENCE)
+    handler.synchronize([before, behind], timeout=PATIENCE)
     handler.close()
 
 
 @stubbed
 def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
-    handler.store([0], [3], after=())
-    waiting = handler.load([3], [1], after=())
+    handler.store(gpu_block_ids=[0], page_ids=[3], after=())
+    waiting = handler.load(page_ids=[3], gpu_block_ids=[1], after=())
     assert "wait for event" in driver.pending()  # the control
     driver.run()
-    assert waiting.done()
-    handler.load([3, 2], [2, 4], after=())
+    assert waiting.query()
+    handler.load(page_ids=[3, 2], gpu_block_ids=[2, 4], after=())
     assert "wait for event" not in driver.pending()
     driver.run()
 
@@ -447,13 +465,13 @@ def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> Non
     handler = on_gpu(driver, "manual")
     held = driver.hold(STREAM)
     for j in range(3):
-        handler.store([j], [j])
-        handler.load([3], [3 + j], after=())
+        handler.store(gpu_block_ids=[j], page_ids=[j])
+        handler.load(page_ids=[3], gpu_block_ids=[3 + j], after=())
         driver.run()
-        assert [(r.direction, r.job_id) for r in handler.finished()] == [("load", 2 * j + 1)]
+        assert [(r.direction, r.job_id) for r in handler.poll()] == [("load", 2 * j + 1)]
     driver.release(held)
     driver.run()
-    assert [(r.direction, r.job_id) for r in handler.finished()] == [
+    assert [(r.direction, r.job_id) for r in handler.poll()] == [
         ("store", 0),
         ("store", 2),
         ("store", 4),
@@ -465,13 +483,13 @@ def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothin
     driver: Driver,
 ) -> None:
     handler = on_gpu(driver, "manual")
-    handler.store([0], [0])
+    handler.store(gpu_block_ids=[0], page_ids=[0])
     driver.run()
     driver.set_global_capture(True)
-    handler.load([1], [1])
-    assert [result.job_id for result in handler.finished()] == [0]
+    handler.load(page_ids=[1], gpu_block_ids=[1])
+    assert [result.job_id for result in handler.poll()] == [0]
     driver.run()
-    assert [result.job_id for result in handler.finished()] == [1]
+    assert [result.job_id for result in handler.poll()] == [1]
     assert driver.capture_spoilt == 0
     with pytest.raises(CudaError):  # the control: not in our mode
         driver.cuda.is_done(event=driver.cuda.create_event())
@@ -492,13 +510,13 @@ def while_it_waits(driver: Driver, call: Any) -> threading.Thread:
 def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> None:
     handler = on_gpu(driver, "threaded")
     held = driver.hold(STREAM)
-    job = handler.store([5], [3])
+    job = handler.store(gpu_block_ids=[5], page_ids=[3])
     thread = while_it_waits(driver, lambda: driver.release(held))
     pages = handler.pools[0].pages
     handler.pools[0].close()
     assert pages[3, 0].view(torch.int16).tolist() == list(range(30, 36))
     assert job.result is not None
-    assert handler.finished() == [job.result]
+    assert handler.poll() == [job.result]
     thread.join()
 
 
@@ -521,7 +539,7 @@ def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
         seen.append([reference() is not None for reference in alive])
         driver.release(held)
 
-    handler.store([0], [0])
+    handler.store(gpu_block_ids=[0], page_ids=[0])
     if in_a_cycle:
         handler.itself = handler  # type: ignore[attr-defined]
     thread = while_it_waits(driver, release)
@@ -536,11 +554,11 @@ def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
 
 @stubbed
 def test_a_job_keeps_its_handler(driver: Driver) -> None:
-    job: Job = on_gpu(driver, "manual").store([0], [0])
+    job: Job = on_gpu(driver, "manual").store(gpu_block_ids=[0], page_ids=[0])
     gc.collect()
-    assert not job.done()
+    assert not job.query()
     driver.run()
-    assert job.done()
+    assert job.query()
 
 
 @simulated_driver.without_cuda
@@ -561,7 +579,7 @@ def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
         from torch_kvswap import OffloadHandler
 
         handler = OffloadHandler(layout, host)
-        job = handler.store([0], [0])
+        job = handler.store(gpu_block_ids=[0], page_ids=[0])
 
         ended = threading.Event()
 
@@ -588,15 +606,15 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
         sys.stderr = sys.stdout  # of which nothing is expected
         from test_handler import make_handler
         handler = make_handler()
-        job = handler.store([0], [0])
+        job = handler.store(gpu_block_ids=[0], page_ids=[0])
         child = os.fork()
         if child == 0:
             for call in (
-                lambda: handler.store([0], [0]), lambda: handler.load([0], [0]), handler.finished,
-                handler.wait, lambda: handler.wait(job), lambda: handler.cancel(job),
+                lambda: handler.store(gpu_block_ids=[0], page_ids=[0]), lambda: handler.load(page_ids=[0], gpu_block_ids=[0]), handler.poll,
+                handler.synchronize, lambda: handler.synchronize(job), lambda: handler.cancel(job),
                 handler.drain, handler.metrics, lambda: handler.rebind(handler.layouts[0]),
-                handler.close, handler.pools[0].close, job.done, job.wait_on,
-                lambda: job.wait_layer(0), lambda: job.result, lambda: job.nbytes,
+                handler.close, handler.pools[0].close, job.query, job.wait,
+                lambda: job.wait(layer_group=0), lambda: job.result,
             ):
                 try:
                     call()
@@ -627,7 +645,7 @@ def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_c
         raise AssertionError("it was made")
     assert driver.live("streams") == 0
     with HostPool(layout, num_pages=1) as host, OffloadHandler(layout, host) as handler:
-        handler.wait(handler.store([0], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
 def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
@@ -635,14 +653,14 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
 ) -> None:
     layout = PagedLayout([torch.zeros(4, 6)])
     handler = OffloadHandler(layout, HostPool(layout, num_pages=1))
-    handler.store([0], [0])
+    handler.store(gpu_block_ids=[0], page_ids=[0])
     kept, handler_of_nobody = weakref.ref(handler.pools[0]), weakref.ref(handler)
-    close = handler.native.close
+    close = handler._native.close
 
     def cannot() -> None:
         raise RuntimeError("no thread can be joined")
 
-    handler.native.close = cannot  # type: ignore[method-assign]
+    handler._native.close = cannot  # type: ignore[method-assign]
     monkeypatch.setattr(native_handler, "_kept", [])
     with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
         del handler

@@ -114,8 +114,8 @@ def test_an_integer_of_a_job(
 ) -> None:
     if value is None and name == "layer_groups":
         return
-    is_refused(name, error, lambda: handler.load([0], [0], **{name: value}))
-    assert handler.finished() == []
+    is_refused(name, error, lambda: handler.load(page_ids=[0], gpu_block_ids=[0], **{name: value}))
+    assert handler.poll() == []
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
@@ -123,12 +123,15 @@ def test_the_first_block_of_a_group(
     hybrid: OffloadHandler, value: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=r"^first_block\[1\] "):
-        hybrid.store([[0], [0]], [[0], [0]], first_block=[0, value])
+        hybrid.store(gpu_block_ids=[[0], [0]], page_ids=[[0], [0]], first_block=[0, value])
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 def test_the_layer_of_a_job(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
-    is_refused("layer", error, lambda: handler.store([0], [0]).wait_layer(value))
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
+    if value is not None:  # all groups
+        is_refused("layer_group", error, lambda: job.wait(layer_group=value))
+    is_refused("layer", error, lambda: job.layer_group_of(value))
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
@@ -140,8 +143,8 @@ def test_the_pages_that_are_waited_for(value: Any, error: type[Exception]) -> No
 @pytest.mark.parametrize("option", ["copy_engines_only", "expedited"])
 @pytest.mark.parametrize("value", [2**40, np.True_, "yes"])
 def test_a_truth_value_is_not_truncated(handler: OffloadHandler, option: str, value: Any) -> None:
-    job = handler.load([0], [0], **{option: value})
-    handler.wait(job)
+    job = handler.load(page_ids=[0], gpu_block_ids=[0], **{option: value})
+    handler.synchronize(job)
 
 
 # Ids
@@ -168,14 +171,14 @@ def test_ids_are_refused_with_their_position(
     handler: OffloadHandler, ids: Any, error: type[Exception], said: str
 ) -> None:
     for name, call in (
-        ("gpu_block_ids", lambda: handler.store(ids, [0])),
-        ("gpu_block_ids", lambda: handler.load([0], ids)),
-        ("page_ids", lambda: handler.store([0, 1, 2, 3], ids)),
-        ("page_ids", lambda: handler.load(ids, [0, 1, 2, 3])),
+        ("gpu_block_ids", lambda: handler.store(gpu_block_ids=ids, page_ids=[0])),
+        ("gpu_block_ids", lambda: handler.load(page_ids=[0], gpu_block_ids=ids)),
+        ("page_ids", lambda: handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=ids)),
+        ("page_ids", lambda: handler.load(page_ids=ids, gpu_block_ids=[0, 1, 2, 3])),
     ):
         with pytest.raises(error, match=f"^{name}{said}"):
             call()
-    assert handler.finished() == []
+    assert handler.poll() == []
 
 
 # Times
@@ -188,16 +191,16 @@ def test_ids_are_refused_with_their_position(
 @pytest.mark.parametrize("what", ["handler", "pool"])
 def test_a_timeout(handler: OffloadHandler, what: str, value: Any, error: type[Exception]) -> None:
     if what == "handler":
-        handler.store([0], [0])
-        is_refused("timeout", error, lambda: handler.wait(timeout=value))
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+        is_refused("timeout", error, lambda: handler.synchronize(timeout=value))
     else:
         is_refused("timeout", error, lambda: handler.pools[0].wait_ready(timeout=value))
 
 
 def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None:
-    job = handler.store([0], [0])
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
     for timeout in (float("inf"), 1e300, 10**400):
-        handler.wait(job, timeout=timeout)
+        handler.synchronize(job, timeout=timeout)
         assert handler.pools[0].wait_ready(timeout)
 
 
@@ -206,36 +209,39 @@ def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None
 
 def test_a_gate_that_is_none(handler: OffloadHandler) -> None:
     with pytest.raises(TypeError, match=r"^gate is a str; pass what OffloadHandler\.gate\(\)"):
-        handler.load([0], [0], gate="x")  # type: ignore[arg-type]
+        handler.load(page_ids=[0], gpu_block_ids=[0], gate="x")  # type: ignore[arg-type]
 
 
 def test_a_point_in_time_that_is_none(handler: OffloadHandler) -> None:
     for after in ("x", 0, [], (1,)):
         with pytest.raises(TypeError, match=r"^after= "):
-            handler.store([0], [0], after=after)  # type: ignore[arg-type]
+            handler.store(gpu_block_ids=[0], page_ids=[0], after=after)  # type: ignore[arg-type]
 
 
 def test_a_stream_that_is_none(handler: OffloadHandler) -> None:
-    job = handler.store([0], [0])
-    for wait in (job.wait_on, lambda stream: job.wait_layer(0, stream)):
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
+    for wait in (job.wait, lambda stream: job.wait(stream, layer_group=job.layer_group_of(0))):
         with pytest.raises(TypeError, match=r"a torch\.cuda\.Stream .* int cannot"):
             wait(5)
 
 
 def test_what_is_no_job(handler: OffloadHandler) -> None:
-    job, other = handler.store([0], [0]), handler.store([1], [1])
+    job, other = (
+        handler.store(gpu_block_ids=[0], page_ids=[0]),
+        handler.store(gpu_block_ids=[1], page_ids=[1]),
+    )
     for call in (
         lambda: handler.cancel([job, other]),  # type: ignore[arg-type]
         lambda: handler.cancel([]),  # type: ignore[arg-type]
         lambda: handler.cancel(None),  # type: ignore[arg-type]
         lambda: handler.cancel(job.id),  # type: ignore[arg-type]
-        lambda: handler.wait(job.id),  # type: ignore[arg-type]
-        lambda: handler.wait([job, None]),  # type: ignore[list-item]
-        lambda: handler.wait("job"),  # type: ignore[arg-type]
+        lambda: handler.synchronize(job.id),  # type: ignore[arg-type]
+        lambda: handler.synchronize([job, None]),  # type: ignore[list-item]
+        lambda: handler.synchronize("job"),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match=r"store\(\) and load\(\) return Jobs, not "):
             call()
-    handler.wait(iter([job, other]))
+    handler.synchronize(iter([job, other]))
 
 
 def test_a_path_that_is_none() -> None:

@@ -36,7 +36,7 @@ def test_the_examples_of_the_prefixes_run_without_a_gpu():
     with kvs.OffloadHandler(gpu, names["host"]) as handler:
         engine = kvs.OffloadEngine(handler, store_policy="lazy")
         exec(lazy, {"engine": engine, "keys": names["keys"], "gpu_block_ids": range(4, 10)})
-        engine.finished()
+        engine.poll()
         assert engine.lookup(names["keys"]).ready == 6
 
 

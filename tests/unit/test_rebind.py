@@ -27,10 +27,15 @@ def test_later_jobs_use_the_new_memory_and_leave_the_old_alone(device: str) -> N
     old, new = make_cache(device, 1), make_cache(device, 2)
     pool = HostPool(PagedLayout([old]), num_pages=4)
     with OffloadHandler(PagedLayout([old]), pool) as handler:
-        handler.wait(handler.store([0], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
         handler.rebind(PagedLayout([new]))
         assert [layout.tensors for layout in handler.layouts] == [(new,)]
-        handler.wait([handler.store([5], [1]), handler.load([0], [3])])
+        handler.synchronize(
+            [
+                handler.store(gpu_block_ids=[5], page_ids=[1]),
+                handler.load(page_ids=[0], gpu_block_ids=[3]),
+            ]
+        )
         assert pool.pages[1].unique().tolist() == [2]
         assert new[3].unique().tolist() == [1]
         assert old.unique().tolist() == [1]
@@ -41,11 +46,11 @@ def test_the_new_cache_may_have_another_number_of_blocks(device: str) -> None:
     old, new = make_cache(device, 1), make_cache(device, 2, num_blocks=9)
     with OffloadHandler(PagedLayout([old]), HostPool(PagedLayout([old]), 4)) as handler:
         handler.rebind(PagedLayout([new]))
-        handler.wait(handler.store([8], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[8], page_ids=[0]))
         assert handler.pools[0].pages[0].unique().tolist() == [2]
         handler.rebind(PagedLayout([old]))
         assert_expected_inline(
-            error_text(handler.store, [8], [0]),
+            error_text(handler.store, gpu_block_ids=[8], page_ids=[0]),
             """IndexError: gpu_block_ids[0] is 8; there are 6 GPU blocks, 0 to 5""",
         )
 
@@ -57,7 +62,7 @@ def test_jobs_in_flight_end_where_the_cache_was() -> None:
     pool.pages.fill_(3)
     with OffloadHandler(PagedLayout([old]), pool) as handler:
         keep_busy(100)
-        load = handler.load([0], [4])
+        load = handler.load(page_ids=[0], gpu_block_ids=[4])
         handler.rebind(PagedLayout([new]))
         assert load.result is not None
         assert old[4].unique().tolist() == [3]
@@ -70,10 +75,10 @@ def test_a_tensor_that_has_moved_is_refused_until_it_is_rebound() -> None:
     with OffloadHandler(layout, HostPool(layout, 4)) as handler:
         cache.set_(make_cache("cpu", 7))
         with pytest.raises(RuntimeError, match=r"tensors\[0\] has moved .* pass it to rebind"):
-            handler.store([0], [0])
-        assert handler.finished() == []
+            handler.store(gpu_block_ids=[0], page_ids=[0])
+        assert handler.poll() == []
         handler.rebind(PagedLayout([cache]))
-        handler.wait(handler.store([0], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
         assert handler.pools[0].pages[0].unique().tolist() == [7]
 
 
@@ -93,7 +98,7 @@ the pool from this layout
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
 TypeError: pass a PagedLayout and a HostPool, or a list of each""",
         )
-        handler.wait(handler.store([0], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
 def test_a_closed_handler_cannot_be_rebound() -> None:
@@ -112,16 +117,16 @@ def test_a_job_of_another_thread_that_came_after_the_drain_keeps_the_cache(drive
     old, new = torch.full((6, 40), 1, dtype=torch.uint8), torch.full((6, 40), 2, dtype=torch.uint8)
     layout = on_device(driver, old.view(1, 6, 40))
     with OffloadHandler(layout, HostPool(layout, num_pages=4)) as handler:
-        moved = handler.native.groups.moved_to(on_device(driver, new.view(1, 6, 40)))
+        moved = handler._native.groups.moved_to(on_device(driver, new.view(1, 6, 40)))
         hold = driver.hold(CURRENT)
-        handler.store([0], [0])  # after rebind() has drained
+        handler.store(gpu_block_ids=[0], page_ids=[0])  # after rebind() has drained
         with pytest.raises(RuntimeError, match="another thread has submitted a job"):
-            handler.native.rebind(moved)
+            handler._native.rebind(moved)
         driver.release(hold)
         driver.set_mode("immediate")
         handler.drain()
         assert handler.pools[0].pages[0].unique().tolist() == [1]
-        handler.native.rebind(moved)
+        handler._native.rebind(moved)
 
 
 FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSynchronize")
@@ -153,10 +158,10 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
             assert handler.layouts == (layout,)
             assert driver.live("allocations") == allocations
             with pytest.raises(IndexError, match=r"gpu_block_ids\[0\] is 2000; there are 16"):
-                handler.load([0], [2000])
-            handler.wait(handler.store([15], [3]))
+                handler.load(page_ids=[0], gpu_block_ids=[2000])
+            handler.synchronize(handler.store(gpu_block_ids=[15], page_ids=[3]))
             assert torch.equal(handler.pools[0].pages[3, 0], before[:, 15].flatten())
-            handler.wait(handler.load([3], [0]))
+            handler.synchronize(handler.load(page_ids=[3], gpu_block_ids=[0]))
             assert torch.equal(old[:, 0], before[:, 15])
         assert refused > 0
         assert handler.layouts == (moved,)
@@ -171,5 +176,5 @@ def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> Non
     layout, moved = on_device(driver, old), on_device(driver, new)
     with OffloadHandler(layout, HostPool(layout, 4), copy_method="kernel") as handler:
         handler.rebind(moved)
-        handler.wait(handler.store([2000], [3]))
+        handler.synchronize(handler.store(gpu_block_ids=[2000], page_ids=[3]))
         assert torch.equal(handler.pools[0].pages[3, 0], new[:, 2000].flatten())

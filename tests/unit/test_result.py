@@ -10,7 +10,14 @@ import pytest
 from expecttest import assert_expected_inline
 
 from torch_kvswap._native import abi
-from torch_kvswap.handler import Result, TransferError, result_of
+from torch_kvswap.handler import (
+    DeviceLostError,
+    Result,
+    SourceFailedError,
+    TransferError,
+    error_of,
+    result_of,
+)
 
 
 def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> abi.JobResult:
@@ -51,7 +58,7 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
         result(abi.CANCELLED),
         result(abi.FAILED, abi.EXPEDITED, "7 \N{MICRO SIGN}s too late".encode()),
     ]
-    error = TransferError(results)
+    error = error_of(results)
     assert_expected_inline(
         str(error),
         """store 7 failed: no copy engine; load 7 was cancelled; load 7 failed: 7 µs too late""",
@@ -67,7 +74,7 @@ def test_the_error_of_several_jobs_names_each_and_keeps_their_results() -> None:
 def test_the_error_of_jobs_can_be_sent_to_another_process(
     duplicate: Callable[[TransferError], TransferError],
 ) -> None:
-    error = TransferError([result(abi.FAILED, abi.STORES, b"no copy engine")])
+    error = error_of([result(abi.FAILED, abi.STORES, b"no copy engine")])
     error.request = 5  # type: ignore[attr-defined]
     other = duplicate(error)
     assert type(other) is TransferError
@@ -77,7 +84,33 @@ def test_the_error_of_jobs_can_be_sent_to_another_process(
     assert other.request == 5  # type: ignore[attr-defined]
 
 
-def test_results_may_come_from_an_iterator() -> None:
-    error = TransferError(iter([result(abi.CANCELLED)]))  # type: ignore[arg-type]
-    assert str(error) == "load 7 was cancelled"
-    assert len(error.results) == 1
+KINDS = {
+    abi.OTHER_ERROR: TransferError,
+    abi.DEVICE_LOST: DeviceLostError,
+    abi.SOURCE_FAILED: SourceFailedError,
+}
+
+
+def failed(kind: int) -> Result:
+    found = native(abi.FAILED, abi.LOADS, b"why")
+    found.error_kind = kind
+    return result_of(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_of_the_kind_that_all_of_its_jobs_failed_with(kind: int) -> None:
+    one, other = failed(kind), failed(kind)
+    assert type(one.error) is KINDS[kind]
+    for duplicate in (copy.copy, lambda it: pickle.loads(pickle.dumps(it))):
+        assert type(duplicate(error_of([one, other]))) is KINDS[kind]
+        assert type(duplicate(one.error)) is KINDS[kind]
+    assert type(error_of([one, result(abi.CANCELLED)])) is TransferError
+    assert type(error_of([one, failed((kind + 1) % 3)])) is TransferError
+
+
+def test_a_tag_is_compared_with_nothing_and_is_not_pickled() -> None:
+    tagged = result_of(native(abi.DONE), tag=lambda: "cannot be pickled")
+    assert tagged == result(abi.DONE)
+    assert "cannot be pickled" not in repr(tagged)
+    other = pickle.loads(pickle.dumps(tagged))
+    assert (other, other.tag) == (tagged, None)

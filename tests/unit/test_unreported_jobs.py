@@ -38,13 +38,13 @@ def test_a_job_that_is_done_keeps_its_result_only(blocks: int) -> None:
     ids = list(range(blocks))
     with OffloadHandler(layout, HostPool(layout, num_pages=64)) as handler:
         for _ in range(100):
-            handler.store(ids, ids)
+            handler.store(gpu_block_ids=ids, page_ids=ids)
         before = bytes_in_use()
         for _ in range(JOBS):
-            handler.store(ids, ids)
+            handler.store(gpu_block_ids=ids, page_ids=ids)
         after = bytes_in_use()
         assert (after - before) / JOBS < MOST_BYTES
-        reported = handler.finished()
+        reported = handler.poll()
         assert [result.job_id for result in reported] == list(range(100 + JOBS))
         del reported
         assert bytes_in_use() - before < MOST_BYTES * JOBS / 10

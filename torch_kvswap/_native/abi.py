@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
+OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED = range(3)
 COPY_METHODS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
 FRAGMENT_SIZES = 14
 BUCKETS = 26
@@ -83,6 +84,7 @@ class Request(ctypes.Structure):
         ("pages", _Int64s),
         ("counts", _Int64s),
         ("id", ctypes.c_int64),
+        ("nbytes", ctypes.c_uint64),
     )
 
 
@@ -97,6 +99,7 @@ class JobResult(ctypes.Structure):
         ("layer_groups", ctypes.c_int32),
         ("copy_method", ctypes.c_int32),
         ("state", ctypes.c_int32),
+        ("error_kind", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("job", ctypes.c_void_p),
     )

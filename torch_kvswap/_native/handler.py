@@ -69,13 +69,13 @@ class NativeHandler(NotCopyable):
     def check_process(self) -> None:
         self._process.check("handler")
 
-    def submit(self, request: Request) -> tuple[int, int]:
-        """A native job, and its number."""
+    def submit(self, request: Request) -> int:
+        """A native job. Writes its number and its bytes to request.native."""
         native = request.native
         job: int | None = _submit(self.pointer, ctypes.byref(native))
         if job is None:
             loader.fail()
-        return job, native.id
+        return job
 
     def job(self, native: int) -> abi.JobResult:
         """What has become of a job; does not ask the device."""
@@ -104,7 +104,7 @@ class NativeHandler(NotCopyable):
             capacity = _AT_ONCE
 
     def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
-        """What `read` makes of each job that has failed and was in no answer of finished() yet."""
+        """What `read` makes of each job that has failed and was not reported yet."""
         capacity = _AT_ONCE
         while True:
             found = self._results("kvswap_handler_unreported_failures", capacity, read)

@@ -121,11 +121,11 @@ class Preempted(NamedTuple):
 
 class OffloadEngine(NotCopyable):
     """A BlockManager and an OffloadHandler that do what a scheduler needs in four calls: lookup(),
-    load(), store() and finished().
+    load(), store() and poll().
 
     A key stands for what one page holds, `blocks_per_page` GPU blocks. Pools may be pinned in the
     background: pages are used as soon as they are ready. Nobody else may use the handler's pages,
-    or call its finished(). The engine holds the handler, and closes nothing: close the handler,
+    or call its poll(). The engine holds the handler, and closes nothing: close the handler,
     when all is done.
 
     Any thread may call any method. An engine cannot be copied or pickled.
@@ -159,9 +159,9 @@ class OffloadEngine(NotCopyable):
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
-        self._pages = EnginePages(handler.pools, handler.native.groups.is_list)
+        self._pages = EnginePages(handler.pools, handler._native.groups.is_list)
         counts = self._pages.counts
-        if (groups is not None) != handler.native.groups.is_list:
+        if (groups is not None) != handler._native.groups.is_list:
             raise ValueError("a handler with a list of layouts, and no other, takes groups")
         if groups is not None:
             named = [group.num_pages for group in read_groups(groups)]
@@ -197,17 +197,18 @@ class OffloadEngine(NotCopyable):
         expedited: bool = False,
         gate: Gate | None = None,
         copy_engines_only: bool = False,
+        tag: Any = None,
     ) -> Job | None:
         """Loads what the keys stand for, None when some of it is not ready.
 
         Whoever uses the blocks waits for the job. Blocks of a load that failed are forgotten by
-        finished(), and found no more.
+        poll(), and found no more.
 
         Args:
             gpu_block_ids: of all the keys; where it goes.
             prefix (int): only what is needed behind a prefix of this length, such as
                 `Lookup.ready`.
-            after, layer_groups, expedited, gate, copy_engines_only: see OffloadHandler.load().
+            after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
         """
         load = self.manager.prepare_load(keys, prefix)
         if load is None:
@@ -217,13 +218,14 @@ class OffloadEngine(NotCopyable):
             blocks = self._pages.select(keys, gpu_block_ids, load.key_indices)
             pages = self._pages.in_pools(load.pages)
             return self.handler.load(
-                pages,
-                blocks,
+                page_ids=pages,
+                gpu_block_ids=blocks,
                 after=after,
                 layer_groups=layer_groups,
                 expedited=expedited,
                 gate=gate,
                 copy_engines_only=copy_engines_only,
+                tag=tag,
             )
 
         return self._submit(load, move)
@@ -235,23 +237,24 @@ class OffloadEngine(NotCopyable):
         *,
         after: After = None,
         copy_engines_only: bool = False,
+        tag: Any = None,
     ) -> Job | None:
         """Stores what the host has not; None when that is nothing, or more than there is room for.
 
-        Until the job has ended the blocks must not change. They can be loaded when finished() has
+        Until the job has ended the blocks must not change. They can be loaded when poll() has
         reported it. With lazy storing this is noted, None, and what evict() stores.
 
         Args:
             gpu_block_ids: of all the keys.
-            after, copy_engines_only: see OffloadHandler.store(). With a lazy store policy evict()
-                takes them.
+            after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy
+                evict() takes the first two, and its jobs have no tags.
         """
         if not self._lazy:
             self._grow()
             store = self.manager.prepare_store(keys)
-            return (
-                self._store(store, gpu_block_ids, keys, after, copy_engines_only) if store else None
-            )
+            if store is None:
+                return None
+            return self._store(store, gpu_block_ids, keys, after, copy_engines_only, tag)
         if after is not None or copy_engines_only:
             raise TypeError(
                 "with lazy storing evict() takes the options after and copy_engines_only"
@@ -274,7 +277,7 @@ class OffloadEngine(NotCopyable):
         """With lazy storing stores what leaves the GPU, with all that is before it.
 
         Call it before any GPU block is given to others, and let none change until these jobs have
-        ended, such as by Job.wait_on(). What there is no room for is not stored. With eager storing
+        ended, such as by Job.wait(). What there is no room for is not stored. With eager storing
         there is nothing to do.
 
         When it raises, no block has left yet. Call it again: it goes on, and returns the jobs that
@@ -294,12 +297,9 @@ class OffloadEngine(NotCopyable):
                     keys, blocks = (self._pages.only(group, its) for its in chain)
                     self._grow()
                     store = self.manager.prepare_store(keys)
-                    job = (
-                        self._store(store, blocks, keys, after, copy_engines_only)
-                        if store
-                        else None
-                    )
-                    jobs += [job] if job else []
+                    if store is not None:
+                        job = self._store(store, blocks, keys, after, copy_engines_only, None)
+                        jobs += [job] if job else []
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -316,6 +316,7 @@ class OffloadEngine(NotCopyable):
         *,
         after: After = None,
         copy_engines_only: bool = False,
+        tag: Any = None,
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
@@ -324,7 +325,7 @@ class OffloadEngine(NotCopyable):
         if store is None:
             return None
         try:
-            job = self._store(store, gpu_block_ids, keys, after, copy_engines_only)
+            job = self._store(store, gpu_block_ids, keys, after, copy_engines_only, tag)
         except BaseException:
             self.manager.release(store)
             raise
@@ -337,10 +338,10 @@ class OffloadEngine(NotCopyable):
             raise TypeError(f"preempted is a {kind}; pass what preempt() returned")
         return self.manager.release(preempted.lease)
 
-    def finished(self) -> list[Result]:
-        """OffloadHandler.finished(). What was stored can be loaded from now on; what failed is
+    def poll(self) -> list[Result]:
+        """OffloadHandler.poll(). What was stored can be loaded from now on; what failed is
         forgotten. Call it at every step."""
-        results = self.handler.finished()
+        results = self.handler.poll()
         for result in results:
             with self._lock:
                 job = self._jobs.pop(result.job_id, None)
@@ -368,7 +369,13 @@ class OffloadEngine(NotCopyable):
             )
 
     def _store(
-        self, store: Store, gpu_block_ids: Any, keys: Any, after: After, copy_engines_only: bool
+        self,
+        store: Store,
+        gpu_block_ids: Any,
+        keys: Any,
+        after: After,
+        copy_engines_only: bool,
+        tag: Any,
     ) -> Job | None:
         if store.id == 0:
             return None
@@ -377,14 +384,18 @@ class OffloadEngine(NotCopyable):
             blocks = self._pages.select(keys, gpu_block_ids, store.key_indices)
             pages = self._pages.in_pools(store.pages)
             return self.handler.store(
-                blocks, pages, after=after, copy_engines_only=copy_engines_only
+                gpu_block_ids=blocks,
+                page_ids=pages,
+                after=after,
+                copy_engines_only=copy_engines_only,
+                tag=tag,
             )
 
         return self._submit(store, move)
 
     def _submit(self, job: Load | Store, move: Callable[[], Job]) -> Job:
         try:
-            with self._lock:  # finished() may see the end of the job before we have its number
+            with self._lock:  # poll() may see the end of the job before we have its number
                 submitted = move()
                 self._jobs[submitted.id] = job
         except BaseException:

@@ -91,13 +91,13 @@ def test_an_error_says_which_exception_stands_for_it():
     layout = PagedLayout([torch.zeros(4, 6)])
     with OffloadHandler(layout, HostPool(layout, num_pages=1)) as handler:
         with pytest.raises(IndexError):
-            handler.store([4], [0])
+            handler.store(gpu_block_ids=[4], page_ids=[0])
         assert failure() == ("IndexError", "gpu_block_ids[0] is 4; there are 4 GPU blocks, 0 to 3")
         with pytest.raises(ValueError, match="are both 0"):
-            handler.load([0, 0], [0, 0])
+            handler.load(page_ids=[0, 0], gpu_block_ids=[0, 0])
         assert failure()[0] == "ValueError"
     with pytest.raises(RuntimeError):
-        handler.store([0], [0])
+        handler.store(gpu_block_ids=[0], page_ids=[0])
     assert failure() == ("RuntimeError", "the handler is closed; make a new one")
 
 
@@ -105,10 +105,10 @@ def test_each_thread_has_an_error_of_its_own():
     layout = PagedLayout([torch.zeros(4, 6)])
     with OffloadHandler(layout, HostPool(layout, num_pages=1)) as handler:
         with pytest.raises(IndexError):
-            handler.store([4], [0])
+            handler.store(gpu_block_ids=[4], page_ids=[0])
         with ThreadPoolExecutor(1) as pool:
             with pytest.raises(ValueError, match="page_ids has 0"):
-                pool.submit(handler.store, [0], []).result()
+                pool.submit(handler.store, gpu_block_ids=[0], page_ids=[]).result()
             assert pool.submit(failure).result()[0] == "ValueError"
         assert failure()[0] == "IndexError"
 

@@ -49,14 +49,14 @@ def test_block_j_lies_in_its_slot_of_its_page(data: st.DataObject) -> None:
     page_ids = data.draw(st.permutations(range(7)))[: slots[-1][0] + 1 if slots else 0]
     for block, (page, slot) in zip(blocks, slots, strict=True):
         expected[page_ids[page], slot] = bytes_of(handler, block)
-    handler.store(blocks, page_ids, first_block=first)
+    handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
     assert torch.equal(pages, expected)
     targets = data.draw(st.permutations(range(BLOCKS)))[: len(blocks)]
     (cache,) = handler.layouts[0].tensors
     loaded = cache.clone()
     for block, target in zip(blocks, targets, strict=True):
         loaded[:, target] = cache[:, block]
-    handler.load(page_ids, targets, first_block=first)
+    handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
     assert torch.equal(cache, loaded)
     assert torch.equal(pages, expected)
     handler.close()
@@ -66,9 +66,9 @@ def test_each_group_has_its_blocks_pages_and_first_block() -> None:
     with make_hybrid() as handler:
         for tensor in (handler.layouts[0].tensors[0], handler.layouts[1].tensors[0]):
             tensor.copy_(torch.arange(1.0, len(tensor) + 1)[:, None].expand_as(tensor))
-        handler.store([[5, 0, 3], [2]], [[3, 0], [4]], first_block=[1, 0])
-        handler.store([[], [1]], [[], [0]])
-        handler.store([[4], []], [[1], []], first_block=1)
+        handler.store(gpu_block_ids=[[5, 0, 3], [2]], page_ids=[[3, 0], [4]], first_block=[1, 0])
+        handler.store(gpu_block_ids=[[], [1]], page_ids=[[], [0]])
+        handler.store(gpu_block_ids=[[4], []], page_ids=[[1], []], first_block=1)
         first, second = (pool.pages.view(torch.float32)[..., 0] for pool in handler.pools)
         assert first.tolist() == [[1, 4], [0, 5], [0, 0], [0, 6]]
         assert second.flatten().tolist() == [2, 0, 0, 0, 3]
@@ -76,41 +76,44 @@ def test_each_group_has_its_blocks_pages_and_first_block() -> None:
 
 def test_a_load_may_read_a_page_twice_and_a_store_a_block() -> None:
     with make_handler() as handler:
-        assert handler.load([2, 2], [0, 1]).nbytes == 40
-        assert handler.store([1, 1], [2, 3]).nbytes == 40
+        assert handler.load(page_ids=[2, 2], gpu_block_ids=[0, 1]).nbytes == 40
+        assert handler.store(gpu_block_ids=[1, 1], page_ids=[2, 3]).nbytes == 40
 
 
 def test_no_blocks_are_a_job_of_no_bytes() -> None:
     with make_handler(per_page=3) as handler:
-        assert [handler.store([], []).nbytes, handler.load([], []).nbytes] == [0, 0]
-        assert [result.ok for result in handler.finished()] == [True, True]
+        assert [
+            handler.store(gpu_block_ids=[], page_ids=[]).nbytes,
+            handler.load(page_ids=[], gpu_block_ids=[]).nbytes,
+        ] == [0, 0]
+        assert [result.ok for result in handler.poll()] == [True, True]
 
 
 def test_the_last_ids_are_taken_and_those_beyond_refused() -> None:
     with make_handler() as handler:
-        assert handler.store([5], [3]).nbytes == 20
+        assert handler.store(gpu_block_ids=[5], page_ids=[3]).nbytes == 20
         for blocks, pages in [([6], [3]), ([5], [4]), ([-1], [3]), ([5], [-1]), ([2**62], [0])]:
-            for call in (handler.store, lambda b, p: handler.load(p, b)):
+            for call in (handler.store, handler.load):
                 with pytest.raises(IndexError):
-                    call(blocks, pages)
+                    call(gpu_block_ids=blocks, page_ids=pages)
 
 
 def test_a_wrong_request_is_refused_with_what_is_wrong() -> None:
     handler, pairs = make_handler(), make_handler(per_page=2)
     calls = [
-        lambda: handler.store([0, 6], [0, 1]),
-        lambda: handler.load([0, -1, 9], [0, 1, 2]),
-        lambda: handler.store([0, 1, 2, 3], [1, 3, 2, 3]),
-        lambda: handler.load([0, 1, 2, 3], [4, 0, 0, 4]),
-        lambda: pairs.store([0, 1], [0], first_block=1),
-        lambda: pairs.store([0, 1], [0, 1]),
-        lambda: pairs.load([0], [0], first_block=2),
-        lambda: pairs.load([0], [0], first_block=-1),
-        lambda: pairs.load([0], [0], first_block=0.0),  # type: ignore[arg-type]
-        lambda: pairs.load([0], [0], first_block=[0, 1]),
-        lambda: handler.load([0], [0], layer_groups=0),
-        lambda: handler.load([0], [0], layer_groups=2),
-        lambda: handler.load([0], [0], layer_groups=1.0),  # type: ignore[arg-type]
+        lambda: handler.store(gpu_block_ids=[0, 6], page_ids=[0, 1]),
+        lambda: handler.load(page_ids=[0, -1, 9], gpu_block_ids=[0, 1, 2]),
+        lambda: handler.store(gpu_block_ids=[0, 1, 2, 3], page_ids=[1, 3, 2, 3]),
+        lambda: handler.load(page_ids=[0, 1, 2, 3], gpu_block_ids=[4, 0, 0, 4]),
+        lambda: pairs.store(gpu_block_ids=[0, 1], page_ids=[0], first_block=1),
+        lambda: pairs.store(gpu_block_ids=[0, 1], page_ids=[0, 1]),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=2),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=-1),
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=0.0),  # type: ignore[arg-type]
+        lambda: pairs.load(page_ids=[0], gpu_block_ids=[0], first_block=[0, 1]),
+        lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=0),
+        lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=2),
+        lambda: handler.load(page_ids=[0], gpu_block_ids=[0], layer_groups=1.0),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -131,23 +134,23 @@ ValueError: layer_groups is 0; it must be 1 to 1
 ValueError: layer_groups is 2; it must be 1 to 1
 TypeError: layer_groups is a float; it must be an integer""",
     )
-    assert handler.finished() == []
-    assert handler.store([0], [0]).id == 0
+    assert handler.poll() == []
+    assert handler.store(gpu_block_ids=[0], page_ids=[0]).id == 0
 
 
 def test_a_wrong_request_of_groups_is_refused_with_the_group() -> None:
     handler = make_hybrid()
     calls = [
-        lambda: handler.store([[0], [3]], [[0], [0]]),
-        lambda: handler.store([[0], [2]], [[4], [0]]),
-        lambda: handler.store([[0], [1, 2]], [[0], [3, 3]]),
-        lambda: handler.load([[0], [1, 2]], [[0], [2, 2]]),
-        lambda: handler.store([[0], [1]], [[0], []]),
-        lambda: handler.store([0], [0]),
-        lambda: handler.store([[0]], [[0]]),
-        lambda: handler.store([[0], 1], [[0], [1]]),
-        lambda: handler.store([[0], [1]], [[0], [1]], first_block=[0, 1]),
-        lambda: handler.store([[0], [1]], [[0], [1]], first_block=[0]),
+        lambda: handler.store(gpu_block_ids=[[0], [3]], page_ids=[[0], [0]]),
+        lambda: handler.store(gpu_block_ids=[[0], [2]], page_ids=[[4], [0]]),
+        lambda: handler.store(gpu_block_ids=[[0], [1, 2]], page_ids=[[0], [3, 3]]),
+        lambda: handler.load(page_ids=[[0], [1, 2]], gpu_block_ids=[[0], [2, 2]]),
+        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], []]),
+        lambda: handler.store(gpu_block_ids=[0], page_ids=[0]),
+        lambda: handler.store(gpu_block_ids=[[0]], page_ids=[[0]]),
+        lambda: handler.store(gpu_block_ids=[[0], 1], page_ids=[[0], [1]]),
+        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0, 1]),
+        lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0]),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -167,7 +170,7 @@ TypeError: gpu_block_ids[1] is a int; pass a list, numpy array or CPU tensor
 ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
 ValueError: first_block has 1 entries for 2 groups""",
     )
-    assert handler.finished() == []
+    assert handler.poll() == []
 
 
 def test_groups_of_one_memory_may_not_write_one_block_twice_in_a_job() -> None:
@@ -176,8 +179,8 @@ def test_groups_of_one_memory_may_not_write_one_block_twice_in_a_job() -> None:
     pool = HostPool(layouts[0], 4)
     with OffloadHandler(layouts, [pool, pool]) as handler:
         calls = [
-            lambda: handler.load([[0], [1]], [[2], [2]]),
-            lambda: handler.store([[0], [1, 3]], [[2], [1, 2]]),
+            lambda: handler.load(page_ids=[[0], [1]], gpu_block_ids=[[2], [2]]),
+            lambda: handler.store(gpu_block_ids=[[0], [1, 3]], page_ids=[[2], [1, 2]]),
         ]
         assert_expected_inline(
             "\n".join(error_text(call) for call in calls),
@@ -187,4 +190,4 @@ memory is the same
 ValueError: page_ids[1][1] is 2, which another group of this job writes too; their
 memory is the same""",
         )
-        assert handler.load([[0], [1]], [[2], [3]]).nbytes == 48
+        assert handler.load(page_ids=[[0], [1]], gpu_block_ids=[[2], [3]]).nbytes == 48

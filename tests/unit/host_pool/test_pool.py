@@ -271,7 +271,7 @@ its own and holds up the thread that submits, and no kernel reaches them""",
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
     with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
-        handler.wait(handler.store([0, 1], [8, 9]))
+        handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[8, 9]))
         assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])
         assert driver.calls("cuMemcpyAsync") > 0
 
@@ -351,7 +351,7 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
         with live_fork():
             # A page that was copied here would no longer be the one that is pinned.
             pool.pages.fill_(2)
-            handler.wait(handler.load([3, 15], [0, 1]))
+            handler.synchronize(handler.load(page_ids=[3, 15], gpu_block_ids=[0, 1]))
             assert layout.tensors[0][:2].eq(2).all().item()
 
 
@@ -365,5 +365,5 @@ def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> N
         OffloadHandler(layout, pool) as handler,
     ):
         assert pool.is_pinned
-        handler.wait(handler.store([0, 1, 2], [15, 16, 63]))
+        handler.synchronize(handler.store(gpu_block_ids=[0, 1, 2], page_ids=[15, 16, 63]))
         assert torch.equal(pool.pages[[15, 16, 63], 0], layout.tensors[0][:3].cpu())

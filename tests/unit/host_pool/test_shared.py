@@ -122,15 +122,15 @@ def test_a_rank_uses_its_own_pages_only() -> None:
     pool = HostPool(cache, 8, rank=1, world=4)
     assert (pool.local_pages, pool.num_ready_pages) == (range(2, 4), 2)
     with OffloadHandler(cache, pool) as handler:
-        handler.wait(handler.store([0, 1], [2, 3]))
+        handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3]))
         assert_expected_inline(
-            error_text(handler.store, [0], [4]),
+            error_text(handler.store, gpu_block_ids=[0], page_ids=[4]),
             """\
 IndexError: page_ids[0] is 4; of the 8 host pages those from 2 to 3 can be used: the
 others are not pinned yet, or another rank has them""",
         )
         with pytest.raises(IndexError):
-            handler.store([0], [1])
+            handler.store(gpu_block_ids=[0], page_ids=[1])
 
 
 def test_replicated_pages_are_used_by_all() -> None:
@@ -141,9 +141,9 @@ def test_replicated_pages_are_used_by_all() -> None:
     other = HostPool.attach(mine, pool.share(), rank=1, world=2)
     assert other.local_pages == range(4)
     with OffloadHandler(cache, pool) as handler:
-        handler.wait(handler.store([7], [0]))
+        handler.synchronize(handler.store(gpu_block_ids=[7], page_ids=[0]))
     with OffloadHandler(mine, other) as handler:
-        handler.wait(handler.load([0], [2]))
+        handler.synchronize(handler.load(page_ids=[0], gpu_block_ids=[2]))
     assert mine.tensors[0][2].eq(7).all()
 
 
@@ -158,8 +158,8 @@ def test_each_rank_pins_its_part(driver: Driver) -> None:
         kinds = [driver.cuda.memory_type(page) for page in one.pages]
         assert kinds == [HOST if page // 3 == rank else 0 for page in range(9)]
     with OffloadHandler(caches[2], others[1], copy_method="strided") as handler:
-        job = handler.store([0, 1, 2], [6, 7, 8])
-        handler.wait(job)
+        job = handler.store(gpu_block_ids=[0, 1, 2], page_ids=[6, 7, 8])
+        handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "strided"  # not that of pageable memory
     for one in (*others, pool):
@@ -172,7 +172,7 @@ def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
     pool = HostPool(caches[0], 3, world=2, replicated=True)
     pool.pages.fill_(7)
-    other = HostPool.attach(caches[1], pool.share(), 1, 2, pin_in_pin_in_background=True)
+    other = HostPool.attach(caches[1], pool.share(), 1, 2, pin_in_background=True)
     assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
@@ -387,7 +387,7 @@ def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None
         pool = HostPool.attach(cache, handle, 1, 2, pinned=True, chunk_bytes=2 << 20)
         assert pool.is_pinned
         with pool, OffloadHandler(cache, pool) as handler:
-            handler.wait(handler.store([0, 1], [3, 5]))
+            handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[3, 5]))
         connection.send(b"!")
     """
     here, there = socket.socketpair()
@@ -397,7 +397,7 @@ def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None
         there.close()
         pool.share().send(here)
         with OffloadHandler(cache, pool) as handler:
-            handler.wait(handler.store([0], [2]))
+            handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[2]))
         assert here.recv(1) == b"!"
         assert process.wait() == 0
         values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()

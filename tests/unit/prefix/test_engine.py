@@ -34,12 +34,12 @@ def test_a_prefix_that_was_stored_is_loaded_into_other_blocks():
         assert engine.store(["a", "b", "c"], [1, 2, 3]) is not None
         assert engine.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
         assert engine.load(["a", "b"], [8, 9]) is None
-        assert [result.ok for result in engine.finished()] == [True]
+        assert [result.ok for result in engine.poll()] == [True]
         found = engine.lookup(["a", "b", "x"])
         assert found == (2, 2, 0)
-        engine.load(["a", "b", "x"], [8, 9, 10], found.ready).wait_on()
+        engine.load(["a", "b", "x"], [8, 9, 10], found.ready).wait()
         assert tensor[8:11, 0].tolist() == [1, 2, 10]
-        assert [result.direction for result in engine.finished()] == ["load"]
+        assert [result.direction for result in engine.poll()] == ["load"]
         assert engine.manager.stats().idle_pages == 3
 
 
@@ -47,10 +47,10 @@ def test_only_what_is_new_is_copied():
     engine, _ = make()
     with engine.handler:
         first = engine.store(["a", "b"], [1, 2])
-        engine.finished()
+        engine.poll()
         second = engine.store(["a", "b", "c"], [5, 6, 3])
         assert second.nbytes == first.nbytes // 2
-        engine.finished()
+        engine.poll()
         assert engine.store(["a", "c"], [1, 3]) is None
         assert engine.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
 
@@ -60,9 +60,9 @@ def test_a_key_stands_for_all_blocks_of_a_page(ids):
     engine, tensor = make(per_page=3)
     with engine.handler:
         engine.store(["a", "b"], ids([0, 1, 2, 3, 4, 5]))
-        engine.finished()
+        engine.poll()
         engine.store(["a", "b", "part"], ids([0, 1, 2, 3, 4, 5, 6, 7]))
-        engine.finished()
+        engine.poll()
         tensor[8:] = 0
         engine.load(["b", "part"], ids([8, 9, 10, 11, 12]))
         assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
@@ -72,14 +72,14 @@ def test_a_preempted_request_is_held_until_it_is_released():
     engine, tensor = make(pages=2)
     with engine.handler:
         preempted = engine.preempt(["a", "b"], [1, 2])
-        engine.handler.wait(preempted.job)
-        engine.finished()
+        engine.handler.synchronize(preempted.job)
+        engine.poll()
         assert engine.store(["x"], [3]) is None
         assert engine.preempt(["x"], [3]) is None
         tensor.zero_()
         engine.load(["a", "b"], [4, 5])
         assert engine.release(preempted)
-        engine.finished()
+        engine.poll()
         assert tensor[4:6, 0].tolist() == [1, 2]
         assert engine.store(["x"], [3]) is not None
 
@@ -92,7 +92,7 @@ def test_groups_of_a_hybrid_model_load_what_each_needs():
         engine = OffloadEngine(handler, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)])
         keys = [["a", "b", "c", "d"], ["s", "t"]]
         engine.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
-        engine.finished()
+        engine.poll()
         found = engine.lookup(keys)
         assert found.ready == 2
         engine.load(keys, [[12, 13, 14, 15], [2, 3]], found.ready)
@@ -104,7 +104,7 @@ def test_a_refused_call_leaves_nothing_behind():
     engine, _ = make()
     with engine.handler:
         engine.store(["a"], [1])
-        engine.finished()
+        engine.poll()
         with pytest.raises(IndexError):
             engine.store(["b", "c"], [2, 99])
         with pytest.raises(IndexError):
@@ -128,20 +128,20 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         engine = OffloadEngine(handler)
         assert engine.store(list(range(9)), list(range(9))) is None  # one page too many
         assert engine.preempt(list(range(9)), list(range(9))) is None
-        handler.wait(engine.store(list(range(8)), list(range(8))))
-        engine.finished()
-        handler.wait(engine.store([8], [8]))  # the end of the prompt goes for it
+        handler.synchronize(engine.store(list(range(8)), list(range(8))))
+        engine.poll()
+        handler.synchronize(engine.store([8], [8]))  # the end of the prompt goes for it
         assert engine.manager.stats().evicted == 1
-        engine.finished()
+        engine.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        handler.wait(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
-        engine.finished()
+        handler.synchronize(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
+        engine.poll()
         stats = engine.manager.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
         keys, kept = [*range(7), *range(8, 13)], rows.clone()
         rows.zero_()
-        handler.wait(engine.load(keys, keys))
+        handler.synchronize(engine.load(keys, keys))
         assert torch.equal(rows[keys], kept[keys])
 
 
@@ -159,8 +159,8 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
             assert in_time(lambda: not pinning_threads())
         engine = OffloadEngine(handler)
         for i in range(20):
-            handler.wait(engine.store([i], [i % 16]))
-            engine.finished()
+            handler.synchronize(engine.store([i], [i % 16]))
+            engine.poll()
         assert engine.manager.stats().evicted == 12
 
 
@@ -170,25 +170,25 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
     layout, ids = PagedLayout([rows]), list(range(64))
     kept = rows.clone()
     with (
-        HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_pin_in_pin_in_background=True) as pool,
+        HostPool(layout, 64, chunk_bytes=4 << 20, pin_in_background=True) as pool,
         OffloadHandler(layout, pool) as handler,
     ):
         engine = OffloadEngine(handler, store_policy="lazy")
         assert engine.store(ids, ids) is None
         for job in engine.evict(ids):
-            handler.wait(job)
-        engine.finished()
+            handler.synchronize(job)
+        engine.poll()
         if engine.lookup(ids).ready < 64:  # there were too few pages
             assert pool.wait_ready(60)
             engine.store(ids, ids)
             for job in engine.evict(ids):
-                job.wait_on()
+                job.wait()
                 rows.zero_()
             handler.drain()
-            engine.finished()
+            engine.poll()
         rows.zero_()
         assert engine.lookup(ids).ready == 64
-        engine.load(ids, ids).wait_on()
+        engine.load(ids, ids).wait()
         assert torch.equal(rows, kept)
 
 
@@ -205,7 +205,7 @@ def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
             engine = OffloadEngine(handler)
             assert engine.store(["a", "b", "c", "d"], [0, 1, 2, 3]) is None
             engine.store(["a", "b", "c"], [0, 1, 2])
-            engine.finished()
+            engine.poll()
             assert first.pages[:, 0, 0].tolist() == [0, 0, 0, 1, 2, 3]
             engine.load(["a", "b"], [6, 7])
             assert layout.tensors[0][6:, 0].tolist() == [1, 2]
@@ -219,16 +219,16 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
         driver.fail("cuMemcpyBatchAsync")
         engine.store(["a", "b"], [1, 3])
         handler.drain()
-        assert [result.state for result in engine.finished()] == ["failed"]
+        assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a"]).found == 0
         engine.store(["a", "b"], [1, 3])
         handler.drain()
-        engine.finished()
+        engine.poll()
         assert engine.lookup(["a", "b"]).ready == 2
         driver.fail("cuMemcpyBatchAsync")
         engine.load(["a"], [5])
         handler.drain()
-        assert [result.state for result in engine.finished()] == ["failed"]
+        assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a", "b"]).found == 0
         assert engine.manager.stats().free_pages == host.num_pages - 1
 
@@ -241,11 +241,11 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         engine = OffloadEngine(handler)
         engine.store(["a", "b"], [1, 3])
         driver.run()
-        assert [result.state for result in engine.finished()] == ["done"]
+        assert [result.state for result in engine.poll()] == ["done"]
         assert handler.cancel(engine.load(["a", "b"], [5, 6]))
         driver.set_mode("immediate")
         handler.drain()
-        assert [result.state for result in engine.finished()] == ["cancelled"]
+        assert [result.state for result in engine.poll()] == ["cancelled"]
         assert engine.lookup(["a", "b"]).ready == 2
         assert engine.manager.stats().idle_pages == 2
 
@@ -276,7 +276,7 @@ def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
         assert len(jobs) == 3
         assert engine.evict([1, 3, 5]) == []
         tensor[:6] = -1
-        engine.finished()
+        engine.poll()
         for number in range(3):
             engine.load([number, f"{number} goes on"], [6, 7])
             assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
@@ -288,7 +288,7 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
 
     def collect():
         while not over.is_set():
-            engine.finished()
+            engine.poll()
 
     def submit(number):
         for i in range(50):
@@ -304,7 +304,7 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
             thread.join()
         over.set()
         collector.join()
-        engine.finished()
+        engine.poll()
         stats = engine.manager.stats()
         assert stats.free_pages + stats.idle_pages == 8
         assert stats.stored == 150

@@ -116,7 +116,7 @@ class Server:
 
     def serve(self, tokens):
         """How many blocks of the prompt were found on the host, and not on the GPU."""
-        self.engine.finished()
+        self.engine.poll()
         keys = HASHER.keys(tokens)
         split = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
         here = next((i for i, key in enumerate(split) if key not in self.gpu), len(split))
@@ -139,7 +139,7 @@ class Server:
     def forget_gpu(self):
         """What a scheduler does when it drops its cache."""
         self.engine.evict(self.blocks_of(self.gpu))
-        self.engine.finished()
+        self.engine.poll()
         self.free += self.blocks_of(self.gpu)
         self.gpu.clear()
 
@@ -162,7 +162,7 @@ def test_lazy_storing_stores_less_and_finds_as_much():
     for storing in ("eager", "lazy"):
         with Server(20, 200, store_policy=storing) as server:
             found[storing] = sum(server.serve(prompt(int(number))) for number in order)
-            server.engine.finished()
+            server.engine.poll()
             stored[storing], jobs[storing] = server.engine.manager.stats().stored, server.jobs
     assert found["lazy"] == found["eager"] > 20
     assert stored["lazy"] < stored["eager"] == 2 + 2 * len({*order})
@@ -221,10 +221,10 @@ def test_each_group_of_layers_stores_what_leaves_it():
         assert engine.store([["a", "b"], ["a", "b"]], [[1, 2], [3, 4]]) is None
         (job,) = engine.evict([[2], []])
         assert job.nbytes == 2 * 16
-        engine.finished()
+        engine.poll()
         assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 0
         engine.evict([[], [4]])
-        engine.finished()
+        engine.poll()
         assert engine.lookup([["a", "b"], ["a", "b"]]).ready == 2
         engine.load([["a", "b"], ["a", "b"]], [[5, 6], [5, 6]])
         assert tensors[0][5:7, 0].tolist() == [1, 2]

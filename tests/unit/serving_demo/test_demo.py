@@ -26,8 +26,8 @@ def small(tmp_path):
 class ReversedLoads(demo.OffloadHandler):
     """Brings every request its own blocks in the wrong order."""
 
-    def load(self, page_ids, gpu_block_ids, **options):
-        return super().load(page_ids[::-1], gpu_block_ids, **options)
+    def load(self, *, page_ids, gpu_block_ids, **options):
+        return super().load(page_ids=page_ids[::-1], gpu_block_ids=gpu_block_ids, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,12 +109,12 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
     reason = OSError("the link fell off")
 
     class FailingLoads(demo.OffloadHandler):
-        def finished(self):
+        def poll(self):
             return [
                 replace(result, state="failed", error=reason)
                 if result.direction == "load"
                 else result
-                for result in super().finished()
+                for result in super().poll()
             ]
 
     monkeypatch.setattr(demo, "OffloadHandler", FailingLoads)

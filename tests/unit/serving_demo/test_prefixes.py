@@ -77,8 +77,8 @@ def test_a_block_that_does_not_come_back_changes_the_answers(exact):
 
 def test_a_transfer_that_failed_is_not_passed_over(exact):
     class Failing(OffloadEngine):
-        def finished(self):
-            for result in super().finished():
+        def poll(self):
+            for result in super().poll():
                 object.__setattr__(result, "state", "failed")
                 yield result
 

@@ -19,17 +19,17 @@ from torch_kvswap.prefix.engine import OffloadEngine
 JUNK = 77.0
 
 
-def ended(number, direction, nbytes):
+def ended(number, direction, nbytes, tag):
     """A Result after a second of copying."""
-    return Result(number, direction, "done", nbytes, "host", 0.0, 0.0, 1.0, None)
+    return Result(number, direction, "done", nbytes, "host", 0.0, 0.0, 1.0, None, tag)
 
 
 class LateJob:
-    def __init__(self, handler, number, direction, blocks, pages):
-        self.handler, self.id, self.direction = handler, number, direction
+    def __init__(self, handler, number, direction, blocks, pages, tag):
+        self.handler, self.id, self.direction, self.tag = handler, number, direction, tag
         self.blocks, self.pages = blocks, pages
 
-    def wait_on(self):
+    def wait(self):
         self.handler.run_up_to(self)
 
 
@@ -46,7 +46,7 @@ class LateHandler:
             num_ready_pages=num_pages,
         )
         self.pools, self.layouts = (self.host,), (SimpleNamespace(block_bytes=8),)
-        self.native = SimpleNamespace(groups=SimpleNamespace(is_list=False))
+        self._native = SimpleNamespace(groups=SimpleNamespace(is_list=False))
         self.cache = cache
         slots = num_pages * blocks_per_page
         self.memory = [torch.full((2, slots, *t.shape[2:]), JUNK) for t in cache]
@@ -55,18 +55,18 @@ class LateHandler:
         self.pending = {"store": deque(), "load": deque()}
         self.results, self.count = [], 0
 
-    def store(self, gpu_block_ids, page_ids, **options):
-        return self.submit("store", gpu_block_ids, page_ids)
+    def store(self, *, gpu_block_ids, page_ids, tag, **options):
+        return self.submit("store", gpu_block_ids, page_ids, tag)
 
-    def load(self, page_ids, gpu_block_ids, **options):
+    def load(self, *, page_ids, gpu_block_ids, tag, **options):
         for kv_cache in self.cache:
             kv_cache[:, gpu_block_ids] = JUNK
-        return self.submit("load", gpu_block_ids, page_ids)
+        return self.submit("load", gpu_block_ids, page_ids, tag)
 
-    def submit(self, direction, blocks, pages):
+    def submit(self, direction, blocks, pages, tag):
         assert len(pages) == -(-len(blocks) // self.host.blocks_per_page)
         self.count += 1
-        job = LateJob(self, self.count, direction, list(blocks), list(pages))
+        job = LateJob(self, self.count, direction, list(blocks), list(pages), tag)
         self.pending[direction].append(job)
         return job
 
@@ -84,9 +84,9 @@ class LateHandler:
             else:
                 kv_cache[:, job.blocks] = memory[:, slots]
         nbytes = len(slots) * 8
-        self.results.append(ended(job.id, job.direction, nbytes))
+        self.results.append(ended(job.id, job.direction, nbytes, job.tag))
 
-    def finished(self):
+    def poll(self):
         for direction, jobs in self.pending.items():
             while jobs and self.random.random() < self.rate:
                 self.run_next(direction)
@@ -98,7 +98,7 @@ class LateHandler:
             taken.append(self.results.pop(0))
         return taken
 
-    def wait(self):
+    def synchronize(self):
         for direction, jobs in self.pending.items():
             while jobs:
                 self.run_next(direction)
@@ -200,7 +200,7 @@ def corrupted(how):
     model = ExactModel(block_size=8, max_blocks=8)
     handler = LateHandler(model.new_cache(14), 48, 1)
     load = handler.load
-    handler.load = lambda page_ids, blocks, **options: load(how(page_ids), blocks, **options)
+    handler.load = lambda *, page_ids, **options: load(page_ids=how(page_ids), **options)
     serve(model, requests, handler)
     return [
         request.id
@@ -218,7 +218,7 @@ def test_the_others_are_decoded_while_a_request_moves():
     requests = make_requests([8, 8, 8], 24, block_size=8)
     model = ExactModel(block_size=8, max_blocks=4)
     handler = LateHandler(model.new_cache(8), 12)
-    handler.finished = handler.take_results  # nothing ends by itself
+    handler.poll = handler.take_results  # nothing ends by itself
     server = Server(model, handler.cache, Swapper(OffloadEngine(handler), 8), requests)
     steps_beside = 0
     while server.is_busy:
@@ -239,11 +239,11 @@ def test_a_request_that_comes_back_and_goes_at_once_is_not_stored_again():
         swapper.store(request)
         assert swapper.is_moving
         assert swapper.is_storing
-        assert swapper.finished() == [("store", request)]
+        assert swapper.poll() == [("store", request)]
         assert not swapper.is_moving
         swapper.load(request)
         assert not swapper.is_storing
-        assert swapper.finished() == [("load", request)]
+        assert swapper.poll() == [("load", request)]
     assert [(moved.requests, moved.blocks) for moved in swapper.traffic.values()] == [
         (2, 4),
         (2, 8),
@@ -265,7 +265,7 @@ def test_a_failed_transfer_stops_the_server_and_names_the_request(direction):
     requests = make_requests([8, 8, 8], 24, block_size=8)
     model = ExactModel(block_size=8, max_blocks=4)
     handler = LateHandler(model.new_cache(5), num_pages=12)
-    finished = handler.finished
+    finished = handler.poll
     reason = OSError("the link fell off")
 
     def fail():
@@ -274,7 +274,7 @@ def test_a_failed_transfer_stops_the_server_and_names_the_request(direction):
             for r in finished()
         ]
 
-    handler.finished = fail
+    handler.poll = fail
     with pytest.raises(
         RuntimeError, match=rf"the {direction} of request \d failed: the link fell off"
     ) as caught:

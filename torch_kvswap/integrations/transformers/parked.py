@@ -102,7 +102,7 @@ class ParkedRequests:
         for future in requests_in_batch:
             parked = self.requests.get(future.state.request_id)
             if parked is not None:  # the scheduler gave it blocks by itself
-                self.swap.handler.wait(self._load(parked))
+                self.swap.handler.synchronize(self._load(parked))
                 self._activate(parked)
             if future.state.request_id in self._back:
                 self._back.remove(future.state.request_id)

@@ -56,7 +56,7 @@ class Swap:
             layout, self.pool, copy_method=options.copy_method, submit_thread=True
         )
         self._stream = stream
-        self._background = options.copy_engines_only
+        self._copy_engines_only = options.copy_engines_only
         self._part = max(1, options.store_bytes // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
@@ -84,10 +84,10 @@ class Swap:
             while begin < len(blocks):
                 part = slice(begin, begin + size)
                 job = self.handler.store(
-                    blocks[part],
-                    pages[part],
+                    gpu_block_ids=blocks[part],
+                    page_ids=pages[part],
                     after=self._stream,
-                    copy_engines_only=self._background,
+                    copy_engines_only=self._copy_engines_only,
                 )
                 stored.stores.append(job)
                 self._add(job, blocks[part])
@@ -107,7 +107,10 @@ class Swap:
             pages += held[:count]
             blocks += wanted[:count]
         job = self.handler.load(
-            pages, blocks, after=self._stream, copy_engines_only=self._background
+            page_ids=pages,
+            gpu_block_ids=blocks,
+            after=self._stream,
+            copy_engines_only=self._copy_engines_only,
         )
         self._add(job, blocks)
         return job
@@ -127,7 +130,7 @@ class Swap:
         """Finds out which jobs have ended, and lets the handler forget them. Needed before blocks
         whose load failed are stored."""
         if self._running:
-            for result in self.handler.finished():
+            for result in self.handler.poll():
                 job = self._running.pop(result.job_id)
                 if not result.ok:
                     self._failed.add(job)
@@ -162,7 +165,7 @@ class Swap:
     def wait(self, job: Job) -> None:
         """Blocks the host until the job has ended, well or not: `Job.result` says how."""
         try:
-            self.handler.wait(job)
+            self.handler.synchronize(job)
         except TransferError:
             assert job.result is not None
 
@@ -173,9 +176,9 @@ class Swap:
 
     def _wait_on(self, job: Job) -> None:
         try:
-            job.wait_on(self._stream)
+            job.wait(self._stream)
         except TransferError:  # it has ended meanwhile, so that there is nothing to wait for
-            assert job.done()
+            assert job.query()
 
     def _add(self, job: Job, blocks: Sequence[int]) -> None:
         self._busy.append((job, set(blocks)))

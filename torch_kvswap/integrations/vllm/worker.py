@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload import base
 
-from torch_kvswap.handler import Direction, Job, OffloadHandler, TransferError
+from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import Options
@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 class _Open(NamedTuple):
     """A transfer that vLLM was not told the end of."""
 
-    number: int  # vLLM's
-    direction: Direction
     move: Move
     job: Job
 
@@ -62,7 +60,6 @@ class KVSwapWorker(base.OffloadingWorker):
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
         )
         self._open: dict[int, _Open] = {}  # by vLLM's number
-        self._number: dict[int, int] = {}  # vLLM's, by ours
         self._retries: dict[int, Retry] = {}  # by vLLM's number
         self._ended: list[base.TransferResult] = []
 
@@ -70,8 +67,10 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(src_spec, dst_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
-            job = self._handler.store(blocks, pages, first_block=first)
-            self._opened(_Open(job_id, "store", move, job))
+            job = self._handler.store(
+                gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
+            )
+            self._open[job_id] = _Open(move, job)
         return True
 
     def submit_load(
@@ -81,8 +80,14 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(dst_spec, src_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
-            job = self._handler.load(pages, blocks, first_block=first, expedited=expedited)
-            self._opened(_Open(job_id, "load", move, job))
+            job = self._handler.load(
+                page_ids=pages,
+                gpu_block_ids=blocks,
+                first_block=first,
+                expedited=expedited,
+                tag=job_id,
+            )
+            self._open[job_id] = _Open(move, job)
         return True
 
     def get_finished(self) -> list[base.TransferResult]:
@@ -99,9 +104,9 @@ class KVSwapWorker(base.OffloadingWorker):
         """Blocks the host until the transfers have ended, also those that have to be done again;
         other numbers are ignored. get_finished() still reports them."""
         known = job_ids & self._open.keys()
-        # Of those that fail the handler's finished() tells, too.
+        # poll() reports those that fail, too.
         with contextlib.suppress(TransferError):
-            self._handler.wait([self._open[number].job for number in known])
+            self._handler.synchronize([self._open[number].job for number in known])
         self._collect()
         for number in job_ids & self._retries.keys():
             self._retries[number].wait()
@@ -122,20 +127,17 @@ class KVSwapWorker(base.OffloadingWorker):
         self._ended.append(base.TransferResult(number, True, 0, 0.0))
         return False
 
-    def _opened(self, one: _Open) -> None:
-        self._open[one.number] = one
-        self._number[one.job.id] = one.number
-
     def _collect(self) -> None:
         """Hears from the handler what has ended; what has failed is begun once more."""
-        for result in self._handler.finished():
-            one = self._open.pop(self._number.pop(result.job_id))
+        for result in self._handler.poll():
+            number = result.tag
+            move = self._open.pop(number).move
             if result.ok:
-                self._report(one.number, True, result.nbytes, result.copy_seconds)
+                self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
-            _log.error("%s; it is done once more by plain copies", TransferError([result]))
-            retry = Retry(self._handler.layouts, self._pool.pages, one.direction, one.move)
-            self._retries[one.number] = retry
+            _log.error("%s; it is done once more by plain copies", error_of([result]))
+            retry = Retry(self._handler.layouts, self._pool.pages, result.direction, move)
+            self._retries[number] = retry
 
     def _end_retry(self, number: int) -> None:
         retry = self._retries.pop(number)
