@@ -47,7 +47,7 @@ class Device:
     large_shapes: Sequence[tuple[int, ...]] = [(16, 8, 8), (64, 48)]
     block_bytes = 1 << 15  # at most, in all tensors of a group
     memory_bytes = 1 << 23  # for what kernels write, and as much for what they read
-    paths: Sequence[str] = ("auto",)
+    copy_methods: Sequence[str] = ("auto",)
     has_gates = False
     alone = True  # one thread submits, which has a current stream of its own
 
@@ -157,7 +157,7 @@ class Simulated(Device):
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:
         self.driver, self.mode, self.alone = driver, mode, alone
         self.name = f"simulated, {mode}"
-        self.paths = ["auto", "batch", "strided", *(["staged", "kernel"] if HAS_KERNELS else [])]
+        self.copy_methods = ["auto", "batch", "strided", *(["staged", "kernel"] if HAS_KERNELS else [])]
         driver.reset()
         driver.set_mode(mode, seed)
         driver.set_stream(0, 42)
@@ -323,7 +323,7 @@ class Gpu(Device):
     """One GPU. Kernels add 0 to what they read, so that they are kernels and no copies."""
 
     large_shapes = ((16, 8, 128), (64, 576), (64, 8, 128), (128, 1000))
-    paths = ("auto", "auto", "batch", "strided", "staged", "kernel")
+    copy_methods = ("auto", "auto", "batch", "strided", "staged", "kernel")
     block_bytes = 1 << 20
     memory_bytes = 1 << 26
     has_gates = True
