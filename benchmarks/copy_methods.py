@@ -1,10 +1,10 @@
 """Compares the copy method that a handler chooses for scattered blocks with each forced method.
 
-Total time is from the call of store() or load() until handler.synchronize() returns. Each sample copies
-once with each method, in changing order. A forced method that takes more than twice as long as the
-best in the first samples is left out of the others. All handlers share a cache and a pool, whose
-bytes are compared after each cell. Without a GPU no method can be forced. The exit code is 1 if
-bytes are wrong, else 0, whether targets are met or not.
+Total time is from the call of store() or load() until handler.synchronize() returns. Each sample
+copies once with each method, in changing order. A forced method that takes more than twice as long
+as the best in the first samples is left out of the others. All handlers share a cache and a pool,
+whose bytes are compared after each cell. Without a GPU no method can be forced. The exit code is 1
+if bytes are wrong, else 0, whether targets are met or not.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _jobs(handler: Any, direction: str, blocks: list[int], pages: list[int]) -> 
         if direction == "store" or (direction == "both" and number % 2 == 0):
             yield handler.store, [block], [page]
         else:
-            yield handler.load, [page], [block]
+            yield handler.load, [block], [page]
 
 
 def _run_held(

@@ -15,7 +15,7 @@ WINDOW = 1000  # calls that are looked at with few and with all outstanding
 _BEFORE, _LOOKED_AT = 75, 50  # of a small round: it has 75 to 125 outstanding
 _clock = time.perf_counter_ns
 
-Job = tuple[Callable[..., Any], list[int], list[int]]  # handler.store or .load and its ids
+Job = tuple[Callable[..., Any], list[int], list[int]]  # handler.store or .load, GPU blocks, pages
 
 
 class Held(Protocol):
@@ -95,10 +95,10 @@ def _submit(
 ) -> None:
     """Times each call. The first job of each direction waits for the event, if there is one."""
     waits = {} if event is None else {submit.__name__: event for submit, _, _ in jobs}
-    for number, (submit, sources, targets) in enumerate(jobs):
+    for number, (submit, blocks, pages) in enumerate(jobs):
         after = waits.pop(submit.__name__, None) if waits else None
         start = _clock()
-        job = submit(sources, targets, after=after)
+        job = submit(gpu_block_ids=blocks, page_ids=pages, after=after)
         samples[number] = _clock() - start
         if kept is not None:
             kept[number] = job

@@ -237,7 +237,7 @@ class Job(NotCopyable):
 
     def query(self) -> bool:
         """Whether the job has ended, done or not. Does not wait."""
-        return self.handler._native.is_done(self._native)
+        return self.handler._native.query(self._native)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Blocks the host until the job has ended: OffloadHandler.synchronize(self, timeout)."""
@@ -266,7 +266,7 @@ class Job(NotCopyable):
         group = -1
         if layer_group is not None:
             group = _read_layer_group(layer_group, self.layer_groups, "the job")
-        self.handler._native.wait_on(self._native, group, *resolve_waiting(stream))
+        self.handler._native.wait(self._native, group, *resolve_waiting(stream))
         result = self.result
         if result is not None and not result.ok:
             raise error_of([result])
@@ -443,7 +443,7 @@ class OffloadHandler(NotCopyable):
         Each job is in one answer only. Does not wait. Call it now and then: until then the handler
         remembers every job's result, in 120 bytes each, and its tag.
         """
-        results = self._native.finished(result_of)
+        results = self._native.poll(result_of)
         for result in results:
             self._ranges.end(result.job_id)
         if not results:
@@ -472,7 +472,7 @@ class OffloadHandler(NotCopyable):
         """
         own = None if jobs is None else [self._own(job) for job in _several(jobs)]
         timeout = read_timeout("timeout", timeout)
-        succeeded = self._native.wait(
+        succeeded = self._native.synchronize(
             None if own is None else [job._native for job in own], timeout
         )
         if succeeded is None:
@@ -526,7 +526,7 @@ class OffloadHandler(NotCopyable):
 
     def drain(self) -> None:
         """Blocks the host until every job submitted so far has ended, done or not."""
-        self._native.wait(None, None)
+        self._native.synchronize(None, None)
 
     def close(self) -> None:
         """Takes no more jobs, drains, frees threads, streams and events.

@@ -103,8 +103,11 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
 
 def test_a_transfer_that_fails_is_an_error() -> None:
     blocks = Shape(2, 1).new_blocks(CPU, 26)
-    result = SimpleNamespace(ok=False, direction="store", job_id=1, state="failed", error="lost")
-    job = SimpleNamespace(done=lambda: True, result=result)
+
+    def fail() -> None:
+        raise TransferError("store 1 failed: lost")
+
+    job = SimpleNamespace(query=lambda: True, synchronize=fail)
     handler = SimpleNamespace(store=lambda *_, **__: job)
     ended = HandlerWay(handler, blocks, "store", 8, background=False).start()
     with pytest.raises(TransferError, match="store 1 failed: lost"):

@@ -48,7 +48,7 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     with (
         mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
         mock.patch.object(transformers_swap, "HostPool", lambda lay, n: pool(driver, lay, n)),
-        mock.patch.object(swap, "_wait_on", finish if guarded else lambda self, job: None),
+        mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
         mock.patch.object(swap, "wait", finish),
         ours(**options) as seen,
     ):
@@ -116,12 +116,12 @@ def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
         store = parked.stored.stores[0]
         # The batch that was scheduled when the request was preempted has its blocks already.
         assert not store.query()
-        with mock.patch.object(Swap, "_wait_on") as wait_on:
+        with mock.patch.object(Swap, "_make_stream_wait") as waited:
             seen.swap.guard([])
-        wait_on.assert_not_called()
-        with mock.patch.object(Swap, "_wait_on") as wait_on:
+        waited.assert_not_called()
+        with mock.patch.object(Swap, "_make_stream_wait") as waited:
             seen.swap.guard(None)
-        wait_on.assert_called_once_with(store)
+        waited.assert_called_once_with(store)
         driver.set_mode("immediate")
         driver.run()
 

@@ -174,14 +174,14 @@ def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied()
         finished.reset_mock()
         swap.guard(ids(4, 5))
         finished.assert_not_called()
-        with mock.patch.object(swap, "_wait_on") as wait_on:
+        with mock.patch.object(swap, "_make_stream_wait") as waited:
             swap.guard(ids(4, 3))
             finished.assert_called_once_with()
-            assert [call.args[0].id for call in wait_on.call_args_list] == [1]
+            assert [call.args[0].id for call in waited.call_args_list] == [1]
             swap.guard(ids(3))  # the stream waits already
-            assert wait_on.call_count == 1
+            assert waited.call_count == 1
             swap.guard(None)
-            assert [call.args[0].id for call in wait_on.call_args_list] == [1, 0]
+            assert [call.args[0].id for call in waited.call_args_list] == [1, 0]
 
 
 def test_only_what_nobody_wants_any_more_is_cancelled():

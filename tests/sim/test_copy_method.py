@@ -37,7 +37,9 @@ def test_a_path_is_forced_by_its_name_or_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for copy_method in CHOICES[1:]:
-        assert copy_method_options(copy_method, 0, GPU).copy_method == COPY_METHODS.index(copy_method)
+        assert copy_method_options(copy_method, 0, GPU).copy_method == COPY_METHODS.index(
+            copy_method
+        )
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "strided")
     assert copy_method_options(None, 0, GPU).copy_method == COPY_METHODS.index("strided")
     assert copy_method_options("auto", 0, GPU).copy_method == -1
@@ -317,7 +319,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     if loader.library().kvswap_kernel_version():
         assert_expected_inline(
             str(warning.message),
-            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/paths.md)""",
+            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/copy_methods.md)""",
         )
     else:
         assert "built without nvcc" in str(warning.message)

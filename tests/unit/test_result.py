@@ -28,7 +28,7 @@ def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> 
         queue_seconds=2,
         copy_seconds=3,
         channel=channel,
-        path=2,
+        copy_method=2,
         state=state,
         error=error,
     )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _native = loader.library()
-_submit, _wait = _native.kvswap_handler_submit, _native.kvswap_handler_synchronize
-_result_of, _is_done = _native.kvswap_job_result, _native.kvswap_job_query
+_submit, _synchronize = _native.kvswap_handler_submit, _native.kvswap_handler_synchronize
+_result_of, _query = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
 _AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
 _PATIENCE = 0.1  # seconds in one call: Python handles signals in between
@@ -54,7 +54,7 @@ class NativeHandler(NotCopyable):
         if problem:
             warnings.warn(
                 f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
-                "engines do all of them (docs/paths.md)",
+                "engines do all of them (docs/copy_methods.md)",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -84,14 +84,14 @@ class NativeHandler(NotCopyable):
             loader.fail()
         return answer
 
-    def is_done(self, native: int) -> bool:
+    def query(self, native: int) -> bool:
         """Whether a job has ended; asks the device."""
-        done: int = _is_done(self.pointer, native)
+        done: int = _query(self.pointer, native)
         if done < 0:
             loader.fail()
         return done == 1
 
-    def finished(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+    def poll(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
         """What `read` makes of each job that has ended since the last call. It reads all it needs:
         nothing of its argument is valid afterwards."""
         results: list[_T] = []
@@ -112,7 +112,7 @@ class NativeHandler(NotCopyable):
                 return found
             capacity *= 2
 
-    def wait(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | None:
+    def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | None:
         """Whether the jobs, None for all, have ended well; None when they have not in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
@@ -121,7 +121,7 @@ class NativeHandler(NotCopyable):
         while True:
             left = _PATIENCE if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _PATIENCE)
-            ended: int = _wait(self.pointer, pointers, count, seconds)
+            ended: int = _synchronize(self.pointer, pointers, count, seconds)
             if ended < 0:
                 loader.fail()
             if ended:
@@ -129,7 +129,7 @@ class NativeHandler(NotCopyable):
             if left <= seconds and deadline is not None:
                 return None
 
-    def wait_on(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
+    def wait(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
         """stream, device: as `resolve_waiting` gives them."""
         loader.call("kvswap_job_wait", self.pointer, job, layer_group, stream, device)
 

@@ -159,7 +159,7 @@ class Swap:
         self.collect()
         for job, blocks in self._busy:
             if is_in_the_way(blocks):
-                self._wait_on(job)
+                self._make_stream_wait(job)
         self._busy = [busy for busy in self._busy if not is_in_the_way(busy[1])]
 
     def wait(self, job: Job) -> None:
@@ -174,7 +174,7 @@ class Swap:
         self.handler.drain()
         self.collect()
 
-    def _wait_on(self, job: Job) -> None:
+    def _make_stream_wait(self, job: Job) -> None:
         try:
             job.wait(self._stream)
         except TransferError:  # it has ended meanwhile, so that there is nothing to wait for
