@@ -51,6 +51,8 @@ void remember_error() noexcept {
     remember("IndexError", error.what());
   } catch (const kvswap::ValueError& error) {
     remember("ValueError", error.what());
+  } catch (const kvswap::DeviceLostError& error) {
+    remember("DeviceLostError", error.what());
   } catch (const std::bad_alloc&) {
     remember("MemoryError", kOutOfMemory);
   } catch (const std::exception& error) {

@@ -12,6 +12,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, read_timeout
+from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import copy_method_options
@@ -20,6 +21,17 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import COPY_METHODS, Metrics, read_metrics
 from torch_kvswap.nvtx import Ranges
+
+__all__ = [
+    "AFTER_NOTHING",
+    "DeviceLostError",
+    "Gate",
+    "Job",
+    "OffloadHandler",
+    "Result",
+    "SourceFailedError",
+    "TransferError",
+]
 
 Direction = Literal["store", "load"]
 State = Literal["done", "failed", "cancelled"]
@@ -32,29 +44,6 @@ _STATES: dict[int, State] = {
     abi.CANCELLED: "cancelled",
 }
 _release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
-
-
-class TransferError(RuntimeError):
-    """Jobs have failed or were cancelled. Can be pickled.
-
-    Attributes:
-        results (list[Result]): theirs; empty for the error of a single result.
-    """
-
-    def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
-        super().__init__(message)
-        self.results = list(results)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.results), self.__dict__
-
-
-class DeviceLostError(TransferError):
-    """The GPU is lost to this process, with all jobs that had not ended."""
-
-
-class SourceFailedError(TransferError):
-    """What the jobs were to read was not written: the job before them failed or was cancelled."""
 
 
 _ERRORS: dict[int, type[TransferError]] = {
@@ -384,8 +373,8 @@ class OffloadHandler(NotCopyable):
 
         Raises:
             IndexError, TypeError, ValueError: an argument is wrong.
-            RuntimeError: the handler is closed, its device lost, or the stream is being captured
-                into a CUDA graph.
+            DeviceLostError: the device is lost.
+            RuntimeError: the handler is closed, or the stream is being captured into a CUDA graph.
             MemoryError: there is too little host memory.
 
         If it raises, there is no job. Any other failure ends the returned job as failed. A store
@@ -427,7 +416,8 @@ class OffloadHandler(NotCopyable):
                 is on the device.
 
         Raises:
-            IndexError, TypeError, ValueError, RuntimeError, MemoryError: see store().
+            IndexError, TypeError, ValueError, RuntimeError, MemoryError, DeviceLostError: see
+                store().
         """
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block

@@ -49,7 +49,7 @@ Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::rele
 
 void Scheduler::check_open(const Lock&) const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
-  KVSWAP_CHECK(lost_.empty(), lost_.c_str());
+  if (!lost_.empty()) fail<DeviceLostError>(lost_.c_str());
 }
 
 kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {

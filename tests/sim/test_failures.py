@@ -25,7 +25,7 @@ from simulated_cache import (
 )
 from simulated_driver import Driver, stubbed
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.handler import DeviceLostError, Job, OffloadHandler, TransferError
 
 OTHER = 44  # a third stream of the caller
 
@@ -316,13 +316,13 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
         assert job.query()
         assert "the device is lost" in failure(job)
     for kind in CHANNELS:
-        with pytest.raises(RuntimeError, match=r"the device is lost: .*only a new process"):
+        with pytest.raises(DeviceLostError, match=r"the device is lost: .*only a new process"):
             sim.submit(kind, [1], [1])
         metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
-    with pytest.raises(TransferError, match="the device is lost"):
+    with pytest.raises(DeviceLostError, match="the device is lost"):
         sim.handler.synchronize(jobs)
-    with pytest.raises(TransferError, match="the device is lost"):
+    with pytest.raises(DeviceLostError, match="the device is lost"):
         jobs[-1].wait()
     assert not sim.handler.cancel(jobs[0])
     sim.handler.close()

@@ -8,7 +8,7 @@ import pytest
 from simulated_cache import SIDE, SimulatedCache, Stream, run_until
 from simulated_driver import Driver, stubbed
 
-from torch_kvswap.handler import Job
+from torch_kvswap.handler import Job, SourceFailedError, TransferError
 
 
 def state(job: Job) -> str:
@@ -192,6 +192,11 @@ def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver)
         sim.finish()
         job = sim.load(3, 4)
         assert error(job) == f"store {store.id} failed: {error(store)}"
+        with pytest.raises(SourceFailedError):
+            job.synchronize()
+        with pytest.raises(TransferError) as of_the_first:
+            load.synchronize()
+        assert of_the_first.type is TransferError
         assert f"load {load.id} failed" in error(store)
 
 

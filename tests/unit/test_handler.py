@@ -21,7 +21,7 @@ from simulated_driver import Driver, place, stubbed
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import handler as native_handler
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of, result_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -597,6 +597,54 @@ def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
         atexit.register(ended.set)
 
     assert simulated_driver.run(body).splitlines() == ["ends", "still at work"]
+
+
+class Tag:
+    """Something that a weak reference can watch."""
+
+
+def test_a_tag_comes_back_with_the_result_and_is_held_until_then(device: str) -> None:
+    handler, tag = make_handler(device), Tag()
+    watched = weakref.ref(tag)
+    tagged = handler.store(gpu_block_ids=[1], page_ids=[0], tag=tag)
+    plain = handler.store(gpu_block_ids=[2], page_ids=[1])
+    handler.synchronize()
+    assert (tagged.tag, plain.tag) == (tag, None)
+    assert tagged.result is not None
+    assert tagged.result.tag is tag
+    del tag, tagged
+    gc.collect()
+    assert watched() is not None
+    assert [result.tag for result in handler.poll()] == [watched(), None]
+    gc.collect()
+    assert watched() is None
+
+
+def test_errors_have_the_tags_of_their_jobs() -> None:
+    handler = make_handler()
+    load = handler.load(page_ids=[0], gpu_block_ids=[1])
+    handler.poll()
+    with pytest.raises(TransferError) as error:
+        raise error_of([result_of(handler._native.job(load._native), "the tag")])
+    assert error.value.results[0].tag == "the tag"
+
+
+def test_a_thread_that_polls_gets_every_tag_of_another_one() -> None:
+    handler, tags, over = make_handler(), [], threading.Event()
+
+    def poll() -> None:
+        while not over.is_set():
+            tags.extend(result.tag for result in handler.poll())
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    for number in range(2000):
+        handler.store(gpu_block_ids=[1], page_ids=[0], tag=number + 1)
+    over.set()
+    thread.join()
+    tags += [result.tag for result in handler.poll()]
+    assert tags == list(range(1, 2001))
+    assert handler._tags == {}
 
 
 def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:

@@ -62,16 +62,16 @@ class NativeBlocks(NotCopyable):
         place, into = counts.buffer_info()[0], found.buffer_info()[0]
         answer = _lookup(self.pointer, digests, place, again, into, False)
         if answer < 0:
-            _go_on(answer, "lookup", self.pointer, digests, place, again, into)
+            _call_without_gil(answer, "lookup", self.pointer, digests, place, again, into)
         return found[0], found[1], found[2]
 
     def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Numbers]:
         """The job, 0 for none, and its pages."""
-        pages, into = _room(len(digests) // abi.DIGEST_BYTES)
+        pages, into = _allocate(len(digests) // abi.DIGEST_BYTES)
         place = counts.buffer_info()[0]
         job: int = _prepare_load(self.pointer, digests, place, into, False)
         if job < 0:
-            job = _go_on(job, "prepare_load", self.pointer, digests, place, into)
+            job = _call_without_gil(job, "prepare_load", self.pointer, digests, place, into)
         return job, pages
 
     def prepare_store(
@@ -80,7 +80,7 @@ class NativeBlocks(NotCopyable):
         """Job and lease, 0 for none; places and pages, of which the first are used; how many of
         them each group has. None when there is no room."""
         count = len(digests) // abi.DIGEST_BYTES
-        numbers, into = _room(2 * count)
+        numbers, into = _allocate(2 * count)
         new, ids = array("q", counts), array("q", (0, 0))
         job = ids.buffer_info()[0]
         arguments = (
@@ -89,37 +89,37 @@ class NativeBlocks(NotCopyable):
         )
         done: int = _prepare_store(*arguments, False)
         if done < 0:
-            done = _go_on(done, "prepare_store", *arguments)
+            done = _call_without_gil(done, "prepare_store", *arguments)
         return (ids[0], ids[1], numbers[:count], numbers[count:], new) if done else None
 
     def end(self, job: int, succeeded: bool) -> None:
         answer = _end(self.pointer, job, succeeded, False)
         if answer < 0:
-            _go_on(answer, "end", self.pointer, job, succeeded)
+            _call_without_gil(answer, "end", self.pointer, job, succeeded)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
         place = counts.buffer_info()[0]
         answer = _touch(self.pointer, digests, place, False)
         if answer < 0:
-            _go_on(answer, "touch", self.pointer, digests, place)
+            _call_without_gil(answer, "touch", self.pointer, digests, place)
 
     def order(self, digests: bytes, counts: array[int], renew: bool) -> None:
         place = counts.buffer_info()[0]
         answer = _order(self.pointer, digests, place, renew, False)
         if answer < 0:
-            _go_on(answer, "order", self.pointer, digests, place, renew)
+            _call_without_gil(answer, "order", self.pointer, digests, place, renew)
 
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
         place = counts.buffer_info()[0]
         lease: int = _lease(self.pointer, digests, place, now, seconds, False)
         if lease < 0:
-            lease = _go_on(lease, "lease", self.pointer, digests, place, now, seconds)
+            lease = _call_without_gil(lease, "lease", self.pointer, digests, place, now, seconds)
         return lease
 
     def release(self, lease: int) -> bool:
         released: int = _release(self.pointer, lease, False)
         if released < 0:
-            released = _go_on(released, "release", self.pointer, lease)
+            released = _call_without_gil(released, "release", self.pointer, lease)
         return released == 1
 
     def reset(self) -> None:
@@ -142,7 +142,7 @@ class NativeBlocks(NotCopyable):
         return stats
 
 
-def _room(count: int) -> tuple[Numbers, int]:
+def _allocate(count: int) -> tuple[Numbers, int]:
     """Memory for so many numbers, and its address."""
     if count <= abi.BLOCKS_FEW_KEYS:
         few = array("q", bytes(count * 8))
@@ -151,7 +151,7 @@ def _room(count: int) -> tuple[Numbers, int]:
     return many, many.ctypes.data
 
 
-def _go_on(answer: int, name: str, *arguments: Any) -> int:
+def _call_without_gil(answer: int, name: str, *arguments: Any) -> int:
     """What a call answers in the end that answered less than 0 with the GIL held.
 
     Raises:

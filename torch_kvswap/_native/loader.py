@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import functools
 import os
@@ -12,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from torch_kvswap._native import abi
+from torch_kvswap._native.errors import error_type
 
 PATH = Path(__file__).parent.with_name("_C.abi3.so")
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
@@ -84,7 +84,7 @@ def _check_version(handle: ctypes.CDLL) -> None:
 def fail() -> NoReturn:
     """Raises what the calling thread's last call has failed with."""
     native = library()
-    error: Any = getattr(builtins, native.kvswap_last_error_type().decode())
+    error = error_type(native.kvswap_last_error_type().decode())
     raise error(native.kvswap_last_error().decode())
 
 

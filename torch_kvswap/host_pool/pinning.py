@@ -76,7 +76,7 @@ class Pinning:
             raise
         else:
             if background:
-                self._go_on(chunks)
+                self._continue_in_background(chunks)
 
     def wait(self, page: int, timeout: float | None) -> bool:
         """Waits until all pages before `page` are ready; False when they are not in time. Raises
@@ -148,7 +148,7 @@ class Pinning:
             self._chunk //= 2
             end = self._end_of(begin)
 
-    def _go_on(self, chunks: Iterator[None]) -> None:
+    def _continue_in_background(self, chunks: Iterator[None]) -> None:
         name = "torch_kvswap pinning"
         self._thread = threading.Thread(
             target=self._pin_rest, args=(chunks,), name=name, daemon=True
