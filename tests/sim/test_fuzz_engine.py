@@ -37,7 +37,7 @@ class Server:
         self.handler = OffloadHandler(
             layouts if self.is_list else layouts[0],
             pools if self.is_list else pools[0],
-            copy_method=self.rng.choice(device.paths),
+            copy_method=self.rng.choice(device.copy_methods),
             submit_thread=self.rng.random() < 0.3,
         )
         self.is_lazy = self.rng.random() < 0.3

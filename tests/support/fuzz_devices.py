@@ -157,7 +157,12 @@ class Simulated(Device):
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:
         self.driver, self.mode, self.alone = driver, mode, alone
         self.name = f"simulated, {mode}"
-        self.copy_methods = ["auto", "batch", "strided", *(["staged", "kernel"] if HAS_KERNELS else [])]
+        self.copy_methods = [
+            "auto",
+            "batch",
+            "strided",
+            *(["staged", "kernel"] if HAS_KERNELS else []),
+        ]
         driver.reset()
         driver.set_mode(mode, seed)
         driver.set_stream(0, 42)

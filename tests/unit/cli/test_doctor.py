@@ -44,7 +44,9 @@ def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
         "copy_method_costs.json, NVIDIA H200 (Imaginary 9000), copy_method_costs.json, NVIDIA H200 (Other GPU)"
     )
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
-    assert doctor.report()["copy costs"].startswith("none: the costs of the copy methods cannot be read")
+    assert doctor.report()["copy costs"].startswith(
+        "none: the costs of the copy methods cannot be read"
+    )
 
 
 def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
