@@ -299,7 +299,7 @@ def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) 
             load.wait(gpu.consumer)
             with torch.cuda.stream(gpu.consumer):
                 wrong[i] = (gpu.cache[4 + i % 4] != i % 251).any()
-            if i == 50:
+            if i == 8:  # under compute-sanitizer many launches behind a held one would block
                 assert not busy.query()  # the host waited for nothing
                 gpu.release()
         torch.cuda.synchronize()
