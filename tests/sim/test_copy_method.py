@@ -55,7 +55,9 @@ def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("KVSWAP_COPY_METHOD", "host")
     assert_expected_inline(
         error_text(copy_method_options, None, 0, CPU),
-        """ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, batch, strided, staged, kernel""",
+        """\
+ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, batch, strided, staged,
+kernel""",
     )
 
 

@@ -605,7 +605,7 @@ class Scenario:
         self.polling = threading.Lock()
         self.cancelling = threading.Lock()
         self.made = {
-            "path": self.rng.choice(device.paths),
+            "copy_method": self.rng.choice(device.paths),
             "submit_thread": self.rng.random() < 0.3,
             "staging_bytes": self.rng.choice([1 << 20, 1 << 22]),
         }
