@@ -26,8 +26,7 @@ class Reason {
   }
   // text: returns a string. otherwise: a literal, used if there is no memory for that string.
   template <typename Text>
-  Reason(const Text& text, const char* otherwise, Kind kind = Kind::kOther) noexcept
-      : kind_(kind) {
+  Reason(const Text& text, const char* otherwise, Kind kind = Kind::kOther) noexcept : kind_(kind) {
     make(text, otherwise);
   }
 
