@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,26 +162,4 @@ def test_a_thread_that_reports_a_job_at_once_waits_until_its_range_is_open(
         ranges.begin(5, "load", 1)
     reporting.join()
     assert profiler.log[-2:] == ["pop kvswap submit load", "end load 5: 1 bytes"]
-    assert (ranges._open, profiler.names) == ({}, {})
-
-
-def test_threads_that_submit_and_report_leave_no_range_open(profiler: Profiler) -> None:
-    ranges = Ranges()
-    submitted: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def submit() -> None:
-        for job_id in range(5000):
-            with ranges.submit("store"):
-                submitted.put(job_id)
-                ranges.begin(job_id, "store", 1)
-
-    def report() -> None:
-        for _ in range(5000):
-            ranges.end(submitted.get())
-
-    threads = [threading.Thread(target=target) for target in (submit, report)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     assert (ranges._open, profiler.names) == ({}, {})
