@@ -534,12 +534,12 @@ class OffloadHandler(NotCopyable):
         self.close()
 
     def _submit(self, request: Request, tag: Any) -> Job:
-        if self._ranges.enabled:
-            with self._ranges.submit(direction_of(request.native.channel)):
-                job = self._submit_tagged(request, tag)
+        if not self._ranges.enabled:
+            return self._submit_tagged(request, tag)
+        with self._ranges.submit(direction_of(request.native.channel)):
+            job = self._submit_tagged(request, tag)
             self._ranges.begin(job.id, job.direction, job.nbytes)
-            return job
-        return self._submit_tagged(request, tag)
+        return job
 
     def _submit_tagged(self, request: Request, tag: Any) -> Job:
         if tag is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -27,24 +28,22 @@ class Ranges:
         self.enabled = asked == "1"
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}  # the ranges of jobs, by job id
-        self._ended_first: set[int] = set()
         if self.enabled:
             _check()
 
     def submit(self, direction: str) -> AbstractContextManager[None]:
-        """Around the native call that submits."""
-        if not self.enabled:
-            return _NOTHING
-        return torch.cuda.nvtx.range(f"kvswap submit {direction}")
+        """Around the native call that submits, and begin(). No other thread can end a range
+        meanwhile: none ends before it has begun."""
+        return self._submit(direction) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _submit(self, direction: str) -> Iterator[None]:
+        with self._lock, torch.cuda.nvtx.range(f"kvswap submit {direction}"):
+            yield
 
     def begin(self, job_id: int, direction: str, nbytes: int) -> None:
-        """The job was submitted. Once for each job; another thread may have reported it already."""
-        if not self.enabled:
-            return
-        with self._lock:
-            if job_id in self._ended_first:
-                self._ended_first.remove(job_id)
-                return
+        """The job was submitted. Once for each job, inside submit()."""
+        if self.enabled:
             name = f"{direction} {job_id}: {nbytes} bytes"
             self._open[job_id] = torch.cuda.nvtx.range_start(name)
 
@@ -53,10 +52,8 @@ class Ranges:
         if not self.enabled:
             return
         with self._lock:
-            opened = self._open.pop(job_id, None)
-            if opened is None:
-                self._ended_first.add(job_id)
-            else:
+            opened = self._open.pop(job_id, None)  # none if Ctrl-C came before begin()
+            if opened is not None:
                 torch.cuda.nvtx.range_end(opened)
 
 

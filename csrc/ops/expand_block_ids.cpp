@@ -34,19 +34,13 @@ int64_t output_count(const Tensor& block_ids, int64_t factor, int64_t skip_count
   return std::min(total - skip_count, count.value_or(total));
 }
 
-int64_t bits_of(const int64_t* ids, int64_t stride, int64_t count) {
-  int64_t bits = 0;
-  for (int64_t i = 0; i < count; ++i) bits |= ids[i * stride];
-  return bits;
-}
-
 // Before anything is written.
 void check_ids(const Expansion& e, int64_t first, int64_t last) {
   const int64_t largest = (std::numeric_limits<int64_t>::max() - e.factor + 1) / e.factor;
   // No id is larger than all their bits together: nearly always that is enough to know, and the
-  // compiler reads several at once. It has to know that they are dense.
-  const int64_t *ids = e.ids + first * e.id_stride, count = last - first + 1;
-  const int64_t bits = e.id_stride == 1 ? bits_of(ids, 1, count) : bits_of(ids, e.id_stride, count);
+  // compiler reads several at once.
+  int64_t bits = 0;
+  for (int64_t block = first; block <= last; ++block) bits |= e.ids[block * e.id_stride];
   if (bits >= 0 && bits <= largest) return;
   for (int64_t block = first; block <= last; ++block) {
     const int64_t id = e.ids[block * e.id_stride];
@@ -55,59 +49,47 @@ void check_ids(const Expansion& e, int64_t first, int64_t last) {
   }
 }
 
-// Outputs `i` to `end`, all of block `block`.
-void expand_part(const Expansion& e, int64_t block, int64_t i, int64_t end) {
-  const int64_t offset = (e.ids[block * e.id_stride] - block) * e.factor + e.skip;
-  for (; i < end; ++i) e.out[i * e.out_stride] = offset + i;
+// The outputs of one block, except those skipped and those after the last.
+void expand_block(const Expansion& e, int64_t block) {
+  const int64_t begin = std::max(block * e.factor, e.skip);
+  const int64_t end = std::min((block + 1) * e.factor, e.skip + e.count);
+  const int64_t offset = (e.ids[block * e.id_stride] - block) * e.factor;
+  for (int64_t i = begin; i < end; ++i) e.out[(i - e.skip) * e.out_stride] = offset + i;
 }
 
-constexpr int64_t kStep = 16;
-
-// Whole blocks into dense memory. A small factor that the compiler knows is a few stores without a
-// loop; 0 is one that is known at run time only. kDense: so are the ids.
-template <bool kDense, size_t kFactor>
-void expand_whole(const Expansion& e, int64_t block, int64_t blocks, int64_t* __restrict out) {
-  const int64_t factor = kFactor == 0 ? e.factor : kFactor, stride = kDense ? 1 : e.id_stride;
-  const int64_t* ids = e.ids + block * stride;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t offset = ids[b * stride] * factor;
-    int64_t j = 0, *of_block = out + b * factor;
-    for (; j + kStep <= factor; j += kStep) {
-      for (int64_t k = 0; k < kStep; ++k) of_block[j + k] = offset + j + k;
-    }
-    for (; j < factor; ++j) of_block[j] = offset + j;
+// Blocks `begin` to `end`, all of whose outputs are wanted, into dense memory. kFactor: the factor,
+// or 0 if only the run time knows it. 100,000 ids by 1, 2 and 4 take 75, 99 and 124 us with the
+// loop over the outputs of a block, 45, 67 and 83 us without. From 8 on nothing is gained.
+template <int64_t kFactor>
+void expand_whole_blocks(const Expansion& e, int64_t begin, int64_t end) {
+  const int64_t factor = kFactor == 0 ? e.factor : kFactor;
+  int64_t* __restrict out = e.out + (begin * factor - e.skip);
+  for (int64_t block = begin; block < end; ++block, out += factor) {
+    const int64_t first = e.ids[block * e.id_stride] * factor;
+    for (int64_t j = 0; j < factor; ++j) out[j] = first + j;
   }
-}
-
-using ExpandWhole = void (*)(const Expansion&, int64_t, int64_t, int64_t*);
-
-template <bool kDense, size_t... kFactors>
-ExpandWhole expand_whole_by(int64_t factor, std::index_sequence<kFactors...>) {
-  constexpr ExpandWhole functions[] = {&expand_whole<kDense, kFactors>...};
-  return functions[factor < static_cast<int64_t>(sizeof...(kFactors)) ? factor : 0];
-}
-
-ExpandWhole expand_whole_for(const Expansion& e) {
-  constexpr auto kFactors = std::make_index_sequence<kStep + 1>();
-  return e.id_stride == 1 ? expand_whole_by<true>(e.factor, kFactors)
-                          : expand_whole_by<false>(e.factor, kFactors);
 }
 
 void expand_on_host(const Expansion& e) {
-  const int64_t first = e.skip / e.factor;
-  const int64_t last = (e.skip + e.count - 1) / e.factor;
+  const int64_t first = e.skip / e.factor, last = (e.skip + e.count - 1) / e.factor;
   check_ids(e, first, last);
-  int64_t block = first, i = 0;
-  const auto end_of = [&](int64_t of) { return std::min((of + 1) * e.factor - e.skip, e.count); };
-  if (e.out_stride == 1) {  // all but the first and the last are whole
-    expand_part(e, block, 0, end_of(block));
-    i = end_of(block++);
-    const int64_t whole = std::max<int64_t>(last - block, 0);
-    expand_whole_for(e)(e, block, whole, e.out + i);
-    i += whole * e.factor;
-    block += whole;
+  if (e.out_stride != 1) {
+    for (int64_t block = first; block <= last; ++block) expand_block(e, block);
+    return;
   }
-  for (; block <= last; i = end_of(block++)) expand_part(e, block, i, end_of(block));
+  expand_block(e, first);
+  if (first == last) return;
+  expand_block(e, last);
+  switch (e.factor) {
+    case 1:
+      return expand_whole_blocks<1>(e, first + 1, last);
+    case 2:
+      return expand_whole_blocks<2>(e, first + 1, last);
+    case 4:
+      return expand_whole_blocks<4>(e, first + 1, last);
+    default:
+      return expand_whole_blocks<0>(e, first + 1, last);
+  }
 }
 
 void expand_on_cuda(Expansion expansion, int device) {

@@ -17,6 +17,7 @@ from continuous_batching import (
     KINDS,
     Steps,
     config,
+    first_parts_of,
     generation,
     model,
     needs_transformers,
@@ -233,11 +234,6 @@ def test_without_transformers_it_says_what_to_install():
         integration.enable()
 
 
-def test_a_part_of_no_bytes_is_refused():
-    with pytest.raises(ValueError, match="store_bytes must be at least 1, not 0"):
-        integration.enable(store_bytes=0)
-
-
 @needs_transformers
 @pytest.mark.gpu
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -260,7 +256,7 @@ def test_tokens_are_the_same_on_a_gpu(kind, asynchronous):
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_come_back_with_the_same_bytes_in_bfloat16(kind, copy_engines_only):
     net = model(kind, "cuda", torch.bfloat16)
-    with ours(copy_engines_only=copy_engines_only, store_bytes=4096) as seen:
+    with first_parts_of(4096), ours(copy_engines_only=copy_engines_only) as seen:
         tokens(net, prompts(), config(small(kind), use_async_batching=True))
     assert seen.back > 0
     assert seen.wrong == 0

@@ -15,6 +15,7 @@ from continuous_batching import (
     KINDS,
     Steps,
     config,
+    first_parts_of,
     model,
     needs_transformers,
     ours,
@@ -84,7 +85,7 @@ def parked_of(seen: Seen) -> Any:
 @stubbed
 def test_copies_that_come_late_spoil_no_block(driver, kind):
     want = alone(kind, prompts())
-    with late(driver, store_bytes=5000) as seen:
+    with first_parts_of(5000), late(driver) as seen:
         steps = Steps(model(kind), prompts(), config(small(kind)))
         assert run_to_the_end(steps, driver) == want
     assert seen.parked == seen.back > 0

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from continuous_batching import first_parts_of
 
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.integrations.transformers.cache import Cache
@@ -19,9 +20,10 @@ def ids(*numbers: int) -> list[int]:
     return list(numbers)
 
 
-def make(pages: int = 6, **options: int) -> tuple[torch.Tensor, Swap]:
+def make(pages: int = 6, first_part_bytes: int = 32 << 20) -> tuple[torch.Tensor, Swap]:
     blocks = torch.arange(20 * 64).view(20, 64)
-    return blocks, Swap(PagedLayout([blocks]), pages, None, Options(**options))
+    with first_parts_of(first_part_bytes):
+        return blocks, Swap(PagedLayout([blocks]), pages, None, Options())
 
 
 def test_what_was_stored_comes_back_to_other_blocks():
@@ -53,16 +55,16 @@ def test_a_request_that_does_not_fit_takes_no_page():
 
 
 def test_a_request_is_stored_in_parts_each_four_times_as_large_as_the_one_before():
-    blocks, swap = make(pages=10, store_bytes=2 * 512 - 1)
+    blocks, swap = make(pages=10, first_part_bytes=2 * 512 - 1)
     stored = swap.store([ids(1, 2, 3), ids(4, 5, 6, 7)])
     assert [job.nbytes for job in stored.stores] == [512, 4 * 512, 2 * 512]
     pages = swap.pool.pages.view(-1, 512)[stored.pages[0] + stored.pages[1]]
     assert torch.equal(pages.view(torch.int64), blocks[1:8])
-    assert len(make(store_bytes=1)[1].store([ids(1)]).stores) == 1
+    assert len(make(first_part_bytes=1)[1].store([ids(1)]).stores) == 1
 
 
 def test_a_store_that_is_refused_gives_its_pages_back():
-    _, swap = make(store_bytes=512)
+    _, swap = make(first_part_bytes=512)
     submit = OffloadHandler.store
     calls = []
 
@@ -185,7 +187,7 @@ def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied()
 
 
 def test_only_what_nobody_wants_any_more_is_cancelled():
-    _, swap = make(store_bytes=512)
+    _, swap = make(first_part_bytes=512)
     kept, dropped = swap.store([ids(1)]), swap.store([ids(2, 3)])
     with mock.patch.object(OffloadHandler, "cancel") as cancel:
         swap.free(kept)

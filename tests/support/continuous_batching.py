@@ -136,6 +136,13 @@ class Seen:
         return True
 
 
+def first_parts_of(nbytes: int) -> Any:
+    """Requests are stored in small parts: several, although the models here are tiny."""
+    from torch_kvswap.integrations.transformers import swap
+
+    return mock.patch.object(swap, "FIRST_PART_BYTES", nbytes)
+
+
 @contextlib.contextmanager
 def ours(**options: Any) -> Iterator[Seen]:
     """Enabled, and watched: what a request has in its blocks is compared when it comes back."""

@@ -55,23 +55,17 @@ class Enabled:
         self.disable()
 
 
-def enable(
-    *, copy_method: str | None = None, copy_engines_only: bool = False, store_bytes: int = 32 << 20
-) -> Enabled:
+def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -> Enabled:
     """Puts our manager in the place of transformers' own for every continuous batching that begins
     from now on in this process: `generate_batch`, `init_continuous_batching` and the context
     manager; a persistent one that exists already stays as it is.
 
     copy_method: as of `OffloadHandler`. copy_engines_only: copies slow down kernels beside them
-    less, but launches more (`OffloadHandler.store`). store_bytes: of the first part in which a
-    request is stored, at most; a batch that takes the first of its blocks waits for that part only.
-    Each further part has four times as many.
+    less, but launches more (`OffloadHandler.store`).
 
     Raises ImportError when transformers is missing or of a version that this does not know,
-    RuntimeError when it is enabled already, ValueError for a wrong argument.
+    RuntimeError when it is enabled already.
     """
-    if store_bytes < 1:
-        raise ValueError(f"store_bytes must be at least 1, not {store_bytes}")
     if _enabled:
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     found = view()
@@ -80,7 +74,7 @@ def enable(
 
     from torch_kvswap.integrations.transformers.manager import SwapManager
 
-    options = Options(copy_method, copy_engines_only, store_bytes)
+    options = Options(copy_method, copy_engines_only)
     made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]

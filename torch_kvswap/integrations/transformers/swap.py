@@ -13,17 +13,19 @@ from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
+# A request is stored in parts: the first has at most so many bytes, each further one GROWTH times
+# as many as the one before. A batch that takes the first blocks of a request of 1 GiB waits for
+# 32 MiB, 0.6 ms, instead of 20 ms. And 1 GiB is four parts, so that the calls stay few.
+FIRST_PART_BYTES = 32 << 20
+GROWTH = 4
+
 
 @dataclass(frozen=True)
 class Options:
-    """copy_method, copy_engines_only: as of `OffloadHandler` and `OffloadHandler.store`.
-    store_bytes: the first part of a request that is stored has at most so many. Each further part
-    has four times as many as the one before: there are few, and a batch that takes the first blocks
-    waits for few."""
+    """copy_method, copy_engines_only: as of `OffloadHandler` and `OffloadHandler.store`."""
 
     copy_method: str | None = None
     copy_engines_only: bool = False
-    store_bytes: int = 32 << 20
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Swap:
         )
         self._stream = stream
         self._copy_engines_only = options.copy_engines_only
-        self._part = max(1, options.store_bytes // layout.block_bytes)
+        self._part = max(1, FIRST_PART_BYTES // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
         # Asking the handler costs tens of microseconds: for all jobs at once, and only when an
@@ -91,7 +93,7 @@ class Swap:
                 )
                 stored.stores.append(job)
                 self._add(job, blocks[part])
-                begin, size = begin + size, 4 * size
+                begin, size = begin + size, GROWTH * size
         except BaseException:
             self.discard(stored)
             raise
