@@ -17,7 +17,7 @@ from simulated_cache import (
     SimulatedCache,
     Stream,
     let_threads_look,
-    number_of_threads,
+    new_threads,
     rest,
     run_until,
     states,
@@ -335,7 +335,7 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
     driver: Driver, finder: str, full: bool
 ) -> None:
     with SimulatedCache(driver) as sim:
-        threads = number_of_threads()
+        before = threads()
         sim.held()
         jobs = [sim.submit(kind, [i], [i], after=None) for i, kind in enumerate(CHANNELS)]
         jobs.append(sim.load(0, 3))
@@ -348,10 +348,10 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
             found = FINDERS[finder](sim, jobs[0])
         if finder == "close":
             assert len(sim.handler.poll()) == len(jobs)
-            assert in_time(lambda: number_of_threads() <= threads)
+            assert in_time(lambda: new_threads(before) == 0)
             return
         assert_lost(sim, jobs, found)
-        assert in_time(lambda: number_of_threads() <= threads)
+        assert in_time(lambda: new_threads(before) == 0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulated_cache import HURTS_A_JOB, number_of_threads
+from simulated_cache import HURTS_A_JOB, new_threads, threads
 from simulated_driver import HOST, Driver, place, pool, stubbed
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.slots = self.host.pages.view(PAGES * per_page, LAYERS, ROW)
         self.slots[:] = self.rows[BLOCKS : self.version]
         self.model = Model(list(range(BLOCKS)), list(range(BLOCKS, self.version)))
-        self.threads = number_of_threads()
+        self.threads = threads()
         if copy_method != "auto":  # the first such handler loads the kernels
             OffloadHandler(layout, self.host, copy_method=copy_method).close()
         first = self.driver.cuda.create_stream()
@@ -376,7 +376,7 @@ class Machine(RuleBasedStateMachine):
         missing = [flight.job.id for flight in self.model.flights.values() if not flight.result]
         assert missing == []
         assert self.handler.poll() == []
-        assert number_of_threads() <= self.threads
+        assert new_threads(self.threads) == 0
         assert self.driver.live("streams") == 1  # the gate's, which stays
         assert self.driver.live("events") == 2 or self.is_lost
         for channel in (lambda m: (m.stores, m.loads, m.expedited))(self.handler.metrics()):

@@ -20,7 +20,7 @@ from simulated_cache import (
     SimulatedCache,
     Stream,
     let_threads_look,
-    number_of_threads,
+    new_threads,
     rest,
     run_until,
     states,
@@ -209,14 +209,14 @@ def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
     driver: Driver, kind: str
 ) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        threads = number_of_threads()
+        before = threads()
         for i in range(10):
             sim.submit(kind, [i, i + 1], [i + 1, i])
-        assert number_of_threads() == threads
+        assert new_threads(before) == 0
         sim.finish()
         everything = list(range(BLOCKS))
         sim.submit(kind, everything, everything[::-1])
-        assert number_of_threads() == threads + 1
+        assert new_threads(before) == 1
         sim.submit(kind, [5], [5])
         assert states(sim.finish()) == ["done", "done"]
         assert sim.is_right()
@@ -226,9 +226,9 @@ def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
 @stubbed
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
-        threads = number_of_threads()
+        before = threads()
         sim.submit(kind, [0], [1])
-        assert number_of_threads() == threads + 1
+        assert new_threads(before) == 1
         everything = list(range(BLOCKS))
         sim.submit(kind, everything, everything[::-1])
         for i in range(1, 100):
@@ -505,13 +505,13 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
 def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
     driver: Driver, close: str
 ) -> None:
-    threads = number_of_threads()
+    before = threads()
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         holds = [queue_up(sim, kind)[0] for kind in CHANNELS]
         jobs = [sim.submit(CHANNELS[i % 3], [i], [i + 1]) for i in range(1, 1000)]
         cancelled = sim.store(BLOCKS - 1, 5)
         assert sim.handler.cancel(cancelled)
-        assert number_of_threads() == threads + 3
+        assert new_threads(before) == 3
         pages = sim.host.pages
         driver.set_mode("threaded")
         closing = threading.Thread(target=(sim.handler if close == "handler" else sim.host).close)
@@ -530,7 +530,7 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         closing.join(PATIENCE)
         assert not closing.is_alive()
         driver.set_mode("manual")
-        assert in_time(lambda: number_of_threads() == threads)
+        assert in_time(lambda: new_threads(before) == 0)
         results = {result.job_id: result.state for result in sim.handler.poll()}
         assert results.pop(cancelled.id) == "cancelled"
         assert set(results.values()) == {"done"}
@@ -546,15 +546,15 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
 def test_a_handler_that_is_dropped_with_a_full_queue_waits_for_it(driver: Driver) -> None:
     sim = SimulatedCache(driver)
     tensors, pages = sim.tensors, sim.host.pages
-    threads = number_of_threads()
+    before = threads()
     hold = queue_up(sim, "store")[0]
     sim.submit("store", [1], [2])
-    assert number_of_threads() == threads + 1
+    assert new_threads(before) == 1
     sim.release(hold)
     driver.set_mode("threaded")
     del sim.handler
     driver.set_mode("manual")
-    assert number_of_threads() == threads
+    assert new_threads(before) == 0
     assert (pages[2, 0] == tensors[0][1]).all()
 
 

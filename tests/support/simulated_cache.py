@@ -99,7 +99,7 @@ class SimulatedCache:
         layers: int = 1,
         submit_thread: bool = False,
     ) -> None:
-        torch.set_num_threads(1)  # or number_of_threads() would count those of PyTorch
+        torch.set_num_threads(1)  # or threads() would have those of PyTorch
         self.driver = driver
         driver.set_mode("manual")
         driver.set_stream(0, CURRENT)
@@ -300,5 +300,6 @@ def threads() -> set[int]:
     return found
 
 
-def number_of_threads() -> int:
-    return len(threads())
+def new_threads(before: set[int]) -> int:
+    """The number of threads that were not there before."""
+    return len(threads() - before)
