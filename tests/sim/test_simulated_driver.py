@@ -1,9 +1,13 @@
 """The simulated driver behaves like CUDA's, and a test on it fails when its body fails."""
 
 import ctypes
+import importlib.util
 import os
+import re
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -601,6 +605,22 @@ def test_a_paged_cache_lies_on_the_device_and_its_pool_in_pinned_memory(driver):
     assert [driver.cuda.memory_type(tensor) for tensor in layout.tensors] == [2, 2]
     assert driver.cuda.memory_type(pool.pages) == 1
     assert pool.pages.shape == (2, 1, 64)
+
+
+@without_cuda
+def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "simulated_driver.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    imports = (
+        "from simulated_driver import cache, stubbed\nfrom torch_kvswap import OffloadHandler\n"
+    )
+    file = tmp_path / "example.py"
+    file.write_text(imports + code)
+    spec = importlib.util.spec_from_file_location("example", file)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "example", example)
+    spec.loader.exec_module(example)
+    example.test_a_store_waits_for_the_stream_that_is_current()
 
 
 @stubbed
