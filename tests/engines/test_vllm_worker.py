@@ -235,7 +235,7 @@ def test_wait_does_not_raise_for_a_copy_that_failed(checked, monkeypatch):
         wait(jobs)
         raise TransferError("some")
 
-    monkeypatch.setattr(checked.worker._handler, "wait", fails)
+    monkeypatch.setattr(checked.worker._handler, "synchronize", fails)
     checked.worker.wait({checked.submit("store", [([3, 9], [5, 2], 0)])})
     assert checked.finished(1)[0].success
     assert checked.is_right()
