@@ -90,7 +90,8 @@ class Machine(RuleBasedStateMachine):
         self.gate = self.handler.gate(LAYERS)
         self.streams = [KERNELS, OTHER, *range(first + 1, first + 10)]
         self.holds: list[int] = []
-        self.faults: dict[str, list[int]] = {}  # the numbers of the calls that fail
+        # The number of each call that fails: at the earliest, at the latest.
+        self.faults: dict[str, list[tuple[int, int]]] = {}
         self.looks: list[tuple[torch.Tensor, int, Cell]] = []
         self.last: Flight | None = None
         self.peak = 0
@@ -135,11 +136,17 @@ class Machine(RuleBasedStateMachine):
             self.driver.lose()
 
     def plan(self, name: str, nth: int) -> None:
+        # A thread of the handler may call it meanwhile: the call that fails is between the two.
+        earliest = self.driver.calls(name) + nth
         self.driver.fail(name, nth)
-        self.faults.setdefault(name, []).append(self.driver.calls(name) + nth)
+        self.faults.setdefault(name, []).append((earliest, self.driver.calls(name) + nth))
 
     def has_faults(self) -> bool:
-        return any(self.driver.calls(name) < max(at) for name, at in self.faults.items())
+        return any(
+            self.driver.calls(name) < latest
+            for name, calls in self.faults.items()
+            for _, latest in calls
+        )
 
     # Jobs
 
@@ -322,7 +329,9 @@ class Machine(RuleBasedStateMachine):
     def take(self, results: list[Any]) -> None:
         self.model.report(results)
         faults = sum(
-            self.driver.calls(name) >= at for name in self.faults for at in self.faults[name]
+            self.driver.calls(name) >= earliest
+            for name, calls in self.faults.items()
+            for earliest, _ in calls
         )
         assert self.model.direct_failures <= faults or self.is_lost
         if self.is_lost:
@@ -350,7 +359,7 @@ class Machine(RuleBasedStateMachine):
         except CudaError:
             return True
         called = [name for name in MAY_LOSE_THE_DEVICE if name in self.faults]
-        return any(self.driver.calls(name) >= min(self.faults[name]) for name in called)
+        return any(self.driver.calls(name) >= min(self.faults[name])[0] for name in called)
 
     @invariant()
     def is_used_well(self) -> None:
