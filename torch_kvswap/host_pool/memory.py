@@ -92,17 +92,20 @@ class Mapping:
         del held
 
 
-def map_pool(
-    nbytes: int, shared: bool, huge_pages: bool | None, handle: PoolHandle | None
-) -> Mapping:
-    """The memory of a pool, new, or that behind a handle. Raises ValueError when the machine has no
-    room for it."""
-    if handle is not None:
-        return Mapping(nbytes, os.dup(handle.fd), huge_pages)
+def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
+    """Memory of a new pool: a file if other processes are to map it too.
+
+    Raises:
+        ValueError: the machine has no room for it.
+    """
     check_room(nbytes, reserved=huge_pages is True)
-    if not shared and huge_pages is not True:
-        return Mapping(nbytes, None, huge_pages)
-    return Mapping(nbytes, create_file(nbytes, huge_pages is True), huge_pages)
+    fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
+    return Mapping(nbytes, fd, huge_pages)
+
+
+def map_handle(handle: PoolHandle, nbytes: int) -> Mapping:
+    """The memory behind a handle. The pages are huge where those of its maker may be."""
+    return Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
 
 
 def _node_of(device: torch.device) -> int | None:

@@ -26,7 +26,7 @@ from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import loader
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, create_file, map_pool
+from torch_kvswap.host_pool.memory import Mapping, create_file, map_new
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def resident() -> int:
 
 
 def mapping(kind: str, nbytes: int) -> Mapping:
-    return map_pool(nbytes, kind == "shared", None, None)
+    return map_new(nbytes, None, shared=kind == "shared")
 
 
 KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
@@ -270,7 +270,7 @@ def test_a_node_that_does_not_exist_hinders_nobody() -> None:
 def test_reserved_huge_pages_are_used_on_request() -> None:
     if system.reserved_huge_pages().free < 4:
         pytest.skip("this machine has reserved none")
-    mapped = map_pool(5 * MIB, False, True, None)
+    mapped = map_new(5 * MIB, True, shared=False)
     mapped.touch(0, 5 * MIB)
     assert mapped.huge_bytes == 5 * MIB
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import textwrap
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -356,12 +357,19 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"world": 2, "replicated": True}, {"huge_pages": False}])
-def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        HostPool,
+        functools.partial(HostPool, huge_pages=False),
+        functools.partial(HostPool.create_shared, world=2, replicated=True),
+    ],
+)
+def test_every_kind_of_memory_is_pinned_and_copied(make: Callable[..., HostPool]) -> None:
     layout = make_layout(row_bytes=1 << 20, device="cuda:0")
     layout.tensors[0].random_(256)
     with (
-        HostPool(layout, 64, pinned=True, chunk_bytes=16 << 20, **options) as pool,
+        make(layout, 64, pinned=True, chunk_bytes=16 << 20) as pool,
         OffloadHandler(layout, pool) as handler,
     ):
         assert pool.is_pinned

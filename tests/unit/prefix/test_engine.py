@@ -199,8 +199,8 @@ def pinning_threads() -> list[str]:
 
 def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
     layout = PagedLayout([torch.arange(1, 9, dtype=torch.uint8)[:, None].repeat(1, 16)])
-    with HostPool(layout, 6, world=2) as first:
-        pool = HostPool.attach(layout, first.share(), rank=1, world=2)
+    with HostPool.create_shared(layout, 6, world=2) as first:
+        pool = HostPool.attach(layout, first.share(), rank=1)
         with pool, OffloadHandler(layout, pool) as handler:
             engine = OffloadEngine(handler)
             assert engine.store(["a", "b", "c", "d"], [0, 1, 2, 3]) is None
