@@ -14,6 +14,7 @@ import simulated_driver
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
 from processes import run_script
@@ -649,8 +650,7 @@ def test_a_thread_that_polls_gets_every_tag_of_another_one() -> None:
 
 def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
     script = """
-        import os, warnings
-        warnings.simplefilter("ignore")
+        import os
         sys.stderr = sys.stdout  # of which nothing is expected
         from test_handler import make_handler
         handler = make_handler()
@@ -710,8 +710,9 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
 
     handler._native.close = cannot  # type: ignore[method-assign]
     monkeypatch.setattr(native_handler, "_kept", [])
-    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
+    with logged() as messages:
         del handler
+    assert "cannot wait for its jobs: no thread can be joined" in messages[0]
     assert handler_of_nobody() is None
     assert kept() is not None
     close()

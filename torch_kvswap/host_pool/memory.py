@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import warnings
 import weakref
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.pages import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -56,6 +56,8 @@ class Mapping:
         self.address, self._last = address, address + mapped
         # Whatever its setting for shared memory, the kernel joins small pages when told to.
         self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
+        if huge_pages is None and fd is None and nbytes >= _ALIGNMENT:
+            _warn_of_small_pages()
         self._cpus: list[int] = []
 
     @property
@@ -90,6 +92,15 @@ class Mapping:
         how = threads, self._collapse, cpus, len(cpus)
         loader.call("kvswap_host_touch", address, last - first, *how)
         del held
+
+
+def _warn_of_small_pages() -> None:
+    if not system.offers_huge_pages(shared=False):
+        warn_once(
+            "this kernel makes no huge pages (/sys/kernel/mm/transparent_hugepage/enabled): host "
+            "memory takes longer to pin; set it to madvise, or reserve huge pages and pass "
+            "huge_pages=True"
+        )
 
 
 def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
@@ -171,12 +182,11 @@ class Registration:
             if not native.kvswap_host_unregister(self._device.index, address):
                 kept, reason = kept + nbytes, native.kvswap_last_error().decode()
         self._held = None
-        if kept:  # at the end: the caller may have turned warnings into errors
-            warnings.warn(
-                f"the driver did not unpin {kept} bytes of host memory: {reason}; they stay locked "
-                "until the process ends",
-                RuntimeWarning,
-                stacklevel=2,
+        if kept:
+            log.warning(
+                "the driver did not unpin %d bytes of host memory: %s; they stay locked until the "
+                "process ends",
+                *(kept, reason),
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import read_int
 from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
@@ -122,7 +122,7 @@ class Pinning:
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Stops after each chunk that has been pinned."""
         own, begin = self._pages.local, self._pages.local.start
-        with ThreadPoolExecutor(1, "torch_kvswap touching") as ahead:
+        with ThreadPoolExecutor(1, "kvswap-touch") as ahead:
             touched = ahead.submit(self._touch, begin, self._end_of(begin))
             while begin < own.stop and not self._stopping:
                 end = self._end_of(begin)
@@ -164,9 +164,8 @@ class Pinning:
             end = self._end_of(begin)
 
     def _continue_in_background(self, chunks: Iterator[None]) -> None:
-        name = "torch_kvswap pinning"
         self._thread = threading.Thread(
-            target=self._pin_rest, args=(chunks,), name=name, daemon=True
+            target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
         )
         self._thread.start()
 
@@ -185,10 +184,9 @@ class Pinning:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-        warnings.warn(
-            f"{self._state()}, and the others cannot be used: {_words(error)}; {self._advice()}",
-            RuntimeWarning,
-            stacklevel=1,
+        log.warning(
+            "%s, and the others cannot be used: %s; %s",
+            *(self._state(), _words(error), self._advice()),
         )
 
     def _state(self) -> str:
@@ -208,11 +206,10 @@ class Pinning:
     def _degrade(self, error: Exception) -> None:
         """All pages are usable, and every copy is the driver's to stage."""
         self._publish(self._pages.local.stop, 1 << 62)
-        warnings.warn(
-            f"{self._refusal(error)}. The pages are pageable now: the driver copies them through "
-            "memory of its own and holds up the thread that submits, and no kernel reaches them",
-            RuntimeWarning,
-            stacklevel=5,
+        log.warning(
+            "%s. The pages are pageable now: the driver copies them through memory of its own and "
+            "holds up the thread that submits, and no kernel reaches them",
+            self._refusal(error),
         )
 
 
