@@ -501,7 +501,9 @@ class OffloadHandler(NotCopyable):
         return read_metrics(self._native.fill_metrics)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
-        """Drains, and goes on with a cache that has moved. If it raises, the old cache stays.
+        """Waits for all jobs, and goes on with a cache that has moved.
+
+        If it raises, the old cache stays.
 
         Args:
             gpu: new layouts, with blocks of the same sizes.
@@ -511,15 +513,11 @@ class OffloadHandler(NotCopyable):
             RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
                 needs.
         """
-        self.drain()
+        self._native.synchronize(None, None)
         self._native.rebind(self._native.groups.moved_to(gpu))
 
-    def drain(self) -> None:
-        """Blocks the host until every job submitted so far has ended, done or not."""
-        self._native.synchronize(None, None)
-
     def close(self) -> None:
-        """Takes no more jobs, drains, frees threads, streams and events.
+        """Takes no more jobs, waits for those it has, frees threads, streams and events.
 
         poll() still reports what it has not reported yet. Idempotent; returns at once when the
         device is lost. Ctrl-C interrupts the wait: no more jobs are taken then, and another close()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import simulated_driver
 import torch
+from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
@@ -221,7 +222,7 @@ def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: D
     assert job.result is not None
     assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
     assert isinstance(job.result.error, RuntimeError)
-    handler.drain()
+    drain(handler)
     assert handler.poll() == [job.result]
     handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
     assert_stored(handler, [(1, 0)])
@@ -660,7 +661,7 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
             for call in (
                 lambda: handler.store(gpu_block_ids=[0], page_ids=[0]), lambda: handler.load(page_ids=[0], gpu_block_ids=[0]), handler.poll,
                 handler.synchronize, lambda: handler.synchronize(job), lambda: handler.cancel(job),
-                handler.drain, handler.metrics, lambda: handler.rebind(handler.layouts[0]),
+                handler.metrics, lambda: handler.rebind(handler.layouts[0]),
                 handler.close, handler.pools[0].close, job.query, job.wait,
                 lambda: job.wait(layer_group=0), lambda: job.result,
             ):

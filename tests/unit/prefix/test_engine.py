@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
@@ -186,7 +187,7 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
             for job in engine.evict(ids):
                 job.wait()
                 rows.zero_()
-            handler.drain()
+            drain(handler)
             engine.poll()
         rows.zero_()
         assert engine.lookup(ids).ready == 64
@@ -220,16 +221,16 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
         engine = OffloadEngine(handler)
         driver.fail("cuMemcpyBatchAsync")
         engine.store(["a", "b"], [1, 3])
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a"]).found == 0
         engine.store(["a", "b"], [1, 3])
-        handler.drain()
+        drain(handler)
         engine.poll()
         assert engine.lookup(["a", "b"]).ready == 2
         driver.fail("cuMemcpyBatchAsync")
         engine.load(["a"], [5])
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a", "b"]).found == 0
         assert engine.manager.stats().free_pages == host.num_pages - 1
@@ -246,7 +247,7 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert [result.state for result in engine.poll()] == ["done"]
         assert handler.cancel(engine.load(["a", "b"], [5, 6]))
         driver.set_mode("immediate")
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["cancelled"]
         assert engine.lookup(["a", "b"]).ready == 2
         assert engine.manager.stats().idle_pages == 2
