@@ -118,7 +118,7 @@ def direction_of(channel: int) -> Direction:
     return "store" if channel == abi.STORES else "load"
 
 
-def result_of(native: abi.JobResult, tag: Any = None) -> Result:
+def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """Of a job that has ended."""
     error = None
     if native.error is not None:
@@ -204,7 +204,7 @@ class Job(NotCopyable):
     )
 
     def __init__(
-        self, handler: OffloadHandler, native: int, request: abi.Request, tag: Any
+        self, handler: OffloadHandler, native: int, request: abi.Request, tag: object
     ) -> None:
         self._native = native
         self.handler = handler
@@ -212,7 +212,7 @@ class Job(NotCopyable):
         self.direction: Direction = direction_of(request.channel)
         self.nbytes: int = request.nbytes
         self.layer_groups: int = request.layer_groups
-        self.tag = tag
+        self.tag: Any = tag
 
     def __del__(self) -> None:
         if hasattr(self, "_native"):  # else __init__ was not reached
@@ -325,7 +325,7 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self._tags: dict[int, Any] = {}  # of jobs that were not polled, by their ids
+        self._tags: dict[int, object] = {}  # of jobs that were not polled, by their ids
         self._tags_lock = threading.Lock()
         options = copy_method_options(copy_method, staging_bytes, groups.device)
         self._native = NativeHandler(groups, submit_thread, options)
@@ -350,7 +350,7 @@ class OffloadHandler(NotCopyable):
         first_block: int | Sequence[int] = 0,
         after: After = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
         (first_block + j) % k, where k is host.blocks_per_page.
@@ -397,7 +397,7 @@ class OffloadHandler(NotCopyable):
         expedited: bool = False,
         gate: Gate | None = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job:
         """store() the other way round. Whoever uses the loaded blocks waits for the job.
 
@@ -531,7 +531,7 @@ class OffloadHandler(NotCopyable):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request, tag: Any) -> Job:
+    def _submit(self, request: Request, tag: object) -> Job:
         if self._ranges.enabled:
             with self._ranges.submit(direction_of(request.native.channel)):
                 job = self._submit_tagged(request, tag)
@@ -539,7 +539,7 @@ class OffloadHandler(NotCopyable):
             return job
         return self._submit_tagged(request, tag)
 
-    def _submit_tagged(self, request: Request, tag: Any) -> Job:
+    def _submit_tagged(self, request: Request, tag: object) -> Job:
         if tag is None:
             return Job(self, self._native.submit(request), request.native, tag)
         with self._tags_lock:  # poll() may see the job before this thread goes on
@@ -576,5 +576,5 @@ def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     return jobs if isinstance(jobs, Iterable) else [jobs]
 
 
-def _tagged(result: Result, tag: Any) -> Result:
+def _tagged(result: Result, tag: object) -> Result:
     return result if tag is None else replace(result, tag=tag)
