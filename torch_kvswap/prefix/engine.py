@@ -179,6 +179,7 @@ class OffloadEngine(NotCopyable):
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
+        # By job id: the tag of a job is the caller's.
         self._jobs: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # by an evict() that raised: the next one returns them
 
