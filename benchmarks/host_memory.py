@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.host_pool.memory import Mapping, map_pool
+from torch_kvswap.host_pool.memory import Mapping, map_new
 
 PAGE = 2 << 20
 TORCH = "torch"  # what the others are compared with
@@ -67,9 +67,9 @@ def _parser() -> ArgumentParser:
 def pinned_ways(device: torch.device) -> dict[str, Way]:
     layout = PagedLayout([torch.zeros(1, PAGE, dtype=torch.uint8, device=device)])
 
-    def way(**options: Any) -> Way:
+    def way(create: Callable[..., HostPool] = HostPool, **options: Any) -> Way:
         def make(nbytes: int) -> Memory:
-            pool = HostPool(layout, nbytes // PAGE, pinned=True, **options)
+            pool = create(layout, nbytes // PAGE, pinned=True, **options)
             return pool.pages.view(-1), pool
 
         return make
@@ -79,14 +79,14 @@ def pinned_ways(device: torch.device) -> dict[str, Way]:
         "HostPool": way(),
         "first chunk, background": way(pin_in_background=True),
         "small pages": way(huge_pages=False),
-        "shared": way(world=2, replicated=True),
+        "shared": way(HostPool.create_shared, world=2, replicated=True),
     }
 
 
 def touched_ways() -> dict[str, Way]:
     def way(shared: bool = False, huge_pages: bool | None = None) -> Way:
         def make(nbytes: int) -> Memory:
-            mapping = map_pool(nbytes, shared, huge_pages, None)
+            mapping = map_new(nbytes, huge_pages, shared=shared)
             mapping.touch(0, nbytes)
             return mapping.tensor, mapping
 

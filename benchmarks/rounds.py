@@ -131,7 +131,7 @@ def run_few(handler: Any, jobs: Sequence[Job], scenario: Scenario) -> Few | None
             ended = _poll(handler, poll[number])
             held = held and not ended and not hold.is_over
             hold.wait()
-            handler.drain()
+            handler.synchronize()
             handler.poll()
     return Few(Spread.of(submit.ravel()), Spread.of(poll.ravel())) if held else None
 
@@ -168,7 +168,7 @@ def run_round(
         if hold:
             hold.wait()
         released = time.perf_counter() if hold else start
-        handler.drain()
+        handler.synchronize()
         ended = time.perf_counter()
         collect_us, not_done = _collect(handler, len(jobs), results)
         after, kept = _Counts.of(handler), None

@@ -158,7 +158,7 @@ def link_us(
             job.wait()
 
     ours = device_us(stream, give)
-    handler.drain()
+    handler.synchronize()
     group.end()
     nbytes = count * blocks.layout.block_bytes
     beside = device_us(stream, lambda: big.give(directions, nbytes))

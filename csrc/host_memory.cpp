@@ -1,5 +1,6 @@
 #include "host_memory.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -118,6 +119,7 @@ void touch_host(void* address, uint64_t bytes, const Touch& how) {
   try {
     for (int64_t i = 0; i < std::min<int64_t>(how.threads, stripes); ++i) {
       threads.emplace_back([&] {
+        pthread_setname_np(pthread_self(), "kvswap-touch");
         run_on(how);
         work();
       });

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MAX, read_int
+from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.metrics import COPY_METHODS
 
 DIRECTIONS = ("store", "load")
@@ -24,7 +24,6 @@ SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 GENERIC = "NVIDIA H200"  # of the shipped figures, for a GPU that has none
 _SMALLEST = 512  # bytes of a fragment: the first entry of the native table
 _MOST_MICROSECONDS = 1e12
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,16 @@ Costs = dict[str, dict[str, CopyMethodCosts]]  # by direction, then by copy meth
 
 @dataclass(frozen=True)
 class Figures:
-    """The costs of all copy methods that were measured, and where they are from, for people."""
+    """The costs of all copy methods that were measured.
+
+    Attributes:
+        source (str): where they are from, for people.
+        is_generic (bool): they are of another GPU.
+    """
 
     costs: Costs
     source: str
+    is_generic: bool = False
 
 
 def read_figures(gpu: str) -> Figures:
@@ -126,14 +131,14 @@ def read_figures(gpu: str) -> Figures:
     except (FileNotFoundError, NotADirectoryError):
         pass  # nothing was measured here
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _log.warning(
+        log.warning(
             "shipped costs of the copy methods are used, the cache cannot be read: %s", error
         )
     else:
         return Figures(_read(cached, content), str(cached))
     shipped = json.loads(SHIPPED.read_text())
     name = gpu if gpu in shipped else GENERIC
-    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}")
+    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}", name != gpu)
 
 
 def write_figures(gpu: str, costs: Costs) -> Path:
@@ -232,4 +237,12 @@ def copy_method_options(
 
 
 def figures_of(device: torch.device) -> Figures:
-    return read_figures(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "")
+    """The costs for the GPU of a cache; warns once where they are those of another GPU."""
+    gpu = torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+    figures = read_figures(gpu)
+    if figures.is_generic and gpu:
+        warn_once(
+            f"the copy method is chosen by figures of an {GENERIC}: there are none of this "
+            f"{gpu}; `python -m torch_kvswap calibrate` measures it"
+        )
+    return figures

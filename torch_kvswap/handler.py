@@ -118,7 +118,7 @@ def direction_of(channel: int) -> Direction:
     return "store" if channel == abi.STORES else "load"
 
 
-def result_of(native: abi.JobResult, tag: Any = None) -> Result:
+def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """Of a job that has ended."""
     error = None
     if native.error is not None:
@@ -204,7 +204,7 @@ class Job(NotCopyable):
     )
 
     def __init__(
-        self, handler: OffloadHandler, native: int, request: abi.Request, tag: Any
+        self, handler: OffloadHandler, native: int, request: abi.Request, tag: object
     ) -> None:
         self._native = native
         self.handler = handler
@@ -212,7 +212,7 @@ class Job(NotCopyable):
         self.direction: Direction = direction_of(request.channel)
         self.nbytes: int = request.nbytes
         self.layer_groups: int = request.layer_groups
-        self.tag = tag
+        self.tag: Any = tag
 
     def __del__(self) -> None:
         if hasattr(self, "_native"):  # else __init__ was not reached
@@ -325,7 +325,7 @@ class OffloadHandler(NotCopyable):
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self._tags: dict[int, Any] = {}  # of jobs that were not polled, by their ids
+        self._tags: dict[int, object] = {}  # of jobs that were not polled, by their ids
         self._tags_lock = threading.Lock()
         options = copy_method_options(copy_method, staging_bytes, groups.device)
         self._native = NativeHandler(groups, submit_thread, options)
@@ -350,7 +350,7 @@ class OffloadHandler(NotCopyable):
         first_block: int | Sequence[int] = 0,
         after: After = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job:
         """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
         (first_block + j) % k, where k is host.blocks_per_page.
@@ -397,7 +397,7 @@ class OffloadHandler(NotCopyable):
         expedited: bool = False,
         gate: Gate | None = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job:
         """store() the other way round. Whoever uses the loaded blocks waits for the job.
 
@@ -501,7 +501,9 @@ class OffloadHandler(NotCopyable):
         return read_metrics(self._native.fill_metrics)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
-        """Drains, and goes on with a cache that has moved. If it raises, the old cache stays.
+        """Waits for all jobs, and goes on with a cache that has moved.
+
+        If it raises, the old cache stays.
 
         Args:
             gpu: new layouts, with blocks of the same sizes.
@@ -511,15 +513,11 @@ class OffloadHandler(NotCopyable):
             RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
                 needs.
         """
-        self.drain()
+        self._native.synchronize(None, None)
         self._native.rebind(self._native.groups.moved_to(gpu))
 
-    def drain(self) -> None:
-        """Blocks the host until every job submitted so far has ended, done or not."""
-        self._native.synchronize(None, None)
-
     def close(self) -> None:
-        """Takes no more jobs, drains, frees threads, streams and events.
+        """Takes no more jobs, waits for those it has, frees threads, streams and events.
 
         poll() still reports what it has not reported yet. Idempotent; returns at once when the
         device is lost. Ctrl-C interrupts the wait: no more jobs are taken then, and another close()
@@ -533,7 +531,7 @@ class OffloadHandler(NotCopyable):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request, tag: Any) -> Job:
+    def _submit(self, request: Request, tag: object) -> Job:
         if not self._ranges.enabled:
             return self._submit_tagged(request, tag)
         with self._ranges.submit(direction_of(request.native.channel)):
@@ -541,7 +539,7 @@ class OffloadHandler(NotCopyable):
             self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
 
-    def _submit_tagged(self, request: Request, tag: Any) -> Job:
+    def _submit_tagged(self, request: Request, tag: object) -> Job:
         if tag is None:
             return Job(self, self._native.submit(request), request.native, tag)
         with self._tags_lock:  # poll() may see the job before this thread goes on
@@ -578,5 +576,5 @@ def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     return jobs if isinstance(jobs, Iterable) else [jobs]
 
 
-def _tagged(result: Result, tag: Any) -> Result:
+def _tagged(result: Result, tag: object) -> Result:
     return result if tag is None else replace(result, tag=tag)

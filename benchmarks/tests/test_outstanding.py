@@ -26,7 +26,7 @@ COUNT = 1100
 
 
 class FakeHandler:
-    """Moves nothing before it is drained."""
+    """Moves nothing before it is waited for."""
 
     def __init__(self, blocks: NumberedBlocks) -> None:
         self.blocks = blocks
@@ -49,7 +49,7 @@ class FakeHandler:
         ended, self.ended = self.ended, []
         return ended
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         for number, (direction, block, page) in enumerate(self.pending):
             self.done += 1
             if not self.spoil(number):
@@ -158,13 +158,13 @@ def test_a_job_that_is_not_reported_is_seen(blocks: NumberedBlocks) -> None:
 
 def test_a_job_that_is_reported_twice_is_seen(blocks: NumberedBlocks) -> None:
     handler = FakeHandler(blocks)
-    drain = handler.drain
+    synchronize = handler.synchronize
 
-    def drain_twice() -> None:
-        drain()
+    def report_twice() -> None:
+        synchronize()
         handler.ended.append(handler.ended[0])
 
-    handler.drain = drain_twice  # type: ignore[method-assign]
+    handler.synchronize = report_twice  # type: ignore[method-assign]
     assert [run.round.not_done for run in runs_of(handler, Scenario("free"), "load")] == [1, 1]
 
 

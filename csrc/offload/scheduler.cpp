@@ -1,5 +1,6 @@
 #include "offload/scheduler.h"
 
+#include <pthread.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -13,6 +14,9 @@
 
 namespace kvswap {
 namespace {
+
+// Of the workers, as ps and profilers show them: 15 characters at most.
+constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", "kvswap-expedite"};
 
 // What the thread that submits a job submits itself; of a larger job it submits the beginning. To
 // wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
@@ -148,7 +152,10 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
 bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
   if (queue.worker.joinable()) return true;
   try {
-    queue.worker = std::thread([this, &queue] { run_worker(queue); });
+    queue.worker = std::thread([this, &queue, name = kThreadNames[job.channel]] {
+      pthread_setname_np(pthread_self(), name);
+      run_worker(queue);
+    });
   } catch (const std::exception& error) {
     const Reason why(error);
     const auto text = [&] { return std::string("no thread can be started: ") + why.c_str(); };

@@ -10,7 +10,7 @@ import pytest
 import torch
 from continuous_batching import first_parts_of
 
-from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import Options, Swap
 from torch_kvswap.layout import PagedLayout
@@ -170,7 +170,10 @@ def test_a_batch_is_looked_at_only_while_something_may_be_copied():
 
 def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied():
     _, swap = make()
-    with mock.patch.object(OffloadHandler, "poll", return_value=[]) as finished:
+    with (
+        mock.patch.object(OffloadHandler, "poll", return_value=[]) as finished,
+        mock.patch.object(Job, "result", None),  # nothing has ended
+    ):
         swap.store([ids(1, 2)])
         swap.store([ids(3)])
         finished.reset_mock()

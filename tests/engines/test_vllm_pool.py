@@ -99,7 +99,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(vllm_pool.PoolHandle, "receive", comes)
-    monkeypatch.setattr(vllm_pool, "HostPool", fails)
+    monkeypatch.setattr(vllm_pool.HostPool, "create_shared", fails)
     with ThreadPoolExecutor(2) as threads:
         others = threads.submit(make, 1, 2, engine)
         first = threads.submit(make, 0, 2, engine)

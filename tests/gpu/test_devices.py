@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, only
 from patience import PATIENCE
 from processes import run_script
@@ -93,7 +94,7 @@ def test_the_current_device_stays_so_after_every_call(gpu: GpuCache, current: in
             lambda: gpu.handler.cancel(gpu.handler.store(gpu_block_ids=[1], page_ids=[0])),
             gpu.handler.poll,
             gpu.handler.metrics,
-            gpu.handler.drain,
+            lambda: drain(gpu.handler),
             lambda: gpu.handler.gate().wait(0),
             lambda: gpu.handler.rebind(gpu.layout),
             gpu.another_handler().close,

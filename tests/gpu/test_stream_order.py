@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from drained import drain
 from gpu_cache import NEW, OLD, ROW, GpuCache, only
 from processes import run_script
 
@@ -422,7 +423,7 @@ def test_the_callers_stream_and_device_stay_current(gpu: GpuCache) -> None:
                     gpu.handler.load(page_ids=[1], gpu_block_ids=[1], expedited=True)
                 ),
                 gpu.handler.poll,
-                gpu.handler.drain,
+                lambda: drain(gpu.handler),
                 lambda: gpu.handler.rebind(gpu.layout),
             ):
                 call()
@@ -487,7 +488,8 @@ def test_a_process_that_exits_waits_for_the_jobs_in_flight(copies: str) -> None:
 
 def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
     script = """
-        import os, warnings, torch
+        import os, torch
+        from drained import drain
         from gpu_cache import GpuCache
         gpu = GpuCache()
         numbers, good, bad = (torch.tensor([n], device="cuda:0") for n in (5, 0, 99))
@@ -502,7 +504,7 @@ def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
             load(page_ids=[2], gpu_block_ids=[3], expedited=True),
         ]
         jobs += [store(gpu_block_ids=[0], page_ids=[3]) for _ in range(100)]  # some of them in the software queue
-        gpu.handler.drain()
+        drain(gpu.handler)
         results = gpu.handler.poll()
         print(sorted(r.job_id for r in results) == [job.id for job in jobs])
         print({r.state for r in results}, all(job.query() for job in jobs))
@@ -510,10 +512,8 @@ def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
             gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
         except RuntimeError as error:
             print("lost" in str(error))
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            gpu.handler.close()
-            gpu.host.close()
+        gpu.handler.close()
+        gpu.host.close()
         print("closed")  # which waits for nothing that the device would have to do
         sys.stdout.flush()
         os._exit(0)  # how torch itself ends on a lost device is not ours to test
@@ -523,8 +523,7 @@ def test_a_lost_device_fails_all_jobs_and_closing_takes_no_time() -> None:
 
 def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
     script = """
-        import os, warnings
-        warnings.simplefilter("ignore")
+        import os
         from gpu_cache import GpuCache
         gpu = GpuCache()
         job = gpu.handler.store(gpu_block_ids=[1], page_ids=[0])
@@ -532,7 +531,7 @@ def test_a_forked_child_is_told_so_before_it_touches_cuda() -> None:
         child = os.fork()
         if child == 0:
             for call in (
-                gpu.handler.poll, gpu.handler.close, gpu.host.close, gpu.handler.drain,
+                gpu.handler.poll, gpu.handler.close, gpu.host.close, gpu.handler.synchronize,
                 lambda: gpu.handler.store(gpu_block_ids=[1], page_ids=[0]), lambda: gpu.handler.cancel(job),
                 gpu.handler.gate, gpu.handler.metrics,
             ):

@@ -14,12 +14,14 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
 from patience import in_time
 from simulated_cache import needs_kernels, rest, threads
-from simulated_driver import DEVICE, Driver, on_device, run, stubbed, without_cuda
+from simulated_driver import DEVICE, Driver, on_device, place, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native import loader
+from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import CHOICES, copy_method_options
 from torch_kvswap.handler import Result
 from torch_kvswap.metrics import COPY_METHODS
@@ -313,18 +315,30 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of slabs
     with (
         figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
-        pytest.warns(RuntimeWarning, match="kernels would make some") as warned,
+        logged() as messages,
     ):
         taken = paths_taken(driver, layers=4, counts=(1,))
     assert taken == "1: strided strided strided strided"
-    (warning,) = warned
+    (message,) = messages
     if loader.library().kvswap_kernel_version():
         assert_expected_inline(
-            str(warning.message),
+            message,
             """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/copy_methods.md)""",
         )
     else:
-        assert "built without nvcc" in str(warning.message)
+        assert "built without nvcc" in message
+
+
+@stubbed
+def test_a_driver_without_batched_copies_is_named_in_the_log_once(driver: Driver) -> None:
+    layout = place(driver, PagedLayout([torch.zeros(4, 64, dtype=torch.uint8)]))
+    warn_once.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, logged() as messages, HostPool(layout, 2) as host:
+        patch.setattr(loader.library(), "kvswap_driver_has_batch", lambda: False)
+        for _ in range(2):
+            OffloadHandler(layout, host).close()
+    (message,) = messages
+    assert message.startswith("the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync:")
 
 
 def make_what_kernels_need(driver: Driver) -> None:

@@ -115,7 +115,7 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        sim.handler.drain()
+        sim.handler.synchronize()
         assert len(ended) == 60
         assert torch.equal(sim.host.pages[:, 0], sim.tensors[0])
         driver.set_mode("manual")

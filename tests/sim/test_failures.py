@@ -293,7 +293,6 @@ def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: D
 FINDERS: dict[str, Callable[[SimulatedCache, Job], object]] = {
     "poll": lambda sim, job: sim.handler.poll(),
     "wait": lambda sim, job: sim.handler.synchronize(),
-    "drain": lambda sim, job: sim.handler.drain(),
     "done": lambda sim, job: job.query(),
     "wait on a stream": lambda sim, job: job.wait(),
     "cancel": lambda sim, job: sim.handler.cancel(job),

@@ -255,8 +255,7 @@ class Server:
                 self.wait(job)
             self.poll()
         assert self.jobs == {}
-        stats: Any = self.engine.manager.stats()
-        stats = stats[0] if self.is_list else stats
+        stats = self.engine.manager.stats()
         assert stats.free_pages + stats.idle_pages == self.pool.num_pages
         assert stats.evicted <= stats.stored
         self.counts["evicted"] += stats.evicted

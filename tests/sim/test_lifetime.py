@@ -9,7 +9,6 @@ import gc
 import pickle
 import signal
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from error_text import error_text
 from gpu_cache import Hold
+from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, stubbed
@@ -155,7 +155,7 @@ def test_what_owns_native_memory_is_not_copied(
     owner: str, duplicate: Callable[[Any], object]
 ) -> None:
     layout = make_layout()
-    handler = OffloadHandler(layout, HostPool(layout, 8, world=2))
+    handler = OffloadHandler(layout, HostPool.create_shared(layout, 8, world=2))
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         duplicate(OWNERS[owner](handler))
     handler.synchronize()
@@ -176,44 +176,14 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
     assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
 
 
-# Warnings that are errors
-
-
 @stubbed
-def test_a_handler_whose_warning_is_an_error_is_gone(driver: Driver) -> None:
-    from torch_kvswap._native import handler as native_handler
-
-    layout = place(driver, make_layout())
-    with HostPool(layout, 8) as pool:
-        streams, destroyed = driver.live("streams"), []
-        destroy = native_handler._native.kvswap_handler_destroy
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            patch.setattr(
-                native_handler._native, "kvswap_handler_missing_methods", lambda _: b"no kernels"
-            )
-            patch.setattr(
-                native_handler._native,
-                "kvswap_handler_destroy",
-                lambda pointer: (destroyed.append(pointer), destroy(pointer)),
-            )
-            warnings.simplefilter("error")
-            with pytest.raises(RuntimeWarning, match="no kernels") as raised:
-                OffloadHandler(layout, pool)
-            # At once, although the traceback refers to the handler.
-            assert len(destroyed) == 1
-            assert driver.live("streams") == streams
-            del raised
-
-
-@stubbed
-def test_every_piece_is_unpinned_when_the_warning_about_one_is_an_error(driver: Driver) -> None:
+def test_every_piece_is_unpinned_when_one_is_refused(driver: Driver) -> None:
     layout = place(driver, make_layout(row_bytes=4096))
     pool = HostPool(layout, 8, chunk_bytes=2 * 4096)
     driver.fail("cuMemHostUnregister", code=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="did not unpin 8192 bytes"):
-            pool.close()
+    with logged() as messages:
+        pool.close()
+    assert "did not unpin 8192 bytes" in messages[0]
     assert driver.calls("cuMemHostUnregister") == 4
 
 
@@ -252,9 +222,10 @@ class FailingServer(Server):
 
 @stubbed
 def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) -> None:
-    with pytest.warns(RuntimeWarning, match="from the callback"):  # noqa: PT031
+    with logged() as messages:
         server = FailingServer(driver)
         join(server.pool)
+    assert "from the callback" in messages[0]
     gone = weakref.ref(server)
     del server
     gc.collect()
@@ -274,7 +245,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
             raise error("from the callback")
 
     said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:  # noqa: PT031
+    with pytest.MonkeyPatch.context() as patch, logged() as messages:
         patch.setattr(system, "memlock_limit", lambda: None)
         pool = pin_in_background(driver, progress, 128)
         waiter = threading.Thread(
@@ -283,12 +254,12 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
         waiter.start()
         turn.release()
         waiter.join(PATIENCE)
-        assert in_time(lambda: len(warned) == 1)
+        assert in_time(lambda: len(messages) == 1)
     why = f"{error.__name__}('from the callback')"
     assert " ".join(said[0].split()) == (
         f"RuntimeError: 64 of 128 host pages are pinned, and no more will be: {why}"
     )
-    assert str(warned[0].message) == (
+    assert messages[0] == (
         f"64 of 128 host pages are pinned, and the others cannot be used: {why}; ask for fewer "
         "pages"
     )

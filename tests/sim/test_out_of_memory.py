@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from drained import drain
 from patience import PATIENCE, in_time
 from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
@@ -269,7 +270,7 @@ def move_the_cache(attempt: Attempt) -> None:
     attempt.poll()
     attempt.jobs.clear()  # of the cache as it was
     attempt.reported.clear()
-    sim.handler.drain()
+    drain(sim.handler)
     attempt.reported += [result.job_id for result in sim.handler.poll()]
     attempt.reported.clear()
     new = [tensor.clone() for tensor in sim.tensors]

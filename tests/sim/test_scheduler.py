@@ -24,6 +24,7 @@ from simulated_cache import (
     rest,
     run_until,
     states,
+    thread_names,
     threads,
 )
 from simulated_driver import DEVICE, Driver, stubbed
@@ -46,6 +47,17 @@ def queue_up(sim: SimulatedCache, kind: str) -> tuple[int, list[Job]]:
 
 
 # The queue
+
+
+@stubbed
+def test_the_thread_of_each_channel_has_its_name(driver: Driver) -> None:
+    names = {"store": "kvswap-store", "load": "kvswap-load", "expedited": "kvswap-expedite"}
+    with SimulatedCache(driver, submit_thread=True) as sim:
+        for kind, name in names.items():
+            assert name not in thread_names()
+            sim.submit(kind, [1], [1])
+            assert in_time(lambda name=name: name in thread_names())
+        sim.finish()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from drained import drain
 from expecttest import assert_expected_inline
 from simulated_cache import CURRENT, needs_kernels, run_until
 from simulated_driver import Driver, on_device, stubbed
@@ -101,7 +102,7 @@ def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode:
             handler.load(page_ids=blocks, gpu_block_ids=blocks, after=())
         if mode == "manual":
             run_until(driver, lambda: handler.metrics().loads.done == 30)
-        handler.drain()
+        drain(handler)
         assert torch.equal(whole, before)
         assert torch.equal(pool.pages[:, 0], torch.stack(expected))
         driver.set_mode("immediate")
@@ -283,9 +284,9 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
         failed = job.result is not None and not job.result.ok
         assert failed == (driver.calls(call) - calls >= nth)
         while driver.calls(call) - calls < nth:  # the fault is still to come
-            handler.drain()
+            drain(handler)
             handler.store(gpu_block_ids=[0], page_ids=[0])
-        handler.drain()
+        drain(handler)
         handler.poll()
         whole.copy_(torch.stack(before))
         expect(handler, before, ids, [0, 1, 2, 3, 4])
@@ -366,7 +367,7 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
         while driver.run(base + 103):  # the copies are as early as they may be
             pass
         driver.run()
-        handler.drain()
+        drain(handler)
         slots = pool.pages[:, 0].view(64, tensors, -1)
         for number, tensor in enumerate(layout.tensors):
             assert torch.equal(tensor[:first], slots[:first, number])

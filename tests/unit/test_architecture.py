@@ -1,6 +1,7 @@
 """Checks of the source: imports go downward, and some folders do without torch."""
 
 import ast
+import inspect
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import torch_kvswap as kvs
 from torch_kvswap._native import abi
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,35 @@ def test_the_block_manager_can_be_used_without_the_handler():
 @pytest.mark.parametrize("module", ["layout", "groups", "metrics", "prefix.hashing"])
 def test_what_says_what_is_to_be_copied_knows_no_cuda(module):
     assert not [name for name in attributes(module) if name.startswith("torch.cuda")]
+
+
+def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
+    """Of an exported function, or of the public methods and fields of an exported class."""
+    if not isinstance(thing, type):
+        if inspect.isfunction(inspect.unwrap(thing)):
+            yield thing.__name__, inspect.signature(thing)
+        return
+    own = [cls for cls in thing.__mro__ if cls.__module__.partition(".")[0] == "torch_kvswap"]
+    for name, member in (item for cls in own for item in vars(cls).items()):
+        if name.startswith("_") and name != "__init__":
+            continue
+        function = member.fget if isinstance(member, property) else getattr(thing, name)
+        if inspect.isroutine(function):
+            yield f"{thing.__name__}.{name}", inspect.signature(function)
+
+
+# The caller's own object comes back, whose type the caller knows.
+CALLERS_OWN = {"Result.__init__": "tag"}
+
+
+@pytest.mark.parametrize("exported", [name for name in kvs.__all__ if name != "__version__"])
+def test_public_signatures_say_their_types_and_options(exported):
+    for name, signature in public_signatures(getattr(kvs, exported)):
+        parameters = signature.parameters.values()
+        assert not [p for p in parameters if p.kind is p.VAR_KEYWORD], name
+        said = [str(p.annotation) for p in parameters if p.name != CALLERS_OWN.get(name)]
+        unclear = [text for text in [*said, str(signature.return_annotation)] if "Any" in text]
+        assert not unclear, f"{name}: {unclear}"
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))

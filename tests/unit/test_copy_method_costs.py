@@ -13,12 +13,14 @@ import torch
 from expecttest import assert_expected_inline
 
 from torch_kvswap import copy_method
+from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import (
     DIRECTIONS,
     SHIPPED,
     CopyMethodCosts,
     cache_file,
     copy_method_options,
+    figures_of,
     read_figures,
     write_figures,
 )
@@ -68,6 +70,24 @@ def test_a_gpu_that_is_not_known_has_the_generic_figures() -> None:
     assert figures.source == "copy_method_costs.json, NVIDIA H200"
     for direction in DIRECTIONS:
         assert {"strided", "batch"} <= set(figures.costs[direction])
+
+
+def test_figures_of_another_gpu_are_named_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
+    for _ in range(2):
+        assert figures_of(torch.device("cuda:0")).is_generic
+    assert caplog.messages == [
+        "the copy method is chosen by figures of an NVIDIA H200: there are none of this Imaginary "
+        "9000; `python -m torch_kvswap calibrate` measures it"
+    ]
+    caplog.clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert not figures_of(torch.device("cuda:0")).is_generic
+    assert not caplog.messages
 
 
 def test_every_shipped_table_can_be_read() -> None:

@@ -6,14 +6,18 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simulated_driver
 import torch
+from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
 from processes import run_script
@@ -220,7 +224,7 @@ def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: D
     assert job.result is not None
     assert (job.result.state, job.result.ok, job.result.nbytes) == ("failed", False, 12)
     assert isinstance(job.result.error, RuntimeError)
-    handler.drain()
+    drain(handler)
     assert handler.poll() == [job.result]
     handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[0]))
     assert_stored(handler, [(1, 0)])
@@ -647,10 +651,48 @@ def test_a_thread_that_polls_gets_every_tag_of_another_one() -> None:
     assert handler._tags == {}
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_poll_within_a_submission_gets_the_tag(
+    monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """The other thread has taken the job from the native side before store() has it. The control,
+    without the lock, loses the tag."""
+    handler, polled, has_taken = make_handler(), [], threading.Event()
+    native = handler._native
+    submit, take = native.submit, native.poll
+
+    def poll() -> None:
+        polled.extend(handler.poll())
+
+    def note(read: Callable[[Any], Any]) -> list[Any]:
+        results = take(read)
+        has_taken.set()
+        return results
+
+    thread = threading.Thread(target=poll)
+
+    def submit_and_let_poll(request: Any) -> int:
+        job = submit(request)
+        thread.start()
+        if locked:
+            assert has_taken.wait(PATIENCE)
+        else:
+            thread.join(PATIENCE)
+        return job
+
+    monkeypatch.setattr(native, "submit", submit_and_let_poll)
+    monkeypatch.setattr(native, "poll", note)
+    if not locked:
+        monkeypatch.setattr(handler, "_tags_lock", nullcontext())
+    handler.store(gpu_block_ids=[1], page_ids=[0], tag="mine")
+    thread.join(PATIENCE)
+    assert [result.tag for result in polled] == ["mine" if locked else None]
+    assert len(handler._tags) == (0 if locked else 1)
+
+
 def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
     script = """
-        import os, warnings
-        warnings.simplefilter("ignore")
+        import os
         sys.stderr = sys.stdout  # of which nothing is expected
         from test_handler import make_handler
         handler = make_handler()
@@ -660,7 +702,7 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
             for call in (
                 lambda: handler.store(gpu_block_ids=[0], page_ids=[0]), lambda: handler.load(page_ids=[0], gpu_block_ids=[0]), handler.poll,
                 handler.synchronize, lambda: handler.synchronize(job), lambda: handler.cancel(job),
-                handler.drain, handler.metrics, lambda: handler.rebind(handler.layouts[0]),
+                handler.metrics, lambda: handler.rebind(handler.layouts[0]),
                 handler.close, handler.pools[0].close, job.query, job.wait,
                 lambda: job.wait(layer_group=0), lambda: job.result,
             ):
@@ -710,8 +752,9 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
 
     handler._native.close = cannot  # type: ignore[method-assign]
     monkeypatch.setattr(native_handler, "_kept", [])
-    with pytest.warns(RuntimeWarning, match="cannot wait for its jobs: no thread can be joined"):
+    with logged() as messages:
         del handler
+    assert "cannot wait for its jobs: no thread can be joined" in messages[0]
     assert handler_of_nobody() is None
     assert kept() is not None
     close()

@@ -61,10 +61,27 @@ def is_refused(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes", "rank", "world"])
+@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes"])
 def test_an_integer_of_a_pool(name: str, value: Any, error: type[Exception]) -> None:
     given = {"num_pages": 4, name: value}
     is_refused(name, error, lambda **options: HostPool(make_layout(), **options), **given)
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+@pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes", "rank", "world"])
+def test_an_integer_of_a_shared_pool(name: str, value: Any, error: type[Exception]) -> None:
+    given = {"num_pages": 4, "world": 2, name: value}
+    create = HostPool.create_shared
+    is_refused(name, error, lambda **options: create(make_layout(), **options), **given)
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+@pytest.mark.parametrize("name", ["chunk_bytes", "rank"])
+def test_an_integer_of_an_attached_pool(name: str, value: Any, error: type[Exception]) -> None:
+    handle = HostPool.create_shared(make_layout(), 4, world=2).share()
+    given = {"rank": 1, name: value}
+    attach = HostPool.attach
+    is_refused(name, error, lambda **options: attach(make_layout(), handle, **options), **given)
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
@@ -258,31 +275,10 @@ def test_a_pool_of_something_else() -> None:
             HostPool(wrong, 4)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"PagedLayout"):
             HostPool(layout, 4).view_for(wrong)  # type: ignore[arg-type]
-    for make in (
-        lambda: HostPool(layout, 4, handle="x"),  # type: ignore[arg-type]
-        lambda: HostPool.attach(layout, "x", 0, 2),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
-            make()
+    with pytest.raises(TypeError, match=r"^handle is a str; it must be the PoolHandle"):
+        HostPool.attach(layout, "x", rank=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^on_progress is a str; it must be callable"):
         HostPool(layout, 4, on_progress="x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"num_pages": 5}, "has 5 pages|num_pages=5"),
-        ({"blocks_per_page": 2, "num_pages": 2}, "pages of"),
-        ({"replicated": True}, "replicated=True"),
-        ({"world": 3}, "world=3"),
-    ],
-)
-def test_a_handle_of_other_pages(wrong: dict[str, Any], said: str) -> None:
-    layout = make_layout()
-    with HostPool(layout, 4, world=2) as pool:
-        options = {"num_pages": 4, "rank": 1, "world": 2, **wrong}
-        with pytest.raises(ValueError, match=said):
-            HostPool(layout, handle=pool.share(), **options)
 
 
 @pytest.mark.parametrize("name", ["fd", "num_pages", "blocks_per_page", "page_bytes", "world"])
@@ -290,7 +286,7 @@ def test_a_handle_of_other_pages(wrong: dict[str, Any], said: str) -> None:
 def test_a_number_of_a_handle(name: str, value: Any, error: type[Exception]) -> None:
     numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1, "world": 1}
     given = {**numbers, name: value}
-    is_refused(name, error, lambda: PoolHandle(**given, replicated=False))
+    is_refused(name, error, lambda: PoolHandle(**given, replicated=False, huge_pages=True))
 
 
 def test_a_layout_of_what_has_no_blocks() -> None:

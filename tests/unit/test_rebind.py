@@ -111,7 +111,7 @@ def test_a_closed_handler_cannot_be_rebound() -> None:
 
 
 @stubbed
-def test_a_job_of_another_thread_that_came_after_the_drain_keeps_the_cache(driver: Driver) -> None:
+def test_a_job_of_another_thread_that_came_after_the_wait_keeps_the_cache(driver: Driver) -> None:
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
     old, new = torch.full((6, 40), 1, dtype=torch.uint8), torch.full((6, 40), 2, dtype=torch.uint8)
@@ -119,12 +119,12 @@ def test_a_job_of_another_thread_that_came_after_the_drain_keeps_the_cache(drive
     with OffloadHandler(layout, HostPool(layout, num_pages=4)) as handler:
         moved = handler._native.groups.moved_to(on_device(driver, new.view(1, 6, 40)))
         hold = driver.hold(CURRENT)
-        handler.store(gpu_block_ids=[0], page_ids=[0])  # after rebind() has drained
+        handler.store(gpu_block_ids=[0], page_ids=[0])  # after rebind() has waited
         with pytest.raises(RuntimeError, match="another thread has submitted a job"):
             handler._native.rebind(moved)
         driver.release(hold)
         driver.set_mode("immediate")
-        handler.drain()
+        handler.synchronize()
         assert handler.pools[0].pages[0].unique().tolist() == [1]
         handler._native.rebind(moved)
 

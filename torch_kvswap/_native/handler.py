@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log, warn_once
 
 if TYPE_CHECKING:
     from torch_kvswap._native.submit import Request
@@ -42,21 +42,19 @@ class NativeHandler(NotCopyable):
             submit_thread,
             ctypes.byref(options),
         )
-        try:
-            self._warn_of_missing_kernels()
-        except BaseException:  # the caller has turned warnings into errors
-            self.close()
-            _native.kvswap_handler_destroy(self._pointer)
-            raise
+        self._warn_of_slower_copies()
 
-    def _warn_of_missing_kernels(self) -> None:
-        problem = _native.kvswap_handler_missing_methods(self._pointer).decode()
-        if problem:
-            warnings.warn(
-                f"kernels would make some transfers faster, but cannot be had: {problem}; the copy "
-                "engines do all of them (docs/copy_methods.md)",
-                RuntimeWarning,
-                stacklevel=4,
+    def _warn_of_slower_copies(self) -> None:
+        if problem := _native.kvswap_handler_missing_methods(self._pointer).decode():
+            log.warning(
+                "kernels would make some transfers faster, but cannot be had: %s; the copy engines "
+                "do all of them (docs/copy_methods.md)",
+                problem,
+            )
+        if self.device.type == "cuda" and not _native.kvswap_driver_has_batch():
+            warn_once(
+                "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
+                "scattered blocks take a call of the driver for each fragment; update the driver"
             )
 
     @property
@@ -166,11 +164,10 @@ class NativeHandler(NotCopyable):
             self.close()
         except RuntimeError as error:
             _kept.append(self)  # memory that a copy may still use
-            warnings.warn(
-                f"a handler was dropped, not closed, and cannot wait for its jobs: {error}; its "
-                "cache and host pool stay in memory",
-                RuntimeWarning,
-                stacklevel=2,
+            log.warning(
+                "a handler was dropped, not closed, and cannot wait for its jobs: %s; its cache "
+                "and host pool stay in memory",
+                error,
             )
             return
         if owner() is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import warnings
 import weakref
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.pages import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -56,6 +56,8 @@ class Mapping:
         self.address, self._last = address, address + mapped
         # Whatever its setting for shared memory, the kernel joins small pages when told to.
         self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
+        if huge_pages is None and fd is None and nbytes >= _ALIGNMENT:
+            _warn_of_small_pages()
         self._cpus: list[int] = []
 
     @property
@@ -92,17 +94,29 @@ class Mapping:
         del held
 
 
-def map_pool(
-    nbytes: int, shared: bool, huge_pages: bool | None, handle: PoolHandle | None
-) -> Mapping:
-    """The memory of a pool, new, or that behind a handle. Raises ValueError when the machine has no
-    room for it."""
-    if handle is not None:
-        return Mapping(nbytes, os.dup(handle.fd), huge_pages)
+def _warn_of_small_pages() -> None:
+    if not system.offers_huge_pages(shared=False):
+        warn_once(
+            "this kernel makes no huge pages (/sys/kernel/mm/transparent_hugepage/enabled): host "
+            "memory takes longer to pin; set it to madvise, or reserve huge pages and pass "
+            "huge_pages=True"
+        )
+
+
+def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
+    """Memory of a new pool: a file if other processes are to map it too.
+
+    Raises:
+        ValueError: the machine has no room for it.
+    """
     check_room(nbytes, reserved=huge_pages is True)
-    if not shared and huge_pages is not True:
-        return Mapping(nbytes, None, huge_pages)
-    return Mapping(nbytes, create_file(nbytes, huge_pages is True), huge_pages)
+    fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
+    return Mapping(nbytes, fd, huge_pages)
+
+
+def map_handle(handle: PoolHandle, nbytes: int) -> Mapping:
+    """The memory behind a handle. The pages are huge where those of its maker may be."""
+    return Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -168,12 +182,11 @@ class Registration:
             if not native.kvswap_host_unregister(self._device.index, address):
                 kept, reason = kept + nbytes, native.kvswap_last_error().decode()
         self._held = None
-        if kept:  # at the end: the caller may have turned warnings into errors
-            warnings.warn(
-                f"the driver did not unpin {kept} bytes of host memory: {reason}; they stay locked "
-                "until the process ends",
-                RuntimeWarning,
-                stacklevel=2,
+        if kept:
+            log.warning(
+                "the driver did not unpin %d bytes of host memory: %s; they stay locked until the "
+                "process ends",
+                *(kept, reason),
             )
 
 

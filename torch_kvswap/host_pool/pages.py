@@ -50,6 +50,7 @@ class Pages:
         self.blocks_per_page = blocks_per_page
         self.size = blocks_per_page * layout.block_bytes
         self.nbytes = nbytes
+        self.world, self.replicated = world, bool(replicated)
         part = rank * count // world, (rank + 1) * count // world
         self.local = range(count) if replicated else range(*part)
         self.local_bytes = range(self.local.start * self.size, self.local.stop * self.size)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -14,22 +14,39 @@ from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import read_int
 from torch_kvswap._native.loader import ForkGuard
-from torch_kvswap.host_pool.memory import Mapping, Registration
+from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
 from torch_kvswap.layout import PagedLayout
 
 MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one piece
 _LEAST_CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 1 << 30
 Progress = Callable[[int, int], object]
+
+
+class PinningOptions(NamedTuple):
+    """How a pool pins its pages; HostPool says what each option means.
+
+    Attributes:
+        places (bool): whether the pages are placed on a NUMA node first.
+    """
+
+    pinned: bool | None
+    in_background: bool
+    on_progress: Progress | None
+    numa_node: int | None
+    chunk_bytes: int
+    places: bool = True
 
 
 class Pinning:
     """Touches and registers the pages of a process, and publishes in `ready_range` which are ready.
 
-    start() pins; where the driver refuses, it lets all go again and raises RuntimeError if
-    `required`, else it warns, and the pages are usable as they are. In the background it returns
-    after the first chunk; pages that a thread cannot pin later on are never ready. A chunk that is
+    start() pins. Where the driver refuses, it lets all go again and raises RuntimeError if `pinned`
+    is True; else it warns, and the pages are usable as they are. In the background it returns after
+    the first chunk; pages that a thread cannot pin later on are never ready. A chunk that is
     refused is tried again in halves. close() lets all go; a forked child has none.
     """
 
@@ -52,30 +69,28 @@ class Pinning:
         self._thread: threading.Thread | None = None
         self._process = ForkGuard()
 
-    def start(
-        self, required: bool, background: bool, chunk_bytes: int, on_progress: Progress | None
-    ) -> None:
-        """on_progress: is not kept here. A finalizer keeps this object, and a callback that refers
-        to the pool would keep that for ever."""
+    def start(self, options: PinningOptions) -> None:
+        """Does not keep the options. A finalizer keeps this object, and a callback that refers to
+        the pool would keep that for ever."""
         pages, own = self._pages, self._pages.local
-        self._chunk = min(pages.chunk_of(chunk_bytes), 1 << (own.stop - 1).bit_length())
+        self._chunk = min(pages.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
         self._publish(own.start)
-        chunks = self._chunks(on_progress)
+        chunks = self._chunks(options.on_progress)
         try:
             next(chunks)
-            if not background:
+            if not options.in_background:
                 for _ in chunks:
                     pass
         except _RefusedError as error:
             self.registration.remove()
-            if required:
+            if options.pinned:
                 raise RuntimeError(self._refusal(error)) from None
             self._degrade(error)
         except BaseException:
             self.close()
             raise
         else:
-            if background:
+            if options.in_background:
                 self._continue_in_background(chunks)
 
     def wait(self, page: int, timeout: float | None) -> bool:
@@ -107,7 +122,7 @@ class Pinning:
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Stops after each chunk that has been pinned."""
         own, begin = self._pages.local, self._pages.local.start
-        with ThreadPoolExecutor(1, "torch_kvswap touching") as ahead:
+        with ThreadPoolExecutor(1, "kvswap-touch") as ahead:
             touched = ahead.submit(self._touch, begin, self._end_of(begin))
             while begin < own.stop and not self._stopping:
                 end = self._end_of(begin)
@@ -149,9 +164,8 @@ class Pinning:
             end = self._end_of(begin)
 
     def _continue_in_background(self, chunks: Iterator[None]) -> None:
-        name = "torch_kvswap pinning"
         self._thread = threading.Thread(
-            target=self._pin_rest, args=(chunks,), name=name, daemon=True
+            target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
         )
         self._thread.start()
 
@@ -170,10 +184,9 @@ class Pinning:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-        warnings.warn(
-            f"{self._state()}, and the others cannot be used: {_words(error)}; {self._advice()}",
-            RuntimeWarning,
-            stacklevel=1,
+        log.warning(
+            "%s, and the others cannot be used: %s; %s",
+            *(self._state(), _words(error), self._advice()),
         )
 
     def _state(self) -> str:
@@ -193,11 +206,10 @@ class Pinning:
     def _degrade(self, error: Exception) -> None:
         """All pages are usable, and every copy is the driver's to stage."""
         self._publish(self._pages.local.stop, 1 << 62)
-        warnings.warn(
-            f"{self._refusal(error)}. The pages are pageable now: the driver copies them through "
-            "memory of its own and holds up the thread that submits, and no kernel reaches them",
-            RuntimeWarning,
-            stacklevel=4,
+        log.warning(
+            "%s. The pages are pageable now: the driver copies them through memory of its own and "
+            "holds up the thread that submits, and no kernel reaches them",
+            self._refusal(error),
         )
 
 
@@ -209,10 +221,27 @@ def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, RuntimeError) else repr(error)
 
 
-def check_pinned(layout: PagedLayout, pinned: bool | None, chunk_bytes: object) -> int:
-    """The bytes of a chunk. Raises TypeError and ValueError for what cannot be asked for."""
+def read_pinning(
+    layout: PagedLayout,
+    pinned: bool | None,
+    in_background: bool,
+    on_progress: Progress | None,
+    numa_node: int | None,
+    chunk_bytes: int,
+) -> PinningOptions:
+    """The options of a pool, checked.
+
+    Raises:
+        TypeError: one has a wrong type.
+        ValueError: one cannot be had.
+    """
     if pinned and layout.device.type != "cuda":
         raise ValueError(
             f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
         )
-    return read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)
+    if on_progress is not None and not callable(on_progress):
+        raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
+    if numa_node is not None:
+        numa_node = read_int("numa_node", numa_node, 0, MOST_NODES - 1)
+    chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)
+    return PinningOptions(pinned, bool(in_background), on_progress, numa_node, chunk_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,15 @@ from torch import Tensor
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
 from torch_kvswap._native.loader import ForkGuard
-from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, is_pinned, map_pool
+from torch_kvswap.host_pool.memory import Mapping, is_pinned, map_handle, map_new
 from torch_kvswap.host_pool.pages import Pages
-from torch_kvswap.host_pool.pinning import Pinning, Progress, check_pinned
+from torch_kvswap.host_pool.pinning import (
+    CHUNK_BYTES,
+    Pinning,
+    PinningOptions,
+    Progress,
+    read_pinning,
+)
 from torch_kvswap.host_pool.shared import PoolHandle, check_handle
 from torch_kvswap.layout import PagedLayout
 
@@ -65,32 +71,39 @@ class _Memory:
 
 
 class HostPool(NotCopyable):
-    """Host pages, each with `blocks_per_page` blocks one after another, each block with all slabs.
+    """Host pages of one process; create_shared() and attach() make pages of several processes.
 
-    layout: the cache whose blocks come here. num_pages, blocks_per_page: at least 1. pinned: None
-    pins when the cache is on CUDA, and warns where the driver does not; True raises there; False
-    asks for pageable memory. The memory has exactly num_pages * page_bytes bytes (`nbytes`) and
-    starts as zeros; pinning commits it, pageable memory is committed as it is written.
+    A page has `blocks_per_page` blocks one after another, each with all slabs of the layout. The
+    memory has exactly num_pages * page_bytes bytes (`nbytes`) and starts as zeros. Pinning commits
+    it; pageable memory is committed as it is written.
 
-    pin_in_background: returns when the first chunk is pinned; a thread pins the others. Pages
-    become usable from the front (`num_ready_pages`, `wait_ready`); a job with another page is
-    refused with IndexError. on_progress(ready, all) is called after each chunk, by the thread that
-    pins, and is held until all is pinned; an exception of it ends the pinning, and wait_ready()
-    raises. huge_pages: None takes what the kernel makes when asked, True what the machine has
-    reserved, False none (`huge_bytes` is what was got). numa_node: None is that of the GPU.
-    chunk_bytes: what the driver registers in one piece, at most.
+    Several handlers may use one pool. A pool that is dropped or left open at exit is closed. Not
+    thread safe, except num_ready_pages and wait_ready(). A context manager. In a forked child only
+    views can be used: of a pool of one process they are zeros there.
 
-    world: processes of this machine that share the memory; one makes it, the others attach() to
-    what share() returns. Each pins the pages `local_pages`, its part by `rank`, and can use those
-    only; replicated: each pins and can use all, and the caller sees to it that nobody reads what
-    another one still writes.
+    Args:
+        layout (PagedLayout): the cache whose blocks are stored here.
+        num_pages (int): at least 1.
+        blocks_per_page (int): at least 1.
+        pinned (bool | None): None pins when the cache is on CUDA, and logs a warning where the
+            driver refuses; True raises there; False asks for pageable memory.
+        pin_in_background (bool): returns when the first chunk is pinned; a thread pins the others.
+            Pages become usable from the front (`num_ready_pages`, `wait_ready`); a job with another
+            page is refused with IndexError.
+        on_progress: on_progress(ready, all) is called after each chunk by the thread that pins. It
+            is held until all is pinned. If it raises, the pinning ends, and wait_ready() raises.
+        huge_pages (bool | None): None takes the huge pages that the kernel makes when asked, True
+            those that the machine has reserved, False none. `huge_bytes` says how much was got.
+        numa_node (int | None): where pinned pages are placed; None is the node of the GPU.
+        chunk_bytes (int): the most that the driver registers in one piece.
 
-    The attribute `layout` has the slabs of the pages: num_pages * blocks_per_page blocks. Several
-    handlers may use one pool. A pool that is dropped or left open at exit is closed. Not thread
-    safe, but for num_ready_pages and wait_ready. A context manager. In a forked child only views
-    can be used: of a pool of one process they are zeros there. Raises ValueError for a wrong size
-    and for more than the machine has room for, RuntimeError when the driver does not pin: then
-    nothing is left mapped.
+    Attributes:
+        layout: the slabs of the pages, as num_pages * blocks_per_page blocks.
+        local_pages (range): the pages that this process pins and can use.
+
+    Raises:
+        ValueError: a size is wrong, or the machine has no room for so much.
+        RuntimeError: the driver does not pin. Nothing is left mapped.
     """
 
     def __init__(
@@ -98,59 +111,139 @@ class HostPool(NotCopyable):
         layout: PagedLayout,
         num_pages: int,
         blocks_per_page: int = 1,
-        pinned: bool | None = None,
         *,
+        pinned: bool | None = None,
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
-        chunk_bytes: int = 1 << 30,
-        rank: int = 0,
-        world: int = 1,
-        replicated: bool = False,
-        handle: PoolHandle | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        pages = Pages(layout, num_pages, blocks_per_page)
+        pinning = read_pinning(
+            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+        )
+        mapping = map_new(pages.nbytes, huge_pages, shared=False)
+        self._open(layout, pages, mapping, pinning, None)
+
+    @classmethod
+    def create_shared(
+        cls,
+        layout: PagedLayout,
+        num_pages: int,
+        blocks_per_page: int = 1,
+        *,
+        world: int,
+        rank: int = 0,
+        replicated: bool = False,
+        pinned: bool | None = None,
+        pin_in_background: bool = False,
+        on_progress: Progress | None = None,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> HostPool:
+        """Makes pages that other processes of this machine attach() to.
+
+        Args:
+            layout, num_pages, blocks_per_page, pinned, pin_in_background, on_progress, huge_pages,
+                numa_node, chunk_bytes: see HostPool.
+            world (int): processes that share the pages, this one included.
+            rank (int): this process, 0 to world - 1. Each process pins and can use its part of the
+                pages only.
+            replicated (bool): each process pins and can use all pages. The caller orders them:
+                none reads what another one still writes.
+
+        Raises:
+            ValueError, RuntimeError: see HostPool.
+        """
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
-        chunk_bytes = check_pinned(layout, pinned, chunk_bytes)
-        if numa_node is not None:
-            numa_node = read_int("numa_node", numa_node, 0, MOST_NODES - 1)
-        if on_progress is not None and not callable(on_progress):
-            raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
-        if handle is not None:
-            check_handle(handle).check(pages, world, replicated)
+        pinning = read_pinning(
+            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+        )
+        sharing = pages.world, pages.replicated, huge_pages is not False
+        pool = cls.__new__(cls)
+        mapping = map_new(pages.nbytes, huge_pages, shared=True)
+        pool._open(layout, pages, mapping, pinning, sharing)
+        return pool
+
+    @classmethod
+    def attach(
+        cls,
+        layout: PagedLayout,
+        handle: PoolHandle,
+        *,
+        rank: int,
+        pinned: bool | None = None,
+        pin_in_background: bool = False,
+        on_progress: Progress | None = None,
+        numa_node: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> HostPool:
+        """Takes part in the pages that another process has made with create_shared().
+
+        Args:
+            layout (PagedLayout): of this process, with blocks of the same size.
+            handle (PoolHandle): from share() of that pool. It can be closed afterwards.
+            rank (int): this process; no other has the same.
+            pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
+            numa_node: see HostPool. The pages of a replicated pool are placed by its maker.
+
+        Raises:
+            ValueError: the handle is of pages of another size, or an option cannot be had.
+            RuntimeError: the driver does not pin, or the handle is closed.
+        """
+        shape = check_handle(handle).num_pages, handle.blocks_per_page
+        pages = Pages(layout, *shape, rank, handle.world, handle.replicated)
+        handle.check(pages)
+        pinning = read_pinning(
+            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+        )
+        if pages.replicated:
+            if numa_node is not None:
+                raise ValueError(
+                    f"numa_node is {numa_node}, but the process that made the replicated pool has "
+                    "placed its pages; leave it out, or give it to create_shared()"
+                )
+            pinning = pinning._replace(places=False)
+        sharing = pages.world, pages.replicated, handle.huge_pages
+        pool = cls.__new__(cls)
+        pool._open(layout, pages, map_handle(handle, pages.nbytes), pinning, sharing)
+        return pool
+
+    def _open(
+        self,
+        layout: PagedLayout,
+        pages: Pages,
+        mapping: Mapping,
+        pinning: PinningOptions,
+        sharing: tuple[int, bool, bool] | None,
+    ) -> None:
+        """What every way to make a pool ends with. sharing: what a PoolHandle says of it."""
         self.device = layout.device
         self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
         self.page_bytes, self.nbytes = pages.size, pages.nbytes
         self.local_pages = pages.local
-        self._shares = world, replicated
-        mapping = map_pool(pages.nbytes, world > 1, huge_pages, handle)
         self.layout = pages.slabs(mapping.tensor, layout)
+        self._sharing = sharing
         self._memory = _Memory(mapping, pages)
-        if layout.device.type == "cuda" and pinned is not False:
-            if handle is None or not replicated:  # what all of them pin, its maker has placed
-                mapping.place(layout.device, numa_node, pages.local_bytes)
-            pinning = self._memory.make_pinning(pages, layout.device)
-            pinning.start(pinned is True, pin_in_background, chunk_bytes, on_progress)
-
-    @classmethod
-    def attach(
-        cls, layout: PagedLayout, handle: PoolHandle, rank: int, world: int, **options: Any
-    ) -> HostPool:
-        """A pool on the memory of another process, for pages of the same size. options: as of
-        HostPool. Raises ValueError when the handle is of other pages or of another world."""
-        check_handle(handle)
-        options |= {"rank": rank, "world": world, "replicated": handle.replicated}
-        return cls(layout, handle.num_pages, handle.blocks_per_page, handle=handle, **options)
+        if layout.device.type == "cuda" and pinning.pinned is not False:
+            if pinning.places:
+                mapping.place(layout.device, pinning.numa_node, pages.local_bytes)
+            self._memory.make_pinning(pages, layout.device).start(pinning)
 
     def share(self) -> PoolHandle:
-        """What other processes attach to; send it to them. Raises ValueError for a pool that was
-        made for one process."""
+        """What other processes attach() to. Send it to them.
+
+        Raises:
+            ValueError: the pool is of one process.
+        """
         self._memory.check_open()
         fd = self._memory.mapping.fd
-        if fd is None:
-            raise ValueError("this pool is of one process; make it with world=, how many share it")
+        if self._sharing is None or fd is None:
+            raise ValueError("this pool is of one process; make it with HostPool.create_shared()")
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        return PoolHandle(os.dup(fd), *shape, *self._shares)
+        return PoolHandle(os.dup(fd), *shape, *self._sharing)
 
     def view_for(self, layout: PagedLayout) -> HostPool:
         """The same pages for another group of layers, whose blocks are no larger: a page has a

@@ -11,7 +11,7 @@ import weakref
 from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, read_int
 from torch_kvswap.host_pool.pages import Pages
 
-_NUMBERS = struct.Struct("=5q")
+_NUMBERS = struct.Struct("=6q")
 
 
 class PoolHandle(NotCopyable):
@@ -20,6 +20,12 @@ class PoolHandle(NotCopyable):
     From `HostPool.share()`. send() and receive() take it through a connected Unix socket; the file
     behind it has no name, and is gone when the last process that has it ends. close() lets it go;
     pools that were attached stay, and every use of the handle raises RuntimeError.
+
+    Attributes:
+        num_pages, blocks_per_page, page_bytes (int): of the pool.
+        world (int): processes that share it.
+        replicated (bool): each process uses all pages, not only its part.
+        huge_pages (bool): the kernel may put the pages on huge ones.
     """
 
     _instead = "send() it through a Unix socket"
@@ -32,12 +38,13 @@ class PoolHandle(NotCopyable):
         page_bytes: int,
         world: int,
         replicated: bool,
+        huge_pages: bool,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
         self.world = read_int("world", world, 1)
-        self.replicated = bool(replicated)
+        self.replicated, self.huge_pages = bool(replicated), bool(huge_pages)
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -50,8 +57,8 @@ class PoolHandle(NotCopyable):
 
     def send(self, connection: socket.socket) -> None:
         """Lets receive() at the other end have a handle of its own; this one stays open."""
-        numbers = self.num_pages, self.blocks_per_page, self.page_bytes, self.world
-        message = _NUMBERS.pack(*numbers, self.replicated)
+        shape = self.num_pages, self.blocks_per_page, self.page_bytes
+        message = _NUMBERS.pack(*shape, self.world, self.replicated, self.huge_pages)
         socket.send_fds(connection, [message], [self.fd])
 
     @classmethod
@@ -79,23 +86,18 @@ class PoolHandle(NotCopyable):
                 os.close(fd)
             raise
 
-    def check(self, pages: Pages, world: int, replicated: bool) -> None:
-        """Raises ValueError unless it is of these pages and of this world, and its file is as large
-        as they are and stays so: a page beyond its end would kill the process."""
-        if (pages.size, world) != (self.page_bytes, self.world):
+    def check(self, pages: Pages) -> None:
+        """Checks that the handle can be attached to for these pages.
+
+        Raises:
+            ValueError: its pages have another size, or its file is smaller than they are or may
+                shrink: a page beyond its end would kill the process.
+        """
+        if pages.size != self.page_bytes:
             raise ValueError(
-                f"the handle is of pages of {self.page_bytes} bytes for world={self.world}; this "
-                f"layout has pages of {pages.size}, and world={world}"
+                f"the handle is of pages of {self.page_bytes} bytes; this layout has pages of "
+                f"{pages.size}"
             )
-        asked = pages.count, pages.blocks_per_page, bool(replicated)
-        has = self.num_pages, self.blocks_per_page, self.replicated
-        if asked != has:
-            names = "num_pages", "blocks_per_page", "replicated"
-            said = [
-                ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-                for values in (has, asked)
-            ]
-            raise ValueError(f"the handle is of a pool with {said[0]}, not {said[1]}")
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

@@ -23,7 +23,7 @@ from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, S
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
-class EnginePages:
+class _Pages:
     """The pages of the pools that this process can use, from 0 on, and the GPU blocks of keys.
 
     is_list: whether keys, ids and pages are lists, with an entry for each pool.
@@ -159,7 +159,7 @@ class OffloadEngine(NotCopyable):
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
-        self._pages = EnginePages(handler.pools, handler._native.groups.is_list)
+        self._pages = _Pages(handler.pools, handler._native.groups.is_list)
         counts = self._pages.counts
         if (groups is not None) != handler._native.groups.is_list:
             raise ValueError("a handler with a list of layouts, and no other, takes groups")
@@ -179,6 +179,7 @@ class OffloadEngine(NotCopyable):
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
+        # By job id: the tag of a job is the caller's.
         self._jobs: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # by an evict() that raised: the next one returns them
 
@@ -197,7 +198,7 @@ class OffloadEngine(NotCopyable):
         expedited: bool = False,
         gate: Gate | None = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job | None:
         """Loads what the keys stand for, None when some of it is not ready.
 
@@ -237,7 +238,7 @@ class OffloadEngine(NotCopyable):
         *,
         after: After = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Job | None:
         """Stores what the host has not; None when that is nothing, or more than there is room for.
 
@@ -316,7 +317,7 @@ class OffloadEngine(NotCopyable):
         *,
         after: After = None,
         copy_engines_only: bool = False,
-        tag: Any = None,
+        tag: object = None,
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
@@ -375,7 +376,7 @@ class OffloadEngine(NotCopyable):
         keys: Any,
         after: After,
         copy_engines_only: bool,
-        tag: Any,
+        tag: object,
     ) -> Job | None:
         if store.id == 0:
             return None

@@ -57,8 +57,8 @@ class Load:
     several groups both are lists with an entry for each."""
 
     id: int
-    key_indices: Any
-    pages: Any
+    key_indices: range | list[range]
+    pages: Numbers | list[Numbers]
 
 
 @dataclass(eq=False, slots=True)
@@ -68,8 +68,8 @@ class Store:
     preempt(), which has no end."""
 
     id: int
-    key_indices: Any
-    pages: Any
+    key_indices: Numbers | list[Numbers]
+    pages: Numbers | list[Numbers]
     lease: int = 0
 
 
@@ -269,13 +269,18 @@ class BlockManager(NotCopyable):
             for kind, group, key in self._native.take_events()
         ]
 
-    def stats(self) -> Any:
-        """BlockStats, with several groups a list of them."""
-        stats = []
-        for group in range(len(self.groups)):
-            native = self._native.stats(group, self._clock())
-            stats.append(BlockStats(*(getattr(native, name) for name, *_ in native._fields_)))
-        return stats if self._is_list else stats[0]
+    def stats(self, group: int = 0) -> BlockStats:
+        """Counts the blocks and pages of a group.
+
+        Args:
+            group (int): its position in `groups`.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        group = read_int("group", group, 0, len(self.groups) - 1)
+        native = self._native.stats(group, self._clock())
+        return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
 
     def _end(self, job: Load | Store, succeeded: bool) -> None:
         if not isinstance(job, Load | Store):
@@ -302,7 +307,7 @@ class BlockManager(NotCopyable):
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 
-    def _split(self, numbers: Numbers, counts: array[int]) -> Any:
+    def _split(self, numbers: Numbers, counts: array[int]) -> Numbers | list[Numbers]:
         """Of each group, of what are the numbers of all groups one after another."""
         if not self._is_list:
             return numbers[: counts[0]]

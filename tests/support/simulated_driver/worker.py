@@ -16,12 +16,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import expecttest
+from logged import Handler
 
 from simulated_driver.driver import Driver
+from torch_kvswap._native.log import log
 
 short = reprlib.Repr()
 short.maxother = short.maxstring = short.maxlong = 300
 lost: list[str] = []  # errors that were raised where nobody catches them
+
+
+def note_warning(message: str) -> None:
+    if "huge pages" not in message:  # which depends on the machine
+        lost.append(f"logged: {message}")
 
 
 def load(module: str, file: str) -> None:
@@ -79,6 +86,7 @@ def main() -> None:
     threading.excepthook = lambda hook: lost.append(
         "".join(traceback.format_exception(hook.exc_value)) + f"in {hook.thread}"
     )
+    log.addHandler(Handler(note_warning))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # tests that fork
     warnings.filterwarnings("default", module=r"torch(\.|$)")

@@ -25,8 +25,9 @@ from processes import in_child, live_fork, run_script
 from simulated_driver import Driver, stubbed
 
 from torch_kvswap._native import loader
+from torch_kvswap._native.log import warn_once
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, create_file, map_pool
+from torch_kvswap.host_pool.memory import Mapping, create_file, map_new
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 MIB = 1 << 20
@@ -40,7 +41,7 @@ def resident() -> int:
 
 
 def mapping(kind: str, nbytes: int) -> Mapping:
-    return map_pool(nbytes, kind == "shared", None, None)
+    return map_new(nbytes, None, shared=kind == "shared")
 
 
 KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
@@ -89,6 +90,24 @@ def test_memory_that_is_not_there_is_an_error_when_it_is_touched() -> None:
     ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE))
     with pytest.raises(RuntimeError, match="the kernel has no memory for 2097152 bytes"):
         mapped.touch(0, 2 * MIB)
+
+
+def test_a_kernel_that_makes_no_huge_pages_is_named_in_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    Mapping(2 * MIB)
+    assert not caplog.messages
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]")
+    Mapping(2 * MIB, huge_pages=False)  # asks for none
+    Mapping(MIB)  # has no room for one
+    assert not caplog.messages
+    for _ in range(2):
+        Mapping(2 * MIB)
+    (message,) = caplog.messages
+    assert message.startswith("this kernel makes no huge pages (/sys/kernel/mm/transparent_hu")
 
 
 def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
@@ -270,7 +289,7 @@ def test_a_node_that_does_not_exist_hinders_nobody() -> None:
 def test_reserved_huge_pages_are_used_on_request() -> None:
     if system.reserved_huge_pages().free < 4:
         pytest.skip("this machine has reserved none")
-    mapped = map_pool(5 * MIB, False, True, None)
+    mapped = map_new(5 * MIB, True, shared=False)
     mapped.touch(0, 5 * MIB)
     assert mapped.huge_bytes == 5 * MIB
 

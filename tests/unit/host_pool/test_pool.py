@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import textwrap
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
+from logged import logged
 from processes import live_fork
 from simulated_driver import HOST, Driver, place, stubbed
 from simulated_driver.cuda import CudaError
@@ -256,12 +258,11 @@ fewer pages, or pass pinned=False for pageable memory""",
 @stubbed
 def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver) -> None:
     driver.fail("cuMemHostRegister", code=2)
-    with pytest.warns(RuntimeWarning) as warned:
+    with logged() as messages:
         pool = HostPool(on_gpu(driver), num_pages=10)
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
+    assert len(messages) == 1
     assert_expected_inline(
-        textwrap.fill(str(warned[0].message), 88),
+        textwrap.fill(messages[0], 88),
         """\
 the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
 CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
@@ -280,10 +281,10 @@ its own and holds up the thread that submits, and no kernel reaches them""",
 def test_a_failed_unregistration_warns_and_names_the_bytes(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=1)
     driver.fail("cuMemHostUnregister", code=2)
-    with pytest.warns(RuntimeWarning) as warned:
+    with logged() as messages:
         pool.close()
     assert_expected_inline(
-        textwrap.fill(str(warned[0].message), 88),
+        textwrap.fill(messages[0], 88),
         """\
 the driver did not unpin 128 bytes of host memory: cuMemHostUnregister: CUDA_ERROR_STUB
 (2): made up by the stub; they stay locked until the process ends""",
@@ -356,12 +357,19 @@ def test_a_fork_does_not_come_between_the_gpu_and_its_pages() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"world": 2, "replicated": True}, {"huge_pages": False}])
-def test_every_kind_of_memory_is_pinned_and_copied(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        HostPool,
+        functools.partial(HostPool, huge_pages=False),
+        functools.partial(HostPool.create_shared, world=2, replicated=True),
+    ],
+)
+def test_every_kind_of_memory_is_pinned_and_copied(make: Callable[..., HostPool]) -> None:
     layout = make_layout(row_bytes=1 << 20, device="cuda:0")
     layout.tensors[0].random_(256)
     with (
-        HostPool(layout, 64, pinned=True, chunk_bytes=16 << 20, **options) as pool,
+        make(layout, 64, pinned=True, chunk_bytes=16 << 20) as pool,
         OffloadHandler(layout, pool) as handler,
     ):
         assert pool.is_pinned

@@ -24,6 +24,7 @@ from simulated_driver import HOST, Driver, place, stubbed
 from torch_kvswap import PoolHandle
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool import memory
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -42,12 +43,12 @@ def through_a_socket(handle: PoolHandle) -> PoolHandle:
 
 
 def test_a_handle_goes_through_a_socket() -> None:
-    pool = HostPool(layout(), 6, blocks_per_page=2, world=3)
+    pool = HostPool.create_shared(layout(), 6, blocks_per_page=2, world=3)
     handle = through_a_socket(pool.share())
     assert (handle.num_pages, handle.blocks_per_page, handle.page_bytes) == (6, 2, 2 * BLOCK)
-    assert (handle.world, handle.replicated) == (3, False)
+    assert (handle.world, handle.replicated, handle.huge_pages) == (3, False, True)
     assert not os.get_inheritable(handle.fd)
-    other = HostPool.attach(layout(), handle, rank=1, world=3)
+    other = HostPool.attach(layout(), handle, rank=1)
     assert (other.local_pages, other.num_pages) == (range(2, 4), 6)
     pool.pages[5, 1].fill_(9)
     assert other.pages[5, 1].eq(9).all()
@@ -59,7 +60,7 @@ def open_files() -> int:
 
 
 def test_a_closed_handle_sends_no_other_file() -> None:
-    pool = HostPool(layout(), 4, world=2)
+    pool = HostPool.create_shared(layout(), 4, world=2)
     handle = pool.share()
     number = handle.fd
     handle.close()
@@ -69,7 +70,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
         here.setblocking(False)
         for use in (
             lambda: handle.send(there),
-            lambda: HostPool.attach(layout(), handle, 1, 2),
+            lambda: HostPool.attach(layout(), handle, rank=1),
             lambda: handle.fd,
         ):
             assert error_text(use).startswith(
@@ -86,13 +87,13 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (40, False, ConnectionError),  # all numbers are 0
+        (48, False, ConnectionError),  # all numbers are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(
     sent: int, ends: bool, error: type[Exception]
 ) -> None:
-    handle = HostPool(layout(), 4, world=2).share()
+    handle = HostPool.create_shared(layout(), 4, world=2).share()
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(0.05)
@@ -106,11 +107,11 @@ def test_a_handle_that_does_not_come_leaves_no_file(
 
 
 def test_the_memory_stays_while_one_process_has_it() -> None:
-    pool = HostPool(layout(), 4, world=2)
+    pool = HostPool.create_shared(layout(), 4, world=2)
     pool.pages.fill_(5)
     handle = pool.share()
     pool.close()
-    other = HostPool.attach(layout(), handle, rank=1, world=2)
+    other = HostPool.attach(layout(), handle, rank=1)
     handle.close()
     del pool, handle
     gc.collect()
@@ -119,7 +120,7 @@ def test_the_memory_stays_while_one_process_has_it() -> None:
 
 def test_a_rank_uses_its_own_pages_only() -> None:
     cache = layout()
-    pool = HostPool(cache, 8, rank=1, world=4)
+    pool = HostPool.create_shared(cache, 8, rank=1, world=4)
     assert (pool.local_pages, pool.num_ready_pages) == (range(2, 4), 2)
     with OffloadHandler(cache, pool) as handler:
         handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3]))
@@ -136,9 +137,9 @@ others are not pinned yet, or another rank has them""",
 def test_replicated_pages_are_used_by_all() -> None:
     cache = layout()
     cache.tensors[0].copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, BLOCK))
-    pool = HostPool(cache, 4, world=2, replicated=True)
+    pool = HostPool.create_shared(cache, 4, world=2, replicated=True)
     mine = layout()
-    other = HostPool.attach(mine, pool.share(), rank=1, world=2)
+    other = HostPool.attach(mine, pool.share(), rank=1)
     assert other.local_pages == range(4)
     with OffloadHandler(cache, pool) as handler:
         handler.synchronize(handler.store(gpu_block_ids=[7], page_ids=[0]))
@@ -150,9 +151,9 @@ def test_replicated_pages_are_used_by_all() -> None:
 @stubbed
 def test_each_rank_pins_its_part(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(3)]
-    pool = HostPool(caches[0], 9, world=3, chunk_bytes=2 * BLOCK)
+    pool = HostPool.create_shared(caches[0], 9, world=3, chunk_bytes=2 * BLOCK)
     assert pool.is_pinned
-    others = [HostPool.attach(caches[r], pool.share(), r, 3, pinned=True) for r in (1, 2)]
+    others = [HostPool.attach(caches[r], pool.share(), rank=r, pinned=True) for r in (1, 2)]
     assert all(other.is_pinned for other in others)
     for rank, one in enumerate([pool, *others]):
         kinds = [driver.cuda.memory_type(page) for page in one.pages]
@@ -170,12 +171,39 @@ def test_each_rank_pins_its_part(driver: Driver) -> None:
 @stubbed
 def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
-    pool = HostPool(caches[0], 3, world=2, replicated=True)
+    pool = HostPool.create_shared(caches[0], 3, world=2, replicated=True)
     pool.pages.fill_(7)
-    other = HostPool.attach(caches[1], pool.share(), 1, 2, pin_in_background=True)
+    other = HostPool.attach(caches[1], pool.share(), rank=1, pin_in_background=True)
     assert other.wait_ready(PATIENCE)
     assert other.is_pinned
     assert other.pages.eq(7).all()  # touching and pinning change nothing
+
+
+def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
+    handle = HostPool.create_shared(layout(), 4, world=2, huge_pages=False).share()
+    assert not handle.huge_pages
+    other = HostPool.attach(layout(), through_a_socket(handle), rank=1)
+    assert not other.share().huge_pages
+
+
+def test_the_pages_of_a_replicated_pool_are_placed_by_its_maker() -> None:
+    handle = HostPool.create_shared(layout(), 4, world=2, replicated=True, numa_node=0).share()
+    assert_expected_inline(
+        error_text(HostPool.attach, layout(), handle, rank=1, numa_node=0),
+        """\
+ValueError: numa_node is 0, but the process that made the replicated pool has placed its
+pages; leave it out, or give it to create_shared()""",
+    )
+    assert HostPool.attach(layout(), handle, rank=1).local_pages == range(4)
+
+
+def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a file, too, but one process has it."""
+    monkeypatch.setattr(memory, "check_room", lambda nbytes, reserved: None)
+    create_file = memory.create_file
+    monkeypatch.setattr(memory, "create_file", lambda nbytes, huge: create_file(nbytes, False))
+    pool = HostPool(layout(), 4, huge_pages=True)
+    assert error_text(pool.share).startswith("ValueError: this pool is of one process")
 
 
 @stubbed
@@ -190,7 +218,7 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
     cache = place(driver, layout(656))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "kvswap_host_register", note)
-        pool = HostPool(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
+        pool = HostPool.create_shared(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
     assert pool.local_pages == range(1333, 2666)
     assert len(begins) == 6
     first = pool.pages[1333].data_ptr()
@@ -201,51 +229,43 @@ def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None
 
 
 def test_a_handle_of_something_else_is_refused() -> None:
-    pool = HostPool(layout(), 6, world=2)
+    pool = HostPool.create_shared(layout(), 6, world=2)
     handle = pool.share()
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), handle, 0, 4),
-        """\
-ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
-4096, and world=4""",
+        error_text(HostPool.attach, layout(8), handle, rank=0),
+        """ValueError: the handle is of pages of 4096 bytes; this layout has pages of 8""",
     )
     assert_expected_inline(
-        error_text(HostPool.attach, layout(8), handle, 0, 2),
-        """\
-ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
-8, and world=2""",
-    )
-    assert_expected_inline(
-        error_text(HostPool.attach, layout(), handle, 2, 2),
+        error_text(HostPool.attach, layout(), handle, rank=2),
         """ValueError: rank is 2; it must be 0 to 1""",
     )
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), pool, 0, 2),
+        error_text(HostPool.attach, layout(), pool, rank=0),
         """\
 TypeError: handle is a HostPool; it must be the PoolHandle that share() or receive()
 returned""",
     )
     assert_expected_inline(
         error_text(HostPool(layout(), 1).share),
-        """ValueError: this pool is of one process; make it with world=, how many share it""",
+        """ValueError: this pool is of one process; make it with HostPool.create_shared()""",
     )
 
 
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
-    pool = HostPool(layout(), 6, world=2)
+    pool = HostPool.create_shared(layout(), 6, world=2)
     small = pool.share()
     small.num_pages = 7
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), small, 0, 2),
+        error_text(HostPool.attach, layout(), small, rank=0),
         """\
 ValueError: the file of the handle has 24576 bytes, and 7 pages need 28672 that nobody
 can take away; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
-    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False)
+    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True)
     with pytest.raises(ValueError, match="that nobody can take away"):
-        HostPool.attach(layout(), loose, 0, 2)
+        HostPool.attach(layout(), loose, rank=0)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:
@@ -322,7 +342,7 @@ def users_of(files: set[int]) -> set[int]:
 def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
     script = f"""
         connection, cache = rank(int(sys.argv[1]))
-        pool = HostPool(cache, 64, world=2)
+        pool = HostPool.create_shared(cache, 64, world=2)
         pool.pages.fill_(3)
         if {moment!r} != "before sending":
             pool.share().send(connection)
@@ -344,7 +364,7 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
         if handle is not None:
             cache = layout(1 << 20, 1)
             if moment == "while it is used":
-                other = HostPool.attach(cache, handle, rank=1, world=2)
+                other = HostPool.attach(cache, handle, rank=1)
                 assert other.pages.eq(3).all()  # the one that made it is no longer needed
                 assert users_of(files) == {os.getpid()}
                 other.close()
@@ -358,7 +378,7 @@ def test_a_killed_process_leaves_nothing(shm: None, moment: str) -> None:
 def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
     script = """
         connection, cache = rank(int(sys.argv[1]))
-        pool = HostPool.attach(cache, PoolHandle.receive(connection), rank=1, world=2)
+        pool = HostPool.attach(cache, PoolHandle.receive(connection), rank=1)
         assert pool.pages[0, 0].eq(1).all()
         for page in pool.local_pages:
             pool.pages[page].fill_(2)
@@ -366,7 +386,7 @@ def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
     """
     here, there = socket.socketpair()
     with here, there:
-        pool = HostPool(layout(1 << 20, 1), 6, world=2)
+        pool = HostPool.create_shared(layout(1 << 20, 1), 6, world=2)
         pool.pages[:3].fill_(1)
         process = start(script, there)
         there.close()
@@ -384,7 +404,7 @@ def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None
         from torch_kvswap import OffloadHandler
         cache = PagedLayout([torch.full((2, 1 << 20), 2, dtype=torch.uint8, device="cuda")])
         handle = PoolHandle.receive(connection)
-        pool = HostPool.attach(cache, handle, 1, 2, pinned=True, chunk_bytes=2 << 20)
+        pool = HostPool.attach(cache, handle, rank=1, pinned=True, chunk_bytes=2 << 20)
         assert pool.is_pinned
         with pool, OffloadHandler(cache, pool) as handler:
             handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[3, 5]))
@@ -392,7 +412,7 @@ def test_ranks_of_several_processes_store_into_the_pages_that_they_pin(shm: None
     """
     here, there = socket.socketpair()
     cache = PagedLayout([torch.ones(2, 1 << 20, dtype=torch.uint8, device="cuda")])
-    with here, there, HostPool(cache, 6, pinned=True, world=2) as pool:
+    with here, there, HostPool.create_shared(cache, 6, pinned=True, world=2) as pool:
         process = start(script, there)
         there.close()
         pool.share().send(here)

@@ -9,8 +9,10 @@ import time
 
 import pytest
 import torch
+from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
 from simulated_driver import Driver, cache, place, stubbed
@@ -153,10 +155,11 @@ def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -
     with HostPool(layout, 12, **options) as pool, OffloadHandler(layout, pool) as handler:
         assert pool.wait_ready(PATIENCE, pages=8)
         driver.limit_registration(in_all=8 * 4096)
-        with pytest.warns(RuntimeWarning, match="8 of 12 host pages are pinned"):  # noqa: PT031
+        with logged() as messages:
             steps.pin_more(2)
             assert "no more will be" in error_text(pool.wait_ready, PATIENCE)
             assert in_time(lambda: not pinning_threads())
+        assert "8 of 12 host pages are pinned" in messages[0]
         engine = OffloadEngine(handler)
         for i in range(20):
             handler.synchronize(engine.store([i], [i % 16]))
@@ -184,7 +187,7 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
             for job in engine.evict(ids):
                 job.wait()
                 rows.zero_()
-            handler.drain()
+            drain(handler)
             engine.poll()
         rows.zero_()
         assert engine.lookup(ids).ready == 64
@@ -194,13 +197,13 @@ def test_lazy_storing_into_a_pool_that_is_being_pinned_keeps_the_bytes_on_a_gpu(
 
 def pinning_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("torch_kvswap pinning")]
+    return [name for name in names if name.startswith("kvswap-pin")]
 
 
 def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
     layout = PagedLayout([torch.arange(1, 9, dtype=torch.uint8)[:, None].repeat(1, 16)])
-    with HostPool(layout, 6, world=2) as first:
-        pool = HostPool.attach(layout, first.share(), rank=1, world=2)
+    with HostPool.create_shared(layout, 6, world=2) as first:
+        pool = HostPool.attach(layout, first.share(), rank=1)
         with pool, OffloadHandler(layout, pool) as handler:
             engine = OffloadEngine(handler)
             assert engine.store(["a", "b", "c", "d"], [0, 1, 2, 3]) is None
@@ -218,16 +221,16 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
         engine = OffloadEngine(handler)
         driver.fail("cuMemcpyBatchAsync")
         engine.store(["a", "b"], [1, 3])
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a"]).found == 0
         engine.store(["a", "b"], [1, 3])
-        handler.drain()
+        drain(handler)
         engine.poll()
         assert engine.lookup(["a", "b"]).ready == 2
         driver.fail("cuMemcpyBatchAsync")
         engine.load(["a"], [5])
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["failed"]
         assert engine.lookup(["a", "b"]).found == 0
         assert engine.manager.stats().free_pages == host.num_pages - 1
@@ -244,7 +247,7 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert [result.state for result in engine.poll()] == ["done"]
         assert handler.cancel(engine.load(["a", "b"], [5, 6]))
         driver.set_mode("immediate")
-        handler.drain()
+        drain(handler)
         assert [result.state for result in engine.poll()] == ["cancelled"]
         assert engine.lookup(["a", "b"]).ready == 2
         assert engine.manager.stats().idle_pages == 2

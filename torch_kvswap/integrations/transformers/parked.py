@@ -159,9 +159,11 @@ class ParkedRequests:
         return ready
 
     def _outcome(self, load: Job | None) -> int:
-        if load is None or self.swap.is_running(load):
+        """How the load has ended, as far as it is known: nothing asks the device here."""
+        result = None if load is None else load.result
+        if result is None:
             return RUNNING
-        return FAILED if self.swap.has_failed(load) else DONE
+        return DONE if result.ok else FAILED
 
     def _activate(self, parked: Parked) -> None:
         state, scheduler = parked.state, self.scheduler

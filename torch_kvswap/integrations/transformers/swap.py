@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -62,10 +62,6 @@ class Swap:
         self._part = max(1, FIRST_PART_BYTES // layout.block_bytes)
         # A stack: pages that were freed together, and lie side by side, are taken together.
         self._free = list(range(num_pages))[::-1]
-        # Asking the handler costs tens of microseconds: for all jobs at once, and only when an
-        # answer is needed. Until then a job counts as running.
-        self._running: dict[int, Job] = {}
-        self._failed: weakref.WeakSet[Job] = weakref.WeakSet()
         self._busy: list[tuple[Job, set[int]]] = []  # with the blocks that it reads or writes
 
     @property
@@ -129,22 +125,12 @@ class Swap:
         self.free(stored)
 
     def collect(self) -> None:
-        """Finds out which jobs have ended, and lets the handler forget them. Needed before blocks
-        whose load failed are stored."""
-        if self._running:
-            for result in self.handler.poll():
-                job = self._running.pop(result.job_id)
-                if not result.ok:
-                    self._failed.add(job)
-            self._busy = [busy for busy in self._busy if self.is_running(busy[0])]
+        """Finds out which jobs have ended, for `Job.result`, and lets the handler forget them.
+        Needed before blocks whose load failed are stored.
 
-    def is_running(self, job: Job) -> bool:
-        """As collect() has found it."""
-        return job.id in self._running
-
-    def has_failed(self, job: Job) -> bool:
-        """Whether it has ended, and not well."""
-        return job in self._failed
+        Asks the device for all jobs at once, which takes tens of microseconds."""
+        self.handler.poll()
+        self._busy = [busy for busy in self._busy if busy[0].result is None]
 
     def guard(self, written: Iterable[int] | None) -> None:
         """Makes the stream wait for the jobs that read or write one of these blocks; None is any.
@@ -173,7 +159,8 @@ class Swap:
 
     def reset(self) -> None:
         """Blocks the host until all jobs have ended, and forgets them."""
-        self.handler.drain()
+        with suppress(TransferError):  # Job.result says which have failed
+            self.handler.synchronize()
         self.collect()
 
     def _make_stream_wait(self, job: Job) -> None:
@@ -184,7 +171,6 @@ class Swap:
 
     def _add(self, job: Job, blocks: Sequence[int]) -> None:
         self._busy.append((job, set(blocks)))
-        self._running[job.id] = job
 
     def _take(self, count: int) -> list[int]:
         first = len(self._free) - count

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
@@ -143,7 +144,7 @@ class KVSwapManager(base.OffloadingManager):
         if store is None:
             return None
         evicted = self._take_evicted()
-        places = store.key_indices.tolist()
+        places = np.asarray(store.key_indices).tolist()
         new = [keys[place] for place in places]
         if new:
             of_new = [digests[place] for place in places]

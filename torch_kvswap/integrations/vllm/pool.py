@@ -61,7 +61,7 @@ def replicated_pool(
                 f"{replicas.engine_id!r} ended before it had made it; its log says why"
             ) from error
     try:
-        return HostPool.attach(layout, handle, replicas.rank, replicas.world)
+        return HostPool.attach(layout, handle, rank=replicas.rank)
     finally:
         handle.close()
 
@@ -88,8 +88,8 @@ def _serve(
             "machine now; give each engine its own engine_id"
         ) from error
     meeting.listen(replicas.world)  # before the pool is made: the others wait in receive()
-    pool = HostPool(
-        layout, num_pages, blocks_per_page, rank=0, world=replicas.world, replicated=True
+    pool = HostPool.create_shared(
+        layout, num_pages, blocks_per_page, world=replicas.world, replicated=True
     )
     handle = pool.share()
     try:

@@ -1,0 +1,13 @@
+"""Waits for jobs, whatever becomes of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from torch_kvswap import OffloadHandler, TransferError
+
+
+def drain(handler: OffloadHandler) -> None:
+    """Blocks until every job has ended, done or not."""
+    with suppress(TransferError):
+        handler.synchronize()
