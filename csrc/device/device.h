@@ -61,7 +61,7 @@ struct PartCopy {
   const Slabs* host;
   const KernelTable* table;          // null where the kernels cannot be used
   const std::vector<SlabRun>* runs;  // of all slabs
-  SlabRange slabs;                   // that are copied; there is one
+  SlabRange slabs;                   // that are copied; one or more
   const int64_t* blocks;             // in `gpu`
   const int64_t* slots;              // in `host`, the place of each block
   size_t count;

@@ -136,35 +136,36 @@ void Channel::copy(Transfer& transfer, PartRange parts, const std::vector<Group>
   const PartRange all{0, transfer.parts.size()};
   for (int layer_group = 0; layer_group < transfer.layer_groups(); ++layer_group) {
     if (environment_.check_addresses && parts.begin == 0) {
-      describe(transfer, all, layer_group, groups, layers);
+      list_copies(transfer, all, layer_group, groups, layers);
       check_addresses();
     }
     for (size_t i = parts.begin; i < parts.end; ++i) {
       if (transfer.parts[i].method == CopyMethod::kStaged) sort_by_slot(transfer.parts[i]);
     }
-    describe(transfer, parts, layer_group, groups, layers);
-    const Stream end = copier_->copy(copies_, transfer.start, any_is_pageable(groups));
+    list_copies(transfer, parts, layer_group, groups, layers);
+    const Stream end = copier_->copy(part_copies_, transfer.start, any_is_pageable(groups));
     if (parts.end == all.end) device_.record_event(transfer.ends[layer_group], end);
   }
 }
 
-void Channel::describe(const Transfer& transfer, PartRange parts, int layer_group,
-                       const std::vector<Group>& groups, int64_t layers) {
-  copies_.clear();
+void Channel::list_copies(const Transfer& transfer, PartRange parts, int layer_group,
+                          const std::vector<Group>& groups, int64_t layers) {
+  part_copies_.clear();
   for (size_t i = parts.begin; i < parts.end; ++i) {
     const TransferPart& part = transfer.parts[i];
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;
-    copies_.push_back({part.method, number_ == kStores, &group.gpu, &group.host, group.table.get(),
-                       &group.runs, slabs, part.blocks.data(), part.slots.data(),
-                       part.blocks.size(), part.before, part.after, part.is_unstaged});
+    part_copies_.push_back({part.method, number_ == kStores, &group.gpu, &group.host,
+                            group.table.get(), &group.runs, slabs, part.blocks.data(),
+                            part.slots.data(), part.blocks.size(), part.before, part.after,
+                            part.is_unstaged});
   }
 }
 
 void Channel::check_addresses() const {
   FragmentList fragments(0);
-  for (const PartCopy& part : copies_) {
+  for (const PartCopy& part : part_copies_) {
     add_fragments(fragments, part.block_copy(), part.slabs);
   }
   device_.check_addresses(fragments);

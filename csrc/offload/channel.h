@@ -93,9 +93,9 @@ class Channel {
 
  private:
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
-  // Describes some parts of the transfer, in one group of layers, to the device.
-  void describe(const Transfer& transfer, PartRange parts, int layer_group,
-                const std::vector<Group>& groups, int64_t layers);
+  // Sets part_copies_ to some parts of the transfer, in one group of layers.
+  void list_copies(const Transfer& transfer, PartRange parts, int layer_group,
+                   const std::vector<Group>& groups, int64_t layers);
   void check_addresses() const;
   void give_events(Transfer& transfer) noexcept;
 
@@ -105,8 +105,8 @@ class Channel {
   Stream stream_ = nullptr;   // of the copies
   Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
-  std::vector<PartCopy> copies_;  // what describe() has made
-  EventPool events_;              // with a time
+  std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
+  EventPool events_;                   // with a time
   StreamPoints points_;
   Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
