@@ -7,10 +7,8 @@
 #include <tuple>
 
 #include "check.h"
-#include "copy/address_map.h"
-#include "cuda/context.h"
 #include "cuda/driver.h"
-#include "cuda/stream.h"
+#include "device/device.h"
 #include "environment.h"
 #include "host_memory.h"
 #include "offload/handler.h"
@@ -108,30 +106,16 @@ int kvswap_kernel_version() {
 }
 
 bool kvswap_host_register(int device, void* address, uint64_t bytes) {
-  return succeeds([&] {
-    const kvswap::cuda::ContextGuard context(device);
-    KVSWAP_DRIVER_CHECK(
-        kvswap::cuda::driver().register_host(
-            address, bytes, kvswap::cuda::kRegisterPortable | kvswap::cuda::kRegisterMapped),
-        "cuMemHostRegister");
-  });
+  return succeeds([&] { kvswap::find_device(device).register_host(address, bytes); });
 }
 
 bool kvswap_host_unregister(int device, void* address) {
-  return succeeds([&] {
-    const kvswap::cuda::ContextGuard context(device);
-    KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().unregister_host(address), "cuMemHostUnregister");
-  });
+  return succeeds([&] { kvswap::find_device(device).unregister_host(address); });
 }
 
 int kvswap_host_is_pinned(int device, const void* address) {
   int pinned = -1;
-  succeeds([&] {
-    std::optional<kvswap::cuda::ContextGuard> context;
-    if (device >= 0) context.emplace(device);
-    const auto memory = kvswap::AddressMap().find(reinterpret_cast<uint64_t>(address));
-    pinned = memory.kind == kvswap::MemoryKind::kPinned;
-  });
+  succeeds([&] { pinned = kvswap::find_device(device).is_pinned(address); });
   return pinned;
 }
 
@@ -175,16 +159,16 @@ namespace {
 
 Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
 
-// Runs the body in the context of the handler's device, if it has one. A lost device may refuse its
+// Runs the body in the context of the handler's device. A lost device may refuse its
 // context; the body runs all the same. Functions that only read jobs need no context: the scheduler
 // takes it if something runs on the device.
 template <typename Body>
 bool succeeds_in(void* handler, const Body& body) {
   return succeeds([&] {
-    std::optional<kvswap::cuda::ContextGuard> context;
+    std::optional<kvswap::ContextGuard> context;
     Handler& of = handler_at(handler);
     try {
-      if (of.device() >= 0) context.emplace(of.device());
+      context.emplace(of.device());
     } catch (const std::exception& error) {
       of.on_context_error(kvswap::Reason(error));
     }
@@ -192,7 +176,8 @@ bool succeeds_in(void* handler, const Body& body) {
   });
 }
 
-std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count, int device) {
+std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count,
+                                       kvswap::Device& device) {
   std::vector<kvswap::Group> read;
   for (int i = 0; i < count; ++i) read.push_back(kvswap::read_group(groups[i], device));
   return read;
@@ -238,8 +223,8 @@ class Results {
 };
 
 // stream_device: -1 for the stream that is current on `device`.
-kvswap::cuda::StreamRef resolve(int device, void* stream, int stream_device) {
-  if (stream_device < 0) return kvswap::cuda::current_stream(device);
+kvswap::StreamRef resolve(const kvswap::Device& device, void* stream, int stream_device) {
+  if (stream_device < 0) return device.current_stream();
   return {stream_device, stream};
 }
 
@@ -249,10 +234,9 @@ void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layer
                             bool submit_thread, const kvswap_copy_method_options* options) {
   void* handler = nullptr;
   succeeds([&] {
-    std::optional<kvswap::cuda::ContextGuard> context;
-    if (device >= 0) context.emplace(device);
-    handler =
-        new Handler(read_groups(groups, count, device), layers, device, submit_thread, *options);
+    kvswap::Device& on = kvswap::find_device(device);
+    const kvswap::ContextGuard context(on);
+    handler = new Handler(read_groups(groups, count, on), layers, on, submit_thread, *options);
   });
   return handler;
 }
@@ -322,7 +306,6 @@ int kvswap_job_query(void* handler, void* job) {
 
 bool kvswap_job_wait(void* handler, void* job, int layer_group, void* stream, int stream_device) {
   return succeeds_in(handler, [&](Handler& of) {
-    if (of.device() < 0) return;  // the job has ended
     of.wait(static_cast<Job*>(job), layer_group, resolve(of.device(), stream, stream_device));
   });
 }

@@ -37,6 +37,10 @@ TESTS = {
         *("test_hybrid.py", "test_handler.py", "test_pinning.py"),
         *("test_swap_blocks*.py", "test_pitfalls.py", "test_fuzz*.py", "test_copy_method.py"),
     ],
+    "csrc/device": [
+        *("test_handler.py", "test_failures.py", "test_staged.py", "test_channel.py"),
+        *("test_gate.py", "test_stream_devices.py", "test_registration.py", "test_pinning.py"),
+    ],
     "csrc/offload": [
         *("test_handler.py", "test_scheduler.py", "test_queue.py", "test_gate.py"),
         *("test_stream_order.py", "test_failures.py", "test_job_table.py", "test_channel.py"),

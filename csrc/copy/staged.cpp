@@ -3,15 +3,16 @@
 #include <algorithm>
 
 #include "check.h"
+#include "copy/staged_piece.h"
 
 namespace kvswap {
 namespace {
 
-constexpr uint64_t kAlignment = 256;
 constexpr size_t kMaxPieces = 32;
-constexpr uint64_t kGrowth = 3;
 
-uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+uint64_t round_up(uint64_t bytes) {
+  return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
+}
 
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
@@ -35,17 +36,8 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
 
 }  // namespace
 
-uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
-                     bool to_host) {
-  const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
-  const uint64_t bytes = std::min(most, std::max(kMinPieceBytes, grown));
-  // Whole blocks, whose pages are one copy each, where a block fits.
-  const uint64_t unit = block_bytes <= most ? block_bytes : kAlignment;
-  return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
-}
-
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
-    : address_(begin), bytes_(bytes / (2 * kAlignment) * (2 * kAlignment)) {}
+    : address_(begin), bytes_(bytes / (2 * kStagingAlignment) * (2 * kStagingAlignment)) {}
 
 cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& streams,
                                  const cuda::Kernels& kernels, const BatchOptions& options) {

@@ -4,7 +4,8 @@
 
 #include "copy/batch.h"
 #include "copy/pack.h"
-#include "cuda/event_pool.h"
+#include "cuda/context.h"
+#include "event_pool.h"
 
 namespace kvswap {
 
@@ -51,16 +52,8 @@ class StagingBuffer {
   const uint64_t bytes_;
   uint64_t next_ = 0;         // where the next piece begins
   std::deque<Piece> pieces_;  // in the order of submission; none overlaps another
-  EventPool events_{cuda::kEventDisableTiming};
+  EventPool events_{[] { return cuda::create_event(cuda::kEventDisableTiming); },
+                    [](cuda::Event event) { cuda::driver().destroy_event(event); }};
 };
-
-constexpr uint64_t kMinPieceBytes = 512 << 10;
-
-// Bytes of the next piece, after `done` bytes and with `left` bytes to go; `most` fit. The link
-// starts only when the first piece of a store is packed, and has stopped when the last piece of a
-// load is unpacked, so those are small. A kernel is more than three times as fast as the link:
-// store pieces grow threefold, and each load piece takes 3/4 of the remaining bytes.
-uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
-                     bool to_host);
 
 }  // namespace kvswap

@@ -65,7 +65,7 @@ class PassingEvent {
  public:
   explicit PassingEvent(const StreamRef& stream) {
     const ContextGuard context(stream.device);
-    KVSWAP_DRIVER_CHECK(driver().create_event(&event_, kEventDisableTiming), "cuEventCreate");
+    event_ = create_event(kEventDisableTiming);
     const Result result = driver().record_event(event_, stream.handle);
     if (result != kSuccess) driver().destroy_event(event_);
     KVSWAP_DRIVER_CHECK(result, "cuEventRecord");
@@ -95,6 +95,12 @@ Stream create_stream() {
   KVSWAP_DRIVER_CHECK(driver().create_stream(&stream, kStreamNonBlocking, kMaxUrgent),
                       "cuStreamCreateWithPriority");
   return stream;
+}
+
+Event create_event(unsigned flags) {
+  Event event = nullptr;
+  KVSWAP_DRIVER_CHECK(driver().create_event(&event, flags), "cuEventCreate");
+  return event;
 }
 
 StreamRef side_stream(int device) {

@@ -58,6 +58,9 @@ void run_before(const StreamRef& stream, const StreamRef& waiting, const Body& b
 // A stream of the current context that does not synchronise with the legacy default stream.
 Stream create_stream();
 
+// An event of the current context.
+Event create_event(unsigned flags);
+
 // A stream of the library's own, for calls that refuse the legacy default stream of `device`. It
 // does not synchronise with that stream by itself, and is never destroyed.
 StreamRef side_stream(int device);

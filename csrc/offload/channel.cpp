@@ -1,15 +1,38 @@
 #include "offload/channel.h"
 
-#include "cuda/context.h"
+#include <algorithm>
+#include <numeric>
 
 namespace kvswap {
+namespace {
 
-Channel::Channel(int number, int device) : number_(number), device_(device) {
+// Neighbours on the host are copied as one, whatever order the caller named them in.
+void sort_by_slot(TransferPart& part) {
+  if (std::is_sorted(part.slots.begin(), part.slots.end())) return;
+  std::vector<size_t> order(part.slots.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](size_t one, size_t other) { return part.slots[one] < part.slots[other]; });
+  const TransferPart old = part;
+  for (size_t i = 0; i < order.size(); ++i) {
+    part.blocks[i] = old.blocks[order[i]];
+    part.slots[i] = old.slots[order[i]];
+  }
+}
+
+}  // namespace
+
+Channel::Channel(int number, Device& device)
+    : number_(number),
+      device_(device),
+      events_([&device] { return device.create_event(/*timed=*/true); },
+              [&device](Event event) { device.destroy_event(event); }),
+      points_(device) {
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
-    if (device_ >= 0) stream_ = cuda::create_stream();
-    if (device_ >= 0) waiting_ = cuda::create_stream();
-    copier_ = std::make_unique<Copier>(number, device, stream_);
+    stream_ = device_.create_stream();
+    waiting_ = device_.create_stream();
+    copier_ = device_.make_copier(stream_, number_ == kStores, environment_);
   } catch (...) {
     close();
     throw;
@@ -35,18 +58,14 @@ bool Channel::has_room_for(size_t entries) const {
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
-StreamPoint* Channel::point_of_event(cuda::Event event) {
-  const cuda::Result state = cuda::driver().query_event(event);
-  if (state == cuda::kSuccess) return nullptr;
-  if (state != cuda::kNotReady) KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(waiting_, event, 0),
-                      "cuStreamWaitEvent for the event that the job starts after");
+StreamPoint* Channel::point_of_event(Event event) {
+  if (device_.has_happened(event)) return nullptr;
+  device_.wait_event(waiting_, event, " for the event that the job starts after");
   return point_of_stream(waiting_);
 }
 
 Transfers Channel::make_transfer(int layer_groups) {
   Transfers made{std::make_shared<Transfer>()};
-  if (device_ < 0) return made;
   Transfer& transfer = *made.front();
   transfer.ends.reserve(layer_groups);
   try {
@@ -85,18 +104,15 @@ void Channel::retire(Transfers transfer) noexcept {
 
 void Channel::give_events(Transfer& transfer) noexcept {
   events_.give(transfer.start);
-  for (const cuda::Event end : transfer.ends) events_.give(end);
+  for (const Event end : transfer.ends) events_.give(end);
 }
 
-Reason Channel::submit(Transfer& transfer, const std::vector<cuda::Event>& wait_events,
+Reason Channel::submit(Transfer& transfer, const std::vector<Event>& wait_events,
                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
-    const cuda::Driver* driver = device_ < 0 ? nullptr : &cuda::driver();
-    for (const cuda::Event event : wait_events) {
-      KVSWAP_DRIVER_CHECK(driver->wait_event(stream_, event, 0), "cuStreamWaitEvent");
-    }
-    if (driver) KVSWAP_DRIVER_CHECK(driver->record_event(transfer.start, stream_), "cuEventRecord");
+    for (const Event event : wait_events) device_.wait_event(stream_, event);
+    device_.record_event(transfer.start, stream_);
     copying = true;
     copy(transfer, {0, transfer.remainder}, groups, layers);
     return {};
@@ -117,43 +133,61 @@ Reason Channel::submit_remainder(Transfer& transfer, const std::vector<Group>& g
 
 void Channel::copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups,
                    int64_t layers) {
-  for (int group = 0; group < transfer.layer_groups(); ++group) {
-    const cuda::Stream end = copier_->copy(transfer, parts, group, groups, layers);
-    if (device_ < 0 || parts.end < transfer.parts.size()) continue;
-    KVSWAP_DRIVER_CHECK(cuda::driver().record_event(transfer.ends[group], end), "cuEventRecord");
+  const PartRange all{0, transfer.parts.size()};
+  for (int layer_group = 0; layer_group < transfer.layer_groups(); ++layer_group) {
+    if (environment_.check_addresses && parts.begin == 0) {
+      list_copies(transfer, all, layer_group, groups, layers);
+      check_addresses();
+    }
+    for (size_t i = parts.begin; i < parts.end; ++i) {
+      if (transfer.parts[i].method == CopyMethod::kStaged) sort_by_slot(transfer.parts[i]);
+    }
+    list_copies(transfer, parts, layer_group, groups, layers);
+    const Stream end = copier_->copy(part_copies_, transfer.start, any_is_pageable(groups));
+    if (parts.end == all.end) device_.record_event(transfer.ends[layer_group], end);
   }
 }
 
+void Channel::list_copies(const Transfer& transfer, PartRange parts, int layer_group,
+                          const std::vector<Group>& groups, int64_t layers) {
+  part_copies_.clear();
+  for (size_t i = parts.begin; i < parts.end; ++i) {
+    const TransferPart& part = transfer.parts[i];
+    const Group& group = groups[part.group];
+    const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
+    if (slabs.begin == slabs.end) continue;
+    part_copies_.push_back({part.method, number_ == kStores, &group.gpu, &group.host,
+                            group.table.get(), &group.runs, slabs, part.blocks.data(),
+                            part.slots.data(), part.blocks.size(), part.before, part.after,
+                            part.is_unstaged});
+  }
+}
+
+void Channel::check_addresses() const {
+  FragmentList fragments(0);
+  for (const PartCopy& part : part_copies_) {
+    add_fragments(fragments, part.block_copy(), part.slabs);
+  }
+  device_.check_addresses(fragments);
+}
+
 bool Channel::has_ended(Transfer& transfer) const {
-  if (device_ < 0 || transfer.end_seen) return true;
-  const cuda::Result state = cuda::driver().query_event(transfer.ends.back());
-  if (state == cuda::kNotReady) return false;
-  KVSWAP_DRIVER_CHECK(state, "cuEventQuery");
-  return transfer.end_seen = true;
+  if (!transfer.end_seen) transfer.end_seen = device_.has_happened(transfer.ends.back());
+  return transfer.end_seen;
 }
 
 double Channel::copy_seconds(const Transfer& transfer) const {
-  float ms = 0;
-  KVSWAP_DRIVER_CHECK(cuda::driver().elapsed_time(&ms, transfer.start, transfer.ends.back()),
-                      "cuEventElapsedTime");
-  return ms / 1e3;
-}
-
-bool Channel::is_alive() const {
-  if (device_ < 0) return true;
-  const cuda::Result state = cuda::driver().query_stream(stream_);
-  return state == cuda::kSuccess || state == cuda::kNotReady;
+  return device_.seconds_between(transfer.start, transfer.ends.back());
 }
 
 void Channel::close() {
-  if (device_ < 0) return;
   for (auto& transfer : retired_) give_events(*transfer);
   retired_.clear();
   events_.destroy_idle();
   points_.destroy();
-  if (copier_ != nullptr) copier_->close();
-  for (cuda::Stream* stream : {&stream_, &waiting_}) {
-    if (*stream != nullptr) cuda::driver().destroy_stream(*stream);
+  copier_.reset();
+  for (Stream* stream : {&stream_, &waiting_}) {
+    if (*stream != nullptr) device_.destroy_stream(*stream);
     *stream = nullptr;
   }
 }

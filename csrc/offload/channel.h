@@ -3,8 +3,9 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/event_pool.h"
-#include "offload/copier.h"
+#include "device/device.h"
+#include "environment.h"
+#include "event_pool.h"
 #include "offload/group.h"
 #include "offload/job.h"
 #include "offload/stream_point.h"
@@ -22,8 +23,8 @@ constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 // synchronize() run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
-  // device: -1 where both sides are host memory.
-  Channel(int number, int device);
+  // The context of the device is current, as in all calls that ask the device for something.
+  Channel(int number, Device& device);
   ~Channel() { close(); }
 
   int number() const { return number_; }
@@ -43,17 +44,18 @@ class Channel {
 
   // A point that a job starts after: all that the stream, or the event, stands for now. Null when
   // that has ended. Events are waited for in the order of these calls.
-  StreamPoint* point_of_stream(cuda::Stream stream) { return points_.take(stream); }
-  StreamPoint* point_of_event(cuda::Event event);
+  StreamPoint* point_of_stream(Stream stream) { return points_.take(stream); }
+  StreamPoint* point_of_event(Event event);
   void give_point(StreamPoint* point) noexcept { points_.give(point); }
   bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
 
-  // Of the copies; null where both sides are host memory.
-  cuda::Stream stream() const { return stream_; }
+  // Of the copies; null where the device has no streams.
+  Stream stream() const { return stream_; }
 
   // From now on transfers can be staged, in this memory.
-  void use_staging(cuda::Address begin, uint64_t bytes) { copier_->use_staging(begin, bytes); }
-  bool has_staging() const { return copier_->has_staging(); }
+  void use_staging(PackKernels& kernels, uint64_t begin, uint64_t bytes) {
+    kernels.use_staging(*copier_, begin, bytes);
+  }
 
   // A transfer without jobs, with its events. Throws, and takes nothing, when one cannot be made.
   Transfers make_transfer(int layer_groups);
@@ -67,7 +69,7 @@ class Channel {
 
   // Copies the transfer up to its remainder, after the events. Returns why it could not, or an
   // empty reason; sets `copying` as soon as bytes may move. Without the lock.
-  Reason submit(Transfer& transfer, const std::vector<cuda::Event>& wait_events,
+  Reason submit(Transfer& transfer, const std::vector<Event>& wait_events,
                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
   // Copies the remainder, and records the ends. Without the lock.
   Reason submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
@@ -80,22 +82,31 @@ class Channel {
   // Waits until all that was submitted has run. False when the device is lost. Without the lock.
   bool synchronize() { return copier_->synchronize(); }
   // Whether the device still answers.
-  bool is_alive() const;
+  bool is_alive() const { return device_.is_alive(stream_); }
 
   size_t streams() const { return stream_ == nullptr ? 0 : 2 + copier_->streams(); }
-  size_t events() const { return points_.created() + events_.created() + copier_->events(); }
+  size_t events() const {
+    return points_.created() + events_.created() + (copier_ == nullptr ? 0 : copier_->events());
+  }
   // Frees streams and events. Nothing runs any more, or the device is lost.
   void close();
 
  private:
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
+  // Sets part_copies_ to some parts of the transfer, in one group of layers.
+  void list_copies(const Transfer& transfer, PartRange parts, int layer_group,
+                   const std::vector<Group>& groups, int64_t layers);
+  void check_addresses() const;
   void give_events(Transfer& transfer) noexcept;
 
-  const int number_, device_;
-  cuda::Stream stream_ = nullptr;   // of the copies
-  cuda::Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
+  const int number_;
+  Device& device_;
+  const Environment environment_;
+  Stream stream_ = nullptr;   // of the copies
+  Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
-  EventPool events_{cuda::kEventDefault};  // with a time
+  std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
+  EventPool events_;                   // with a time
   StreamPoints points_;
   Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight

@@ -5,9 +5,8 @@
 #include <limits>
 
 #include "check.h"
-#include "copy/staged.h"
-#include "cuda/context.h"
-#include "cuda/kernels.h"
+#include "copy/pack_arguments.h"
+#include "copy/staged_piece.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -50,6 +49,7 @@ size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
 }
 
 double submit_seconds(CopyMethod method, const Group& group, size_t blocks) {
+  if (method == CopyMethod::kHost) return 0;  // another thread would copy no faster
   const auto count = static_cast<double>(blocks);
   if (method == CopyMethod::kStrided) {
     return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
@@ -98,8 +98,9 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 }  // namespace
 
 MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
+                             const std::vector<CopyMethod>& available,
                              const std::vector<kvswap::Group>& groups)
-    : forced_(options.copy_method) {
+    : forced_(options.copy_method), available_(available) {
   for (const kvswap::Group& group : groups) {
     Group& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
@@ -133,10 +134,9 @@ CopyMethod MethodChooser::choose(const Transfer& transfer) const {
   // Expedited loads have no staging buffer.
   const bool may_stage =
       transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
-  CopyMethod best = CopyMethod::kStrided;
+  CopyMethod best = available_.front();
   double least = std::numeric_limits<double>::infinity();
-  for (const CopyMethod method :
-       {CopyMethod::kStrided, CopyMethod::kBatch, CopyMethod::kStaged, CopyMethod::kKernel}) {
+  for (const CopyMethod method : available_) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !transfer.may_launch) continue;
     if (forces(method)) return method;
@@ -161,14 +161,13 @@ bool MethodChooser::wants(CopyMethod method) const {
   return false;
 }
 
-CopyPlanner::CopyPlanner(std::vector<Group>& groups, int device,
+CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
                          const kvswap_copy_method_options& options, Channel& stores, Channel& loads)
     : groups_(groups),
       device_(device),
       options_(options),
-      chooser_(options, groups),
+      chooser_(options, device.copy_methods(), groups),
       stream_(stores.stream()) {
-  if (device < 0) return;
   try {
     set_up(stores, loads);
   } catch (const std::bad_alloc&) {
@@ -187,9 +186,11 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, int device,
 }
 
 void CopyPlanner::set_up(Channel& stores, Channel& loads) {
+  PackKernels* const kernels = device_.pack_kernels();
+  if (kernels == nullptr) return;
   const bool stages = chooser_.wants(CopyMethod::kStaged);
   if (!stages && !chooser_.wants(CopyMethod::kKernel)) return;
-  cuda::kernels(device_);
+  kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;
   for (const Group& group : groups_) {
@@ -200,28 +201,27 @@ void CopyPlanner::set_up(Channel& stores, Channel& loads) {
   if (!stages) return;
   KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
                " is too little; give it ", kMinStagingBytes, " or more");
-  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&staging_, options_.staging_bytes), "cuMemAlloc of ",
-                      options_.staging_bytes, " bytes for staging");
+  staging_ = kernels->allocate_staging(options_.staging_bytes);
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  stores.use_staging(staging_, half);
-  loads.use_staging(staging_ + half, half);
+  stores.use_staging(*kernels, staging_, half);
+  loads.use_staging(*kernels, staging_ + half, half);
 }
 
 void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
-    if (group.host_is_pageable || !is_packed(group.host, group.num_blocks, slots)) continue;
-    group.table = std::make_shared<SlabTable>(group.gpu, group.host, stream_);
+    if (group.host_is_pageable) continue;
+    group.table =
+        device_.pack_kernels()->make_table(group.gpu, group.host, group.num_blocks, slots, stream_);
   }
 }
 
 MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
   if (has_kernels_) make_tables(groups);
-  return MethodChooser(options_, groups);
+  return MethodChooser(options_, device_.copy_methods(), groups);
 }
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
-  if (device_ < 0) return CopyMethod::kHost;
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch =
       groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
@@ -239,7 +239,7 @@ void CopyPlanner::plan(Job& job) const noexcept {
     seconds +=
         group.host_is_pageable ? kPageableSeconds : submit_seconds(method, group, part.count);
   }
-  work.predicted_submit_seconds = static_cast<float>(device_ < 0 ? 0 : seconds);
+  work.predicted_submit_seconds = static_cast<float>(seconds);
 }
 
 void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
@@ -314,7 +314,7 @@ void CopyPlanner::leak() noexcept {
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
-  if (staging_ != 0) cuda::driver().free(staging_);
+  if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
   staging_ = 0;
 }
 

@@ -14,7 +14,9 @@ namespace kvswap {
 // Chooses a transfer's copy method: of those available, the one that is predicted to end first.
 class MethodChooser {
  public:
-  MethodChooser(const kvswap_copy_method_options& options, const std::vector<Group>& groups);
+  // available: by the device; the first is taken where none has figures.
+  MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
+                const std::vector<Group>& groups);
 
   struct Transfer {
     int group, channel;
@@ -39,6 +41,7 @@ class MethodChooser {
   };
 
   int forced_;
+  std::vector<CopyMethod> available_;
   std::vector<Group> groups_;
 };
 
@@ -48,10 +51,10 @@ class CopyPlanner {
  public:
   static constexpr uint64_t kMinStagingBytes = 1 << 20;
 
-  // device: -1 where both sides are host memory. Gives the groups their tables and the channels
+  // Gives the groups their tables and the channels
   // their staging buffers, if some transfer would use them. Throws ValueError when a forced copy
   // method is not available.
-  CopyPlanner(std::vector<Group>& groups, int device, const kvswap_copy_method_options& options,
+  CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
               Channel& stores, Channel& loads);
   ~CopyPlanner() { close(); }
 
@@ -88,14 +91,14 @@ class CopyPlanner {
   double without_kernels(const MethodChooser::Transfer& transfer) const;  // seconds
 
   std::vector<Group>& groups_;
-  const int device_;
+  Device& device_;
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string problem_;
   double crowded_until_ = 0;  // until then no kernels copy: the GPU is busy with others'
   bool has_kernels_ = false;
-  const cuda::Stream stream_;  // to upload tables
-  cuda::Address staging_ = 0;
+  const Stream stream_;  // to upload tables
+  uint64_t staging_ = 0;
 };
 
 // Splits off what would take the submitting thread longer than `seconds`. Returns the index of the

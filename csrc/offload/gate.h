@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "cuda/context.h"
+#include "device/device.h"
 #include "offload/reason.h"
 #include "offload/transfer.h"
 
@@ -14,8 +14,8 @@ namespace kvswap {
 // lock guards it; the context of the device is current.
 class GateWords {
  public:
-  // `count` words, each 1.
-  volatile uint64_t* take(int count);
+  // `count` words of `memory`, each 1.
+  volatile uint64_t* take(StreamWords& memory, int count);
 
  private:
   volatile uint64_t* next_ = nullptr;
@@ -34,12 +34,13 @@ class GateWords {
 // The scheduler's lock guards it, except open_after(), wait() and release().
 class Gate {
  public:
-  // Throws if the driver cannot wait for a value.
-  Gate(int device, int layer_groups, GateWords& words);
+  // Throws if the device's streams cannot wait for a word.
+  Gate(Device& device, int layer_groups, GateWords& words);
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
 
-  const int device, layer_groups;
+  Device& device;
+  const int layer_groups;
 
   // A gate has two references: its handler's, which watches it while it is busy, and its caller's.
   // The last one frees its stream and its events. Any thread may call.
@@ -53,9 +54,9 @@ class Gate {
   // Why the driver has refused open(), to be tried again; or an empty reason.
   const Reason& problem() const { return problem_; }
 
-  // Closes the gate for a load, on this stream. If it throws, the gate is as it was, or there is a
-  // problem().
-  void close(const cuda::StreamRef& current);
+  // Closes the gate for a load, on this stream of its device. If it throws, the gate is as it was,
+  // or there is a problem().
+  void close(Stream current);
   // Opens the gate for each group of layers when the transfer has copied it. Returns why it could
   // not, or an empty reason. The gate stays busy until opened().
   Reason open_after(const Transfer& transfer) noexcept;
@@ -65,19 +66,20 @@ class Gate {
   // Sets the words from the host: the device is lost, and no stream will open the gate.
   void let_through() noexcept;
   // Makes a stream, of any device, wait until the gate is open for a group of layers.
-  void wait(int layer_group, const cuda::StreamRef& stream) const;
+  void wait(int layer_group, const StreamRef& stream) const;
 
  private:
   ~Gate();
   void destroy();
-  void set(int layer_group, uint64_t value, cuda::Stream stream) const;
-  void reopen(cuda::Stream current) noexcept;
+  void set(int layer_group, uint64_t value, Stream stream) const;
+  void reopen(Stream current) noexcept;
   // Opens after the closing and, if there is a transfer, after each of its groups of layers.
   void enqueue_opening(const Transfer* transfer);
 
+  StreamWords* memory_ = nullptr;
   volatile uint64_t* words_ = nullptr;
-  cuda::Stream opener_ = nullptr;
-  cuda::Event closed_ = nullptr, opened_ = nullptr;
+  Stream opener_ = nullptr;
+  Event closed_ = nullptr, opened_ = nullptr;
   std::atomic<int> references_{2};
   bool used_ = false;  // whether `opened_` was ever recorded
   bool busy_ = false;

@@ -1,10 +1,7 @@
 #include "offload/group.h"
 
 #include <map>
-#include <string>
-
-#include "check.h"
-#include "copy/address_map.h"
+#include <utility>
 
 namespace kvswap {
 namespace {
@@ -20,7 +17,7 @@ Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* si
 
 }  // namespace
 
-Group read_group(const kvswap_group& from, int device) {
+Group read_group(const kvswap_group& from, Device& device) {
   Group group;
   group.gpu = read_slabs(from.gpu_bases, from.gpu_strides, from.sizes, from.num_slabs);
   group.host = read_slabs(from.host_bases, from.host_strides, from.sizes, from.num_slabs);
@@ -32,24 +29,21 @@ Group read_group(const kvswap_group& from, int device) {
   group.slot_space = from.slot_space;
   group.ready_range = from.ready_range;
   group.host.chunk_blocks = &from.ready_range->chunk_blocks;
-  AddressMap addresses;
+  const int64_t first_slot = from.ready_range->first_page * group.blocks_per_page;
+  std::vector<uint64_t> first_pages;
+  for (size_t s = 0; s < group.host.count(); ++s) {
+    first_pages.push_back(group.host.address(s, first_slot));
+  }
+  Allocations found = device.find_allocations(group.gpu.bases, first_pages);
+  group.host.allocations = std::move(found.host);
+  group.host_is_pageable = found.host_is_pageable;
   // Two storages in one range of addresses do not count as one allocation: the driver knows all
   // expandable segments of a stream as one reservation, and refuses a strided copy across a part of
   // it that is not mapped, or is not any more.
   std::map<std::pair<uint64_t, int64_t>, uint64_t> allocations;
   for (size_t s = 0; s < group.gpu.count(); ++s) {
-    const uint64_t base = group.gpu.bases[s];
-    const Memory memory = addresses.find(base);
-    KVSWAP_CHECK(device < 0 || memory.device == device, "the cache at ", addresses.describe(base),
-                 " is not memory of device ", device);
-    const std::pair allocation(memory.begin, from.gpu_storages[s]);
+    const std::pair allocation(found.cache[s], from.gpu_storages[s]);
     group.gpu.allocations.push_back(allocations.emplace(allocation, s).first->second);
-  }
-  const int64_t first_slot = from.ready_range->first_page * group.blocks_per_page;
-  for (size_t s = 0; s < group.host.count(); ++s) {
-    const Memory memory = addresses.find(group.host.address(s, first_slot));
-    group.host.allocations.push_back(memory.begin);
-    group.host_is_pageable |= device >= 0 && memory.kind == MemoryKind::kPageable;
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   group.runs = equidistant_runs(group.gpu, group.host);

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "capi.h"
-#include "copy/pack.h"
-#include "copy/strided.h"
+#include "copy/slab_runs.h"
+#include "device/device.h"
 
 namespace kvswap {
 
@@ -22,20 +22,9 @@ struct Group {
   int block_space = 0, slot_space = 0;
   const kvswap_ready_range* ready_range = nullptr;  // of the pool
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;          // in all slabs
-  std::vector<SlabRun> runs;         // of slabs at equal distances
-  std::shared_ptr<SlabTable> table;  // for the kernels; null if they cannot be used
-
-  // The runs among these slabs.
-  std::vector<SlabRun> runs_of(SlabRange slabs) const {
-    std::vector<SlabRun> clipped;
-    for (const SlabRun& run : runs) {
-      const size_t first = std::max(run.first, slabs.begin);
-      const size_t end = std::min(run.first + run.count, slabs.end);
-      if (first < end) clipped.push_back({first, end - first});
-    }
-    return clipped;
-  }
+  uint64_t block_bytes = 0;            // in all slabs
+  std::vector<SlabRun> runs;           // of slabs at equal distances
+  std::shared_ptr<KernelTable> table;  // for the kernels; null if they cannot be used
 
   // The slabs of one of `layer_groups` groups of layers, of a model with `num_layers` layers.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
@@ -57,8 +46,8 @@ inline bool any_is_pageable(const std::vector<Group>& groups) {
   return false;
 }
 
-// Converts a group of the C interface, and asks the driver for the allocations. Throws if the cache
-// is not on `device`.
-Group read_group(const kvswap_group& group, int device);
+// Converts a group of the C interface, and asks the device for the allocations. Throws if the cache
+// is not in its memory.
+Group read_group(const kvswap_group& group, Device& device);
 
 }  // namespace kvswap

@@ -4,8 +4,7 @@
 #include <chrono>
 #include <utility>
 
-#include "cuda/context.h"
-#include "cuda/stream.h"
+#include "check.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -15,16 +14,9 @@ namespace {
 // too, and make room for what is queued.
 constexpr double kPollSeconds = 50e-6;
 
-void refuse_capture(const cuda::StreamRef& stream, const char* noun) {
-  KVSWAP_CHECK(
-      !cuda::is_capturing(stream), noun,
-      " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
-      "of the capture");
-}
-
 }  // namespace
 
-Handler::Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
                  const kvswap_copy_method_options& options)
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
@@ -44,24 +36,30 @@ JobRef Handler::submit(const kvswap_request& request) {
   return job;
 }
 
+void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
+  KVSWAP_CHECK(
+      !device().is_capturing(stream), noun,
+      " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
+      "of the capture");
+}
+
 void Handler::refuse_captures(const kvswap_request& request) const {
-  if (device() < 0) return;
   if (request.after_kind <= KVSWAP_AFTER_STREAM) {
     refuse_capture(stream_of(request), "the stream that the job would start after");
   }
   if (request.gate != nullptr) {
-    refuse_capture(cuda::current_stream(device()), "the stream on which the gate is to be closed");
+    refuse_capture(device().current_stream(), "the stream on which the gate is to be closed");
   }
 }
 
-cuda::StreamRef Handler::stream_of(const kvswap_request& request) const {
+StreamRef Handler::stream_of(const kvswap_request& request) const {
   const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
-  return is_given ? cuda::StreamRef{device(), request.after} : cuda::current_stream(device());
+  return is_given ? StreamRef{device().index(), request.after} : device().current_stream();
 }
 
 // Sets what the job starts after. Returns why it could not, or an empty reason.
 Reason Handler::set_start(const Lock& lock, Job& job, const kvswap_request& request) {
-  if (device() < 0 || request.after_kind == KVSWAP_AFTER_NOTHING) return {};
+  if (request.after_kind == KVSWAP_AFTER_NOTHING) return {};
   try {
     if (request.after_kind == KVSWAP_AFTER_EVENT) {
       scheduler_.start_after_event(lock, job, request.after);
@@ -80,7 +78,7 @@ Reason Handler::set_start(const Lock& lock, Job& job, const kvswap_request& requ
 
 void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
   try {
-    gate.close(cuda::current_stream(device()));
+    gate.close(device().current_stream().handle);
   } catch (...) {
     scheduler_.start_at_once(lock, job);
     throw;
@@ -99,7 +97,7 @@ bool Handler::cancel(Job* job) {
   return scheduler_.cancel(lock, *job);
 }
 
-void Handler::wait(Job* job, int layer_group, const cuda::StreamRef& stream) {
+void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
   Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
   try {
@@ -111,9 +109,9 @@ void Handler::wait(Job* job, int layer_group, const cuda::StreamRef& stream) {
   }
   if (!job->ended()) scheduler_.flush(lock, *job);
   if (job->ended()) return;
-  const std::vector<cuda::Event>& ends = job->work->transfer->ends;
-  const cuda::Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
-  cuda::wait_event(stream, end);
+  const std::vector<Event>& ends = job->work->transfer->ends;
+  const Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
+  device().wait_event(stream, end);
 }
 
 int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds) {
@@ -145,18 +143,18 @@ void Handler::poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double be
   }
   ++polling_;
   lock.unlock();
-  cuda::Result state = cuda::kNotReady;
+  bool has_happened = false;
   try {
-    const cuda::ContextGuard context(device());
+    const ContextGuard context(device());
     const double until = now() + kPollSeconds;
     do {
       pause_since(began);
-      state = cuda::driver().query_event(transfer->ends.back());
-    } while (state == cuda::kNotReady && now() < until);
+      has_happened = device().has_happened(transfer->ends.back());
+    } while (!has_happened && now() < until);
   } catch (const std::exception&) {  // the next one that asks with the lock finds the device lost
   }
   lock.lock();
-  transfer->end_seen |= state == cuda::kSuccess;
+  transfer->end_seen |= has_happened;
   transfer.reset();
   if (--polling_ == 0) closing_.notify_all();
 }

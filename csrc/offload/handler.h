@@ -17,7 +17,7 @@ namespace kvswap {
 class Handler {
  public:
   // The context of the device is current.
-  Handler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+  Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
           const kvswap_copy_method_options& options);
 
   // Throws, with no job and nothing in flight, when the request is wrong.
@@ -57,7 +57,7 @@ class Handler {
   // `seconds`.
   int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds);
   // Makes a stream wait for a group of layers of the job; -1: for all of it.
-  void wait(Job* job, int layer_group, const cuda::StreamRef& stream);
+  void wait(Job* job, int layer_group, const StreamRef& stream);
   // Asks the device.
   bool has_ended(const Job* job);
   // True when the job will be reported as cancelled.
@@ -76,13 +76,13 @@ class Handler {
   // Why copy methods that would be chosen are not available, or "". Never changes.
   const std::string& missing_methods() const { return scheduler_.missing_methods(); }
 
-  // -1 where all is host memory.
-  int device() const { return scheduler_.device(); }
+  Device& device() const { return scheduler_.device(); }
 
  private:
+  void refuse_capture(const StreamRef& stream, const char* noun) const;
   void refuse_captures(const kvswap_request& request) const;
   // The stream whose work the job starts after.
-  cuda::StreamRef stream_of(const kvswap_request& request) const;
+  StreamRef stream_of(const kvswap_request& request) const;
   Reason set_start(const Lock& lock, Job& job, const kvswap_request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
   // Polls for the end of a transfer without the lock, so that it holds up no thread that submits,

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "copy/copy_method.h"
 #include "offload/reason.h"
 
 namespace kvswap {
@@ -17,14 +18,6 @@ inline const char* direction_name(int channel) { return channel == kStores ? "st
 
 // Python knows these numbers.
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
-
-// How blocks are copied. Python knows these numbers.
-enum class CopyMethod : int { kHost = 0, kBatch = 1, kStrided = 2, kStaged = 3, kKernel = 4 };
-
-inline const char* copy_method_name(CopyMethod method) {
-  static constexpr const char* names[] = {"host", "batch", "strided", "staged", "kernel"};
-  return names[static_cast<int>(method)];
-}
 
 struct Transfer;
 class Gate;

@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "cuda/context.h"
+#include "check.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -39,11 +39,11 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
 
 }  // namespace
 
-Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
                      const kvswap_copy_method_options& options)
     : device_(device),
       layers_(layers),
-      submit_thread_(submit_thread && device >= 0),
+      submit_thread_(submit_thread && !device.is_synchronous()),
       groups_(std::move(groups)),
       table_(groups_),
       queues_{{kStores, device}, {kLoads, device}, {kExpedited, device}},
@@ -74,11 +74,11 @@ Reason Scheduler::prepare(const Lock&, Job& job) {
   return table_.prepare(job);
 }
 
-void Scheduler::start_after_stream(const Lock&, Job& job, cuda::Stream stream) {
+void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
   job.work->after = queue_of(job).channel.point_of_stream(stream);
 }
 
-void Scheduler::start_after_event(const Lock&, Job& job, cuda::Event event) {
+void Scheduler::start_after_event(const Lock&, Job& job, Event event) {
   job.work->after = queue_of(job).channel.point_of_event(event);
 }
 
@@ -97,7 +97,8 @@ void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
     submit_or_queue(lock, job);
     // A graph that waits for the gate must not be launched before the load is on the device: if a
     // kernel is loaded meanwhile, the driver puts all later work after that graph.
-    if (has_gate || device_ < 0) flush(lock, *job);
+    if (has_gate || device_.is_synchronous()) flush(lock, *job);
+    if (device_.is_synchronous()) advance(lock);
   }
   job->submit_seconds = now() - began;
   table_.record_submit(job->channel, job->submit_seconds);
@@ -194,7 +195,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double secon
 bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double seconds) noexcept {
   if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
-  std::vector<cuda::Event> wait_events;
+  std::vector<Event> wait_events;
   Transfers made;
   try {
     held = transfers_before(queue, jobs);
@@ -218,9 +219,8 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double secon
   bool copying = false;
   Reason error = queue.channel.submit(transfer, wait_events, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
-  const double took = device_ < 0 ? now() - began : 0;
   if (!error.empty() || transfer.remainder == transfer.parts.size()) {
-    return end_attempt(lock, queue, std::move(made), std::move(error), copying, took, jobs);
+    return end_attempt(lock, queue, std::move(made), std::move(error), copying, jobs);
   }
   lock.lock();
   transfer.partially_submitted_at = now();
@@ -261,7 +261,7 @@ bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
     const Transfer& transfer = *queue.partially_submitted.front();
     if (transfer.jobs.front().work->predicted_submit_seconds > seconds) continue;
     if (transfer.entries > kMaxEntries) continue;  // the driver may block
-    std::optional<cuda::ContextGuard> context;
+    std::optional<ContextGuard> context;
     try {
       context.emplace(device_);
     } catch (const std::exception& error) {
@@ -282,7 +282,7 @@ void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
   lock.unlock();
   if (error.empty()) error = queue.channel.submit_remainder(transfer, groups_, layers_);
   JobList jobs;
-  end_attempt(lock, queue, std::move(made), std::move(error), true, 0, jobs);
+  end_attempt(lock, queue, std::move(made), std::move(error), true, jobs);
   queue.submitting = -1;
   progress_.notify_all();
 }
@@ -290,13 +290,13 @@ void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
 // The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
 // worth trying one at a time.
 bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                            double seconds, JobList& jobs) noexcept {
+                            JobList& jobs) noexcept {
   bool alive = true;
   if (!error.empty() && copying) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
   lock.lock();
   if (error.empty() && lost_.empty()) {
-    on_submitted(queue, std::move(made), seconds);
+    on_submitted(queue, std::move(made));
     return true;
   }
   jobs = std::move(made.front()->jobs);
@@ -312,20 +312,18 @@ bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   return true;
 }
 
-// The copies are with the driver; between host memory they are done.
-void Scheduler::on_submitted(Queue& queue, Transfers made, double seconds) noexcept {
+// The copies are with the device.
+void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   const std::shared_ptr<Transfer>& transfer = made.front();
   table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
     queue.channel.give_point(std::exchange(job.work->after, nullptr));
     if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
-    job.copy_seconds = seconds;
     job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
     job.work->transfer = transfer;
-    if (device_ < 0) table_.finish(job, State::kDone, {});
   }
-  if (device_ >= 0) queue.channel.run(std::move(made));
+  queue.channel.run(std::move(made));
   progress_.notify_all();
 }
 
@@ -342,9 +340,9 @@ void Scheduler::flush(Lock& lock, const Job& job) noexcept {
 void Scheduler::run_worker(Queue& queue) noexcept {
   prctl(PR_SET_TIMERSLACK, 1);  // else a short pause is 50 us longer
   Lock lock(mutex_);
-  std::optional<cuda::ContextGuard> context;
+  std::optional<ContextGuard> context;
   try {
-    if (device_ >= 0) context.emplace(device_);
+    context.emplace(device_);
   } catch (const std::exception& error) {
     lose(Reason(error));
   }
@@ -428,7 +426,7 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_closed_gates();
   if (!lost_.empty() || idle) return;
   try {
-    const cuda::ContextGuard context(device_);
+    const ContextGuard context(device_);
     open_gates(lock);
     Queue* next;
     do {

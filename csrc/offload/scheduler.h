@@ -29,8 +29,8 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seco
 // Who submits copies: the thread that submits a job, if that takes microseconds; of a larger job it
 // submits the beginning. A worker thread of the channel, or a thread that waits for any job,
 // submits the remainder. Jobs that must wait in software go through the worker, which joins small
-// ones into one copy. With `submit_thread` the worker submits everything, except copies between
-// host memory. Copies are submitted without the lock, by the one thread that owns the channel:
+// ones into one copy. With `submit_thread` the worker submits everything, except on a synchronous
+// device. Copies are submitted without the lock, by the one thread that owns the channel:
 // `submitting` is set meanwhile, and a partially submitted transfer keeps the channel until it is
 // complete.
 //
@@ -38,14 +38,14 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seco
 // fails, for want of memory too, ends that job.
 class Scheduler {
  public:
-  // The context of the device is current; device: -1 where both sides are host memory.
-  Scheduler(std::vector<Group> groups, int64_t layers, int device, bool submit_thread,
+  // The context of the device is current.
+  Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
             const kvswap_copy_method_options& options);
   // The handler was closed, or nothing was ever submitted.
   ~Scheduler();
 
   // Need no lock: they never change.
-  int device() const { return device_; }
+  Device& device() const { return device_; }
   // Why copy methods that would be chosen are not available, or "".
   const std::string& missing_methods() const { return planner_.problem(); }
 
@@ -68,8 +68,8 @@ class Scheduler {
   Reason prepare(const Lock&, Job& job);
   // Makes the job start after all that the stream was given so far, or after an event. The stream
   // is of the handler's device.
-  void start_after_stream(const Lock&, Job& job, cuda::Stream stream);
-  void start_after_event(const Lock&, Job& job, cuda::Event event);
+  void start_after_stream(const Lock&, Job& job, Stream stream);
+  void start_after_event(const Lock&, Job& job, Event event);
   // Takes that back.
   void start_at_once(const Lock&, Job& job) noexcept;
   // Adds a prepared job and submits it, queues it or, with a failure, ends it. began: when its
@@ -120,7 +120,7 @@ class Scheduler {
  private:
   // A channel, and its jobs that are not on the device yet.
   struct Queue {
-    Queue(int number, int device) : channel(number, device) {}
+    Queue(int number, Device& device) : channel(number, device) {}
 
     Channel channel;
     JobList jobs;             // cancelled jobs keep their place in the order
@@ -151,8 +151,8 @@ class Scheduler {
   Transfers make_transfer(Queue& queue, const JobList& jobs, double seconds);
   void submit_remainder(Lock& lock, Queue& queue) noexcept;
   bool end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                   double seconds, JobList& jobs) noexcept;
-  void on_submitted(Queue& queue, Transfers made, double seconds) noexcept;
+                   JobList& jobs) noexcept;
+  void on_submitted(Queue& queue, Transfers made) noexcept;
   bool fail_unsubmitted(JobList& jobs, const Reason& error) noexcept;
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;
 
@@ -167,7 +167,7 @@ class Scheduler {
   std::condition_variable
       progress_;  // a job was submitted or has ended, a gate is not busy any more
 
-  const int device_;
+  Device& device_;
   const int64_t layers_;  // of the model, in all groups together
   const bool submit_thread_;
   std::vector<Group> groups_;

@@ -5,16 +5,16 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/driver.h"
+#include "device/device.h"
 
 namespace kvswap {
 
 // An event recorded at a point of a stream: jobs start when the work before it has ended.
 struct StreamPoint {
-  cuda::Event event = nullptr;
-  cuda::Stream stream = nullptr;  // a handle of the channel's device
-  uint64_t number = 0;            // grows with each record
-  int users = 0;                  // jobs
+  Event event = nullptr;
+  Stream stream = nullptr;  // a handle of the channel's device
+  uint64_t number = 0;      // grows with each record
+  int users = 0;            // jobs
 };
 
 // The stream points of a channel's jobs.
@@ -29,21 +29,24 @@ struct StreamPoint {
 // context is current.
 class StreamPoints {
  public:
+  explicit StreamPoints(Device& device) : device_(device) {}
+
   // After all that the stream was given so far; null when that has ended.
-  StreamPoint* take(cuda::Stream stream);
+  StreamPoint* take(Stream stream);
   // One user has no need of it any more. null: does nothing.
   void give(StreamPoint* point) noexcept;
   // Whether the work before it has ended.
-  bool is_over(const StreamPoint& point) const;
+  bool is_over(const StreamPoint& point) const noexcept;
 
   size_t created() const { return all_.size(); }
   void destroy();
 
  private:
   // The latest one in use that was recorded on the stream; null for none.
-  StreamPoint* latest(cuda::Stream stream) const;
+  StreamPoint* latest(Stream stream) const;
   StreamPoint* take_idle();
 
+  Device& device_;
   std::vector<std::unique_ptr<StreamPoint>> all_;
   std::vector<StreamPoint*> idle_;  // has room for all
   uint64_t records_ = 0;

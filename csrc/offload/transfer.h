@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/driver.h"
+#include "device/device.h"
 #include "offload/job.h"
 
 namespace kvswap {
@@ -21,6 +21,11 @@ struct TransferPart {
   bool is_unstaged = false;
 };
 
+// Parts of a transfer, by index.
+struct PartRange {
+  size_t begin, end;
+};
+
 // One copy on the device: of a job, or of several small ones. A thread that is about to wait for
 // its events holds it until the driver has the wait, so that the events are not recorded again
 // before.
@@ -30,9 +35,9 @@ struct Transfer {
   size_t remainder = 0;               // the first part that the submitting thread leaves to others
   double partially_submitted_at = 0;  // when the parts before it were with the driver
   double remainder_delay = 0;         // seconds from then until a thread took the remainder
-  cuda::Event start = nullptr;
-  std::vector<cuda::Event> ends;  // one for each group of layers; the last is the end of all
-  size_t entries = 0;             // of the driver's queue
+  Event start = nullptr;
+  std::vector<Event> ends;  // one for each group of layers; the last is the end of all
+  size_t entries = 0;       // of the driver's queue
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

@@ -30,7 +30,7 @@ LAYERS = (
     ("cli", "integrations", "calibrate", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.
-TORCH_FREE = ("copy", "offload", "prefix")
+TORCH_FREE = ("copy", "device", "offload", "prefix")
 
 
 def package_of(module: str) -> str:
@@ -200,9 +200,15 @@ def test_a_native_file_includes_what_its_folder_may(path):
     if path.parent.name in TORCH_FREE:
         assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
     if path.parent.name == "copy":
-        assert not [name for name in names if "offload/" in name], "copies know no jobs"
+        assert not [name for name in names if re.match("device/|offload/", name)], "no jobs"
+    if path.parent.name == "device":
+        assert not [name for name in names if "offload/" in name], "devices know no jobs"
+    if path.parent.name == "offload":
+        known = {name for name in names if re.match("cuda/|device/", name)}
+        assert known <= {"device/device.h"}, "another kind of device needs no change here"
+        assert not re.search(r"\bcuda::|\bcu[A-Z]\w+\(", path.read_text())
     if path.parent.name == "prefix":
-        assert not [name for name in names if re.match("copy/|offload/", name)]
+        assert not [name for name in names if re.match("copy/|device/|offload/", name)]
 
 
 def test_no_tracked_file_names_a_folder_of_a_machine_or_a_package_registry():

@@ -174,6 +174,18 @@ def test_a_job_says_what_it_is_and_a_result_how_it_went(
     handler.close()
 
 
+def test_copies_between_host_memory_need_no_streams_and_use_their_events_again() -> None:
+    handler = make_handler("cpu")
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    first = handler.metrics().stores
+    for _ in range(10):
+        handler.store(gpu_block_ids=[0], page_ids=[0])
+    last = handler.metrics().stores
+    assert (first.streams, first.events) == (last.streams, last.events) == (0, 2)
+    handler.close()
+    assert handler.metrics().stores.events == 0
+
+
 def test_every_job_is_reported_once_also_one_that_was_waited_for(device: str) -> None:
     handler = make_handler(device)
     jobs = [handler.store(gpu_block_ids=[j], page_ids=[j]) for j in range(4)]

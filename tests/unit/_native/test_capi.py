@@ -130,6 +130,15 @@ def test_a_driver_call_that_fails_is_named_with_its_code(driver):
     assert driver.cuda.memory_type(memory) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "size"), [("kvswap_host_register", (4096,)), ("kvswap_host_unregister", ())]
+)
+def test_host_memory_cannot_be_registered_for_host_memory(name, size):
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert not getattr(loader.library(), name)(-1, memory.data_ptr(), *size)
+    assert failure() == ("RuntimeError", "host memory is registered for a device; -1 is none")
+
+
 @pytest.mark.gpu
 def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
     memory = torch.zeros(4096, dtype=torch.uint8)

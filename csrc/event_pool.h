@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <functional>
+#include <utility>
 #include <vector>
-
-#include "cuda/driver.h"
 
 namespace kvswap {
 
@@ -19,22 +19,23 @@ void make_room(std::vector<Element>& elements, size_t count) {
 // record any more. One thread at a time. The context of the device is current.
 class EventPool {
  public:
-  explicit EventPool(unsigned flags) : flags_(flags) {}
+  // destroy: does not throw.
+  EventPool(std::function<void*()> create, std::function<void(void*)> destroy)
+      : create_(std::move(create)), destroy_(std::move(destroy)) {}
 
-  cuda::Event take() {
+  void* take() {
     if (idle_.empty()) {
       make_room(idle_, created_);
-      cuda::Event event = nullptr;
-      KVSWAP_DRIVER_CHECK(cuda::driver().create_event(&event, flags_), "cuEventCreate");
+      void* const event = create_();
       ++created_;
       return event;
     }
-    const cuda::Event event = idle_.back();
+    void* const event = idle_.back();
     idle_.pop_back();
     return event;
   }
 
-  void give(cuda::Event event) noexcept {
+  void give(void* event) noexcept {
     if (event != nullptr) idle_.push_back(event);
   }
 
@@ -42,15 +43,15 @@ class EventPool {
   size_t created() const { return created_; }
 
   void destroy_idle() {
-    // On a lost device this fails, and there is nothing to free any more.
-    for (const cuda::Event event : idle_) cuda::driver().destroy_event(event);
+    for (void* const event : idle_) destroy_(event);
     created_ -= idle_.size();
     idle_.clear();
   }
 
  private:
-  const unsigned flags_;
-  std::vector<cuda::Event> idle_;  // has room for all that exist
+  const std::function<void*()> create_;
+  const std::function<void(void*)> destroy_;
+  std::vector<void*> idle_;  // has room for all that exist
   std::atomic<size_t> created_{0};
 };
 

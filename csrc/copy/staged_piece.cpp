@@ -1,0 +1,21 @@
+#include "copy/staged_piece.h"
+
+#include <algorithm>
+
+namespace kvswap {
+namespace {
+
+constexpr uint64_t kGrowth = 3;
+
+}  // namespace
+
+uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
+                     bool to_host) {
+  const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
+  const uint64_t bytes = std::min(most, std::max(kMinPieceBytes, grown));
+  // Whole blocks, whose pages are one copy each, where a block fits.
+  const uint64_t unit = block_bytes <= most ? block_bytes : kStagingAlignment;
+  return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,290 @@
+#include "device/cuda.h"
+
+#include <new>
+
+#include "check.h"
+#include "copy/address_check.h"
+#include "copy/batch.h"
+#include "copy/pack.h"
+#include "copy/staged.h"
+#include "copy/strided.h"
+#include "cuda/context.h"
+#include "cuda/kernels.h"
+#include "cuda/stream.h"
+
+namespace kvswap {
+namespace {
+
+cuda::StreamRef to_cuda(const StreamRef& stream) { return {stream.device, stream.handle}; }
+
+class CudaTable : public KernelTable {
+ public:
+  CudaTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream) : slabs(gpu, host, stream) {}
+  void leak() noexcept override { slabs.leak(); }
+
+  SlabTable slabs;
+};
+
+PackedCopy packed(const PartCopy& part) {
+  const SlabTable* table = &static_cast<const CudaTable*>(part.table)->slabs;
+  return {part.gpu,   part.host,  table,        part.slabs,  part.blocks,
+          part.slots, part.count, part.to_host, part.before, part.after};
+}
+
+// Gives copies to the driver: to the channel's stream, and the packing of staged ones to a stream
+// of its own.
+class CudaCopier : public Copier {
+ public:
+  CudaCopier(int device, cuda::Stream copies, bool to_host, const Environment& environment)
+      : device_(device), copies_(copies), to_host_(to_host), environment_(environment) {}
+  ~CudaCopier() override {
+    staging_.reset();
+    if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
+  }
+
+  void use_staging(uint64_t begin, uint64_t bytes);
+  Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) override;
+  bool synchronize() noexcept override;
+  size_t streams() const override { return kernels_ == nullptr ? 0 : 1; }
+  size_t events() const override { return staging_ == nullptr ? 0 : staging_->events(); }
+
+ private:
+  void stage(const PartCopy& part, Event start, const BatchOptions& options);
+  void send(FragmentList& fragments, const BatchOptions& options);
+  void order_after_unpacking();
+
+  const int device_;
+  const cuda::Stream copies_;
+  const bool to_host_;
+  const Environment environment_;
+  cuda::Stream kernels_ = nullptr;  // packs and unpacks
+  std::unique_ptr<StagingBuffer> staging_;
+};
+
+void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
+  kernels_ = cuda::create_stream();
+  staging_ = std::make_unique<StagingBuffer>(begin, bytes);
+}
+
+Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) {
+  BatchOptions options(environment_);
+  options.has_pageable = has_pageable;
+  FragmentList fragments(0);
+  bool is_unpacking = false;
+  for (const PartCopy& part : parts) {
+    is_unpacking = part.method == CopyMethod::kStaged && !to_host_;
+    if (part.method == CopyMethod::kStaged) {
+      send(fragments, options);
+      stage(part, start, options);
+      continue;
+    }
+    // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
+    // unpacked then.
+    if (!part.is_unstaged) order_after_unpacking();
+    if (part.method == CopyMethod::kStrided) {
+      copy_strided(part.block_copy(), runs_among(*part.runs, part.slabs), copies_);
+    } else if (part.method == CopyMethod::kKernel) {
+      copy_by_kernel(packed(part), cuda::kernels(device_), copies_);
+    } else {
+      add_fragments(fragments, part.block_copy(), part.slabs);
+    }
+  }
+  send(fragments, options);
+  if (is_unpacking) return kernels_;
+  order_after_unpacking();
+  return copies_;
+}
+
+void CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options) {
+  if (to_host_) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, start, 0), "cuStreamWaitEvent");
+  }
+  staging_->copy(packed(part), {device_, copies_, kernels_}, cuda::kernels(device_), options);
+}
+
+void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {
+  if (fragments.empty()) return;
+  copy_batch(fragments, {device_, copies_}, options);
+  fragments = FragmentList(0);
+}
+
+// What was staged is on the GPU only when it has been unpacked.
+void CudaCopier::order_after_unpacking() {
+  if (staging_ != nullptr && !to_host_) staging_->order_before(copies_);
+}
+
+bool CudaCopier::synchronize() noexcept {
+  bool alive = true;
+  for (const cuda::Stream stream : {copies_, kernels_}) {
+    if (stream != nullptr) alive &= cuda::driver().synchronize_stream(stream) == cuda::kSuccess;
+  }
+  if (staging_ != nullptr) staging_->forget();
+  return alive;
+}
+
+class CudaDevice : public Device, public PackKernels, public StreamWords {
+ public:
+  using Device::Device;
+
+  std::string name() const override { return "CUDA device " + std::to_string(index()); }
+  bool is_synchronous() const override { return false; }
+
+  void enter(ContextState& state) override {
+    static_assert(sizeof(cuda::ContextGuard) <= sizeof(state.bytes));
+    new (state.bytes) cuda::ContextGuard(index());
+  }
+  void leave(ContextState& state) noexcept override {
+    std::launder(reinterpret_cast<cuda::ContextGuard*>(state.bytes))->~ContextGuard();
+  }
+
+  Stream create_stream() override { return cuda::create_stream(); }
+  void destroy_stream(Stream stream) noexcept override { cuda::driver().destroy_stream(stream); }
+  bool is_idle(Stream stream) override {
+    return is_over(cuda::driver().query_stream(stream), "cuStreamQuery");
+  }
+  bool is_alive(Stream stream) noexcept override {
+    const cuda::Result state = cuda::driver().query_stream(stream);
+    return state == cuda::kSuccess || state == cuda::kNotReady;
+  }
+  StreamRef current_stream() const override {
+    const cuda::StreamRef current = cuda::current_stream(index());
+    return {current.device, current.handle};
+  }
+  bool is_capturing(const StreamRef& stream) override {
+    return cuda::is_capturing(to_cuda(stream));
+  }
+  void wait_event(const StreamRef& stream, Event event) override {
+    cuda::wait_event(to_cuda(stream), event);
+  }
+
+  Event create_event(bool timed) override {
+    return cuda::create_event(timed ? cuda::kEventDefault : cuda::kEventDisableTiming);
+  }
+  void destroy_event(Event event) noexcept override { cuda::driver().destroy_event(event); }
+  void record_event(Event event, Stream stream, const char* purpose) override {
+    KVSWAP_DRIVER_CHECK(cuda::driver().record_event(event, stream), "cuEventRecord", purpose);
+  }
+  void wait_event(Stream stream, Event event, const char* purpose) override {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, event, 0), "cuStreamWaitEvent", purpose);
+  }
+  bool has_happened(Event event) override {
+    return is_over(cuda::driver().query_event(event), "cuEventQuery");
+  }
+  double seconds_between(Event start, Event end) override {
+    float ms = 0;
+    KVSWAP_DRIVER_CHECK(cuda::driver().elapsed_time(&ms, start, end), "cuEventElapsedTime");
+    return ms / 1e3;
+  }
+
+  Allocations find_allocations(const std::vector<uint64_t>& cache,
+                               const std::vector<uint64_t>& host) override;
+  void check_addresses(const FragmentList& fragments) override {
+    AddressMap addresses;
+    kvswap::check_addresses(fragments, addresses);
+  }
+  void register_host(void* address, uint64_t bytes) override {
+    const cuda::ContextGuard context(index());
+    KVSWAP_DRIVER_CHECK(cuda::driver().register_host(
+                            address, bytes, cuda::kRegisterPortable | cuda::kRegisterMapped),
+                        "cuMemHostRegister");
+  }
+  void unregister_host(void* address) override {
+    const cuda::ContextGuard context(index());
+    KVSWAP_DRIVER_CHECK(cuda::driver().unregister_host(address), "cuMemHostUnregister");
+  }
+  bool is_pinned(const void* address) override {
+    const cuda::ContextGuard context(index());
+    return AddressMap().find(reinterpret_cast<uint64_t>(address)).kind == MemoryKind::kPinned;
+  }
+
+  const std::vector<CopyMethod>& copy_methods() const override {
+    static const std::vector<CopyMethod> methods{CopyMethod::kStrided, CopyMethod::kBatch,
+                                                 CopyMethod::kStaged, CopyMethod::kKernel};
+    return methods;
+  }
+  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
+                                      const Environment& environment) override {
+    return std::make_unique<CudaCopier>(index(), copies, to_host, environment);
+  }
+  PackKernels* pack_kernels() override { return this; }
+  StreamWords* stream_words() override;
+
+  void load_kernels() override { cuda::kernels(index()); }
+  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host, int64_t num_blocks,
+                                          int64_t num_slots, Stream stream) override {
+    if (!is_packed(host, num_blocks, num_slots)) return nullptr;
+    return std::make_shared<CudaTable>(gpu, host, stream);
+  }
+  uint64_t allocate_staging(uint64_t bytes) override {
+    cuda::Address address = 0;
+    KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc of ", bytes,
+                        " bytes for staging");
+    return address;
+  }
+  void free_staging(uint64_t address) noexcept override { cuda::driver().free(address); }
+  void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
+    static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
+  }
+
+  volatile uint64_t* allocate_words(int count) override;
+  void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
+    const auto address = reinterpret_cast<cuda::Address>(word);
+    KVSWAP_DRIVER_CHECK(cuda::driver().write_value(stream, address, value, 0),
+                        "cuStreamWriteValue64");
+  }
+  void wait_for_word(const StreamRef& stream, volatile uint64_t* word, uint64_t value) override {
+    const cuda::ContextGuard context(stream.device);
+    const auto address = reinterpret_cast<cuda::Address>(word);
+    KVSWAP_DRIVER_CHECK(
+        cuda::driver().wait_value(stream.handle, address, value, cuda::kWaitUntilAtLeast),
+        "cuStreamWaitValue64");
+  }
+
+ private:
+  static bool is_over(cuda::Result state, const char* call) {
+    if (state == cuda::kNotReady) return false;
+    KVSWAP_DRIVER_CHECK(state, call);
+    return true;
+  }
+};
+
+Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
+                                         const std::vector<uint64_t>& host) {
+  Allocations found;
+  AddressMap addresses;
+  for (const uint64_t address : cache) {
+    const Memory memory = addresses.find(address);
+    KVSWAP_CHECK(memory.device == index(), "the cache at ", addresses.describe(address),
+                 " is not memory of device ", index());
+    found.cache.push_back(memory.begin);
+  }
+  for (const uint64_t address : host) {
+    const Memory memory = addresses.find(address);
+    found.host.push_back(memory.begin);
+    found.host_is_pageable |= memory.kind == MemoryKind::kPageable;
+  }
+  return found;
+}
+
+StreamWords* CudaDevice::stream_words() {
+  const cuda::Driver& driver = cuda::driver();
+  int supported = 0;
+  KVSWAP_DRIVER_CHECK(
+      driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
+      "cuDeviceGetAttribute");
+  return supported && driver.wait_value && driver.write_value ? this : nullptr;
+}
+
+volatile uint64_t* CudaDevice::allocate_words(int count) {
+  void* memory = nullptr;
+  KVSWAP_DRIVER_CHECK(
+      cuda::driver().allocate_host(&memory, count * sizeof(uint64_t), cuda::kRegisterPortable),
+      "cuMemHostAlloc of a gate");
+  return static_cast<volatile uint64_t*>(memory);
+}
+
+}  // namespace
+
+std::unique_ptr<Device> make_cuda_device(int index) { return std::make_unique<CudaDevice>(index); }
+
+}  // namespace kvswap

@@ -1,0 +1,246 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "copy/copy_method.h"
+#include "copy/fragment.h"
+#include "copy/slab_runs.h"
+#include "environment.h"
+
+// What csrc/offload needs of a device: contexts, streams, events, what it knows of memory, and the
+// copies. cuda.h and host.h implement it.
+//
+// To add a device:
+// 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
+//    the copier has; others are never chosen. Implement PackKernels and StreamWords only if the
+//    device has them.
+// 2. Let find_device() return it. csrc/offload stays as it is.
+//
+// Unless a function says otherwise:
+// - The context of the device is current in the calling thread (ContextGuard).
+// - The scheduler's lock is held. The call does not block, takes microseconds, and does not call
+//   the handler. Copier::copy() and Copier::synchronize(), and the calls of Device between them,
+//   are made without the lock by the one thread that owns the channel.
+// - A failure throws std::runtime_error with the name of the call and its error. The job fails with
+//   that text. If is_alive() is false afterwards, the device is lost, and all jobs fail.
+// - No memory is allocated per copied block, except where the driver's call needs a list.
+// - Streams and events are opaque. Only the device that made them reads them.
+namespace kvswap {
+
+using Stream = void*;
+using Event = void*;
+
+// A stream of the caller, which may be of another device of the same kind. The handle alone does
+// not identify it: 0 is the default stream of whatever context is current.
+struct StreamRef {
+  int device;
+  Stream handle;
+};
+
+// Room for what a ContextGuard restores.
+struct ContextState {
+  alignas(void*) unsigned char bytes[16];
+};
+
+// Device memory that tells the kernels of a device where the slabs of a group are.
+class KernelTable {
+ public:
+  virtual ~KernelTable() = default;
+  // Never frees the memory: the device is lost, and may still read it.
+  virtual void leak() noexcept = 0;
+};
+
+// Blocks of one group that are copied by one method.
+struct PartCopy {
+  CopyMethod method;
+  bool to_host;
+  const Slabs* gpu;
+  const Slabs* host;
+  const KernelTable* table;          // null where the kernels cannot be used
+  const std::vector<SlabRun>* runs;  // of all slabs
+  SlabRange slabs;                   // that are copied; one or more
+  const int64_t* blocks;             // in `gpu`
+  const int64_t* slots;              // in `host`, the place of each block
+  size_t count;
+  // Bytes of the same group in the parts before and after this one.
+  uint64_t before, after;
+  // The head or tail of a staged transfer: it does not wait until earlier parts are unpacked.
+  bool is_unstaged;
+
+  BlockCopy block_copy() const {
+    if (to_host) return {gpu, host, blocks, slots, count, false};
+    return {host, gpu, slots, blocks, count, true};
+  }
+};
+
+// The copies of one channel, all in one direction. One thread at a time.
+class Copier {
+ public:
+  virtual ~Copier() = default;
+
+  // Enqueues copies that start after the work in the channel's stream so far, and returns the
+  // stream on which they end. start: an event that was recorded on the channel's stream before
+  // them. has_pageable: some host page of the handler is not pinned. May block while the device's
+  // queue is full. If it throws, some bytes may be copied; synchronize() is called before the next
+  // copy().
+  virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) = 0;
+
+  // Blocks until all that was enqueued has run. False when the device is lost.
+  virtual bool synchronize() noexcept = 0;
+
+  // How many the copier has, besides the channel's.
+  virtual size_t streams() const { return 0; }
+  virtual size_t events() const { return 0; }
+};
+
+// Words of host memory for which streams can wait, also in a captured graph. Gates need them.
+class StreamWords {
+ public:
+  // Words that the device reads and writes. They are never freed: a captured graph may be replayed
+  // at any time.
+  virtual volatile uint64_t* allocate_words(int count) = 0;
+  // The stream writes the word when the work in it so far has ended.
+  virtual void write_word(Stream stream, volatile uint64_t* word, uint64_t value) = 0;
+  // Work given to the stream from now on waits until the word is `value` or more. Called without
+  // the lock and without a context; makes the stream's current.
+  virtual void wait_for_word(const StreamRef& stream, volatile uint64_t* word, uint64_t value) = 0;
+
+ protected:
+  ~StreamWords() = default;
+};
+
+// Kernels that copy blocks, for the methods kStaged and kKernel.
+class PackKernels {
+ public:
+  // Throws why they cannot be used. May block, when a handler is made.
+  virtual void load_kernels() = 0;
+  // Null if the kernels cannot copy between these slabs. Blocks until the table is uploaded, on
+  // `stream`.
+  virtual std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
+                                                  int64_t num_blocks, int64_t num_slots,
+                                                  Stream stream) = 0;
+  // Device memory for staging buffers.
+  virtual uint64_t allocate_staging(uint64_t bytes) = 0;
+  virtual void free_staging(uint64_t address) noexcept = 0;
+  // From now on a copier of this device can stage parts, in a piece of that memory.
+  virtual void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) = 0;
+
+ protected:
+  ~PackKernels() = default;
+};
+
+// The allocations of addresses, as numbers: fragments are merged only inside of one.
+struct Allocations {
+  std::vector<uint64_t> cache, host;
+  bool host_is_pageable = false;  // some host address is not pinned for the device
+};
+
+class Device {
+ public:
+  explicit Device(int index) : index_(index) {}
+  virtual ~Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // torch's index of the device; -1 for host memory.
+  int index() const { return index_; }
+  // "CUDA device 0", for errors.
+  virtual std::string name() const = 0;
+  // Whether copies have ended when Copier::copy() returns. Then the thread that submits a job
+  // copies it, and the job has ended when submit returns.
+  virtual bool is_synchronous() const = 0;
+
+  // Contexts, for ContextGuard. Any thread, also without the lock.
+
+  virtual void enter(ContextState& state) = 0;
+  virtual void leave(ContextState& state) noexcept = 0;
+
+  // Streams of the library.
+
+  // A stream that does not synchronise with the default stream; null on a synchronous device. May
+  // block while the device is busy: streams are made with their handler.
+  virtual Stream create_stream() = 0;
+  // Work in the stream still runs. Ignores that the device is lost.
+  virtual void destroy_stream(Stream stream) noexcept = 0;
+  // Whether the work in the stream so far has ended.
+  virtual bool is_idle(Stream stream) = 0;
+  // Whether the device still answers.
+  virtual bool is_alive(Stream stream) noexcept = 0;
+
+  // Streams of the caller. These calls need no context: they make the stream's current.
+
+  // The stream that is current in torch, in the calling thread.
+  virtual StreamRef current_stream() const = 0;
+  virtual bool is_capturing(const StreamRef& stream) = 0;
+  virtual void wait_event(const StreamRef& stream, Event event) = 0;
+
+  // Events. Errors have `purpose` after the name of the call.
+
+  // timed: for seconds_between().
+  virtual Event create_event(bool timed) = 0;
+  // Enqueued waits for the event stay right. Ignores that the device is lost.
+  virtual void destroy_event(Event event) noexcept = 0;
+  // The event stands for the work in the stream so far.
+  virtual void record_event(Event event, Stream stream, const char* purpose = "") = 0;
+  // Work given to the stream from now on waits for the latest record of the event.
+  virtual void wait_event(Stream stream, Event event, const char* purpose = "") = 0;
+  // Whether the work that the event stands for has ended. The event may be the caller's. Also
+  // called without the lock, by threads that poll.
+  virtual bool has_happened(Event event) = 0;
+  // Both have happened.
+  virtual double seconds_between(Event start, Event end) = 0;
+
+  // Memory. These calls may take milliseconds.
+
+  // The allocations of a cache and of its host pages, by an address in each. Throws if a cache
+  // address is not memory of this device.
+  virtual Allocations find_allocations(const std::vector<uint64_t>& cache,
+                                       const std::vector<uint64_t>& host) = 0;
+  // Throws unless all bytes are in memory that exists, and no byte that is written is in two
+  // fragments. A debug mode, called without the lock.
+  virtual void check_addresses(const FragmentList& fragments) = 0;
+  // Pins host memory for all devices of the process, and undoes that. Any thread, without the lock
+  // and without a context. Blocks; a large range takes seconds.
+  virtual void register_host(void* address, uint64_t bytes) = 0;
+  virtual void unregister_host(void* address) = 0;
+  virtual bool is_pinned(const void* address) = 0;
+
+  // Copies.
+
+  // At least one. The first is taken where none has a predicted time. A device that finds pageable
+  // host memory has kBatch, which copies it.
+  virtual const std::vector<CopyMethod>& copy_methods() const = 0;
+  // For a channel, whose copies are given to this stream of the library.
+  virtual std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
+                                              const Environment& environment) = 0;
+
+  // What only some devices have; null for others. The object lives as long as the device.
+  virtual PackKernels* pack_kernels() { return nullptr; }
+  virtual StreamWords* stream_words() { return nullptr; }
+
+ private:
+  const int index_;
+};
+
+// Makes the context of the device current in the calling thread until its end. Any thread; within
+// another guard for the same device it costs nothing. Throws where the device is lost.
+class ContextGuard {
+ public:
+  explicit ContextGuard(Device& device) : device_(device) { device_.enter(state_); }
+  ~ContextGuard() { device_.leave(state_); }
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+ private:
+  Device& device_;
+  ContextState state_;
+};
+
+// The device with torch's index; -1 for host memory. It lives as long as the process, because gates
+// outlive their handlers. Any thread; no context is needed.
+Device& find_device(int index);
+
+}  // namespace kvswap

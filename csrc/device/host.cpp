@@ -1,0 +1,89 @@
+#include "device/host.h"
+
+#include <chrono>
+
+#include "check.h"
+#include "copy/address_check.h"
+#include "copy/host.h"
+
+namespace kvswap {
+namespace {
+
+using Time = std::chrono::steady_clock::time_point;
+
+class HostCopier : public Copier {
+ public:
+  Stream copy(const std::vector<PartCopy>& parts, Event, bool) override {
+    FragmentList fragments(0);
+    for (const PartCopy& part : parts) add_fragments(fragments, part.block_copy(), part.slabs);
+    copy_on_host(fragments);
+    return nullptr;
+  }
+  bool synchronize() noexcept override { return true; }
+};
+
+class HostDevice : public Device {
+ public:
+  HostDevice() : Device(-1) {}
+
+  std::string name() const override { return "host memory"; }
+  bool is_synchronous() const override { return true; }
+  void enter(ContextState&) override {}
+  void leave(ContextState&) noexcept override {}
+
+  Stream create_stream() override { return nullptr; }
+  void destroy_stream(Stream) noexcept override {}
+  bool is_idle(Stream) override { return true; }
+  bool is_alive(Stream) noexcept override { return true; }
+  StreamRef current_stream() const override { return {index(), nullptr}; }
+  bool is_capturing(const StreamRef&) override { return false; }
+  void wait_event(const StreamRef&, Event) override {}
+
+  Event create_event(bool) override { return new Time; }
+  void destroy_event(Event event) noexcept override { delete static_cast<Time*>(event); }
+  void record_event(Event event, Stream, const char*) override {
+    *static_cast<Time*>(event) = std::chrono::steady_clock::now();
+  }
+  void wait_event(Stream, Event, const char*) override {}
+  bool has_happened(Event) override { return true; }
+  double seconds_between(Event start, Event end) override {
+    const std::chrono::duration<double> passed =
+        *static_cast<Time*>(end) - *static_cast<Time*>(start);
+    return passed.count();
+  }
+
+  // Neighbours may always be copied as one.
+  Allocations find_allocations(const std::vector<uint64_t>& cache,
+                               const std::vector<uint64_t>& host) override {
+    return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
+  }
+  void check_addresses(const FragmentList& fragments) override {
+    AddressMap addresses;
+    kvswap::check_addresses(fragments, addresses);
+  }
+  void register_host(void*, uint64_t) override { refuse_registration(); }
+  void unregister_host(void*) override { refuse_registration(); }
+  // By whatever CUDA device this process uses.
+  bool is_pinned(const void* address) override {
+    return AddressMap().find(reinterpret_cast<uint64_t>(address)).kind == MemoryKind::kPinned;
+  }
+
+  const std::vector<CopyMethod>& copy_methods() const override {
+    static const std::vector<CopyMethod> methods{CopyMethod::kHost};
+    return methods;
+  }
+  std::unique_ptr<Copier> make_copier(Stream, bool, const Environment&) override {
+    return std::make_unique<HostCopier>();
+  }
+
+ private:
+  [[noreturn]] static void refuse_registration() {
+    fail("host memory is registered for a device; -1 is none");
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_host_device() { return std::make_unique<HostDevice>(); }
+
+}  // namespace kvswap
