@@ -49,31 +49,21 @@ class _Pages:
         """How many of each pool are pinned by now."""
         return [pool.num_ready_pages for pool in self._pools]
 
-    def in_pools(self, pages: Any) -> Any:
+    def in_pools(self, pages: Any) -> Numbers | list[Numbers]:
         """Their numbers in the pools."""
+        return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
 
-        def shift(pool: HostPool, _: str, pages: Numbers) -> Numbers:
-            return pages + pool.local_pages.start
-
-        return self._each(shift, pages)
-
-    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Any:
+    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Numbers | list[Numbers]:
         """Of the GPU blocks of all keys those of some."""
-        return self._each(_select, keys, gpu_block_ids, key_indices)
+        return self._join([_select(*one) for one in self._split(keys, gpu_block_ids, key_indices)])
 
     def read(self, keys: Any, gpu_block_ids: Any) -> list[tuple[bytes, array[int]]]:
         """The digests of each pool, and the GPU blocks."""
-        read: Any = self._each(_read, keys, gpu_block_ids)
-        return read if self._is_list else [read]
+        return [_read(*one) for one in self._split(keys, gpu_block_ids)]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
-
-        def blocks(pool: HostPool, name: str, ids: Ids) -> array[int]:
-            return read_ids(name, ids)
-
-        read: Any = self._each(blocks, gpu_block_ids)
-        return read if self._is_list else [read]
+        return [read_ids(name, ids) for _, name, ids in self._split(gpu_block_ids)]
 
     def only(self, group: int, value: Any) -> Any:
         """What a caller would pass who had it of one pool and nothing of the others."""
@@ -85,14 +75,18 @@ class _Pages:
         """What a caller calls the GPU blocks of a group."""
         return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
 
-    def _each(self, act: Callable[..., Any], *of_pools: Any) -> Any:
+    def _split(self, *of_pools: Any) -> list[tuple[Any, ...]]:
+        """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
         if not self._is_list:
-            return act(self._pools[0], self.name(0), *of_pools)
+            return [(self._pools[0], self.name(0), *of_pools)]
         count = len(self._pools)
         if not all(isinstance(several, Sequence) and len(several) == count for several in of_pools):
             raise ValueError(f"keys and gpu_block_ids must have a list for each of {count} groups")
-        names = map(self.name, range(count))
-        return [act(*one) for one in zip(self._pools, names, *of_pools, strict=True)]
+        return list(zip(self._pools, map(self.name, range(count)), *of_pools, strict=True))
+
+    def _join(self, of_pools: list[Numbers]) -> Numbers | list[Numbers]:
+        """In the form in which the caller passes ids."""
+        return of_pools if self._is_list else of_pools[0]
 
 
 def _read(pool: HostPool, name: str, keys: Keys, ids: Ids) -> tuple[bytes, array[int]]:
