@@ -101,7 +101,7 @@ class Figures:
 
     Attributes:
         source (str): where they are from, for people.
-        is_generic (bool): they are of another GPU.
+        is_generic (bool): they are of another GPU than the one that was asked for.
     """
 
     costs: Costs
@@ -138,7 +138,7 @@ def read_figures(gpu: str) -> Figures:
         return Figures(_read(cached, content), str(cached))
     shipped = json.loads(SHIPPED.read_text())
     name = gpu if gpu in shipped else GENERIC
-    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}", name != gpu)
+    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}", bool(gpu) and name != gpu)
 
 
 def write_figures(gpu: str, costs: Costs) -> Path:
@@ -229,6 +229,11 @@ def copy_method_options(
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     figures = None if device.type == "cpu" else figures_of(device)
+    if figures is not None and figures.is_generic and copy_method == AUTO:
+        warn_once(
+            f"the copy method is chosen by figures of an {GENERIC}: there are none of this GPU; "
+            "`python -m torch_kvswap calibrate` measures it"
+        )
     for direction, costs in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_method in enumerate(COPY_METHODS):
             found = figures.costs[direction].get(of_method) if figures else None
@@ -237,12 +242,5 @@ def copy_method_options(
 
 
 def figures_of(device: torch.device) -> Figures:
-    """The costs for the GPU of a cache; warns once where they are those of another GPU."""
-    gpu = torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
-    figures = read_figures(gpu)
-    if figures.is_generic and gpu:
-        warn_once(
-            f"the copy method is chosen by figures of an {GENERIC}: there are none of this "
-            f"{gpu}; `python -m torch_kvswap calibrate` measures it"
-        )
-    return figures
+    """The costs for the GPU of a cache."""
+    return read_figures(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "")

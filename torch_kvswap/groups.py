@@ -69,13 +69,15 @@ class Groups:
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = AddressGuard(self.layouts).check
         self.check_unmoved()  # before anything is taken
-        spaces = block_spaces(self.layouts)
-        pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
         self._kept: list[Int64Array] = []  # whose addresses the structures have
         self.structures = (abi.Group * len(self.layouts))()
+        self._fill_structures()
+
+    def _fill_structures(self) -> None:
+        pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
         first_layer = 0
         for group, layout, pool, space in zip(
-            self.structures, self.layouts, self.pools, spaces, strict=True
+            self.structures, self.layouts, self.pools, block_spaces(self.layouts), strict=True
         ):
             group.gpu_bases = self._address(layout.bases)
             group.gpu_strides = self._address(layout.strides)

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -666,6 +667,11 @@ def warn(driver: Driver) -> None:
 
 
 @stubbed
+def log_a_warning(driver: Driver) -> None:
+    logging.getLogger("torch_kvswap").warning("look out")
+
+
+@stubbed
 def die(driver: Driver) -> None:
     os.abort()
 
@@ -699,6 +705,7 @@ def worker():
         ("use_wrongly", ["used wrongly:\nwait for event 1, which was never recorded"]),
         ("fail_in_a_thread", ["ZeroDivisionError"]),
         ("warn", ["UserWarning: look out"]),
+        ("log_a_warning", ["logged: look out"]),
         ("die", ["ended with status -6", "in die"]),
         (
             "wait_for_what_never_comes",

@@ -20,7 +20,6 @@ from torch_kvswap.copy_method import (
     CopyMethodCosts,
     cache_file,
     copy_method_options,
-    figures_of,
     read_figures,
     write_figures,
 )
@@ -78,15 +77,19 @@ def test_figures_of_another_gpu_are_named_in_the_log_once(
     warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
+    gpu = torch.device("cuda:0")
+    copy_method_options("strided", 1 << 20, gpu)
+    assert not caplog.messages  # nothing is chosen
     for _ in range(2):
-        assert figures_of(torch.device("cuda:0")).is_generic
+        copy_method_options("auto", 1 << 20, gpu)
     assert caplog.messages == [
-        "the copy method is chosen by figures of an NVIDIA H200: there are none of this Imaginary "
-        "9000; `python -m torch_kvswap calibrate` measures it"
+        "the copy method is chosen by figures of an NVIDIA H200: there are none of this GPU; "
+        "`python -m torch_kvswap calibrate` measures it"
     ]
     caplog.clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert not figures_of(torch.device("cuda:0")).is_generic
+    copy_method_options("auto", 1 << 20, gpu)
     assert not caplog.messages
 
 

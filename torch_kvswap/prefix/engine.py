@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from array import array
@@ -34,36 +35,35 @@ class _Pages:
         self._is_list = is_list
         self.counts = [len(pool.local_pages) for pool in pools]
 
+    def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
+        """Raises ValueError when these are not the groups of the pools."""
+        if (groups is not None) != self._is_list:
+            raise ValueError("a handler with a list of layouts, and no other, takes groups")
+        if groups is not None:
+            named = [group.num_pages for group in read_groups(groups)]
+            if named != self.counts:
+                raise ValueError(f"the groups have {named} pages, their pools {self.counts}")
+
     @property
     def ready(self) -> list[int]:
         """How many of each pool are pinned by now."""
         return [pool.num_ready_pages for pool in self._pools]
 
-    def in_pools(self, pages: Any) -> Any:
+    def in_pools(self, pages: Any) -> Numbers | list[Numbers]:
         """Their numbers in the pools."""
+        return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
 
-        def shift(pool: HostPool, _: str, pages: Numbers) -> Numbers:
-            return pages + pool.local_pages.start
-
-        return self._each(shift, pages)
-
-    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Any:
+    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Numbers | list[Numbers]:
         """Of the GPU blocks of all keys those of some."""
-        return self._each(_select, keys, gpu_block_ids, key_indices)
+        return self._join([_select(*one) for one in self._split(keys, gpu_block_ids, key_indices)])
 
     def read(self, keys: Any, gpu_block_ids: Any) -> list[tuple[bytes, array[int]]]:
         """The digests of each pool, and the GPU blocks."""
-        read: Any = self._each(_read, keys, gpu_block_ids)
-        return read if self._is_list else [read]
+        return [_read(*one) for one in self._split(keys, gpu_block_ids)]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
-
-        def blocks(pool: HostPool, name: str, ids: Ids) -> array[int]:
-            return read_ids(name, ids)
-
-        read: Any = self._each(blocks, gpu_block_ids)
-        return read if self._is_list else [read]
+        return [read_ids(name, ids) for _, name, ids in self._split(gpu_block_ids)]
 
     def only(self, group: int, value: Any) -> Any:
         """What a caller would pass who had it of one pool and nothing of the others."""
@@ -75,14 +75,18 @@ class _Pages:
         """What a caller calls the GPU blocks of a group."""
         return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
 
-    def _each(self, act: Callable[..., Any], *of_pools: Any) -> Any:
+    def _split(self, *of_pools: Any) -> list[tuple[Any, ...]]:
+        """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
         if not self._is_list:
-            return act(self._pools[0], self.name(0), *of_pools)
+            return [(self._pools[0], self.name(0), *of_pools)]
         count = len(self._pools)
         if not all(isinstance(several, Sequence) and len(several) == count for several in of_pools):
             raise ValueError(f"keys and gpu_block_ids must have a list for each of {count} groups")
-        names = map(self.name, range(count))
-        return [act(*one) for one in zip(self._pools, names, *of_pools, strict=True)]
+        return list(zip(self._pools, map(self.name, range(count)), *of_pools, strict=True))
+
+    def _join(self, of_pools: list[Numbers]) -> Numbers | list[Numbers]:
+        """In the form in which the caller passes ids."""
+        return of_pools if self._is_list else of_pools[0]
 
 
 def _read(pool: HostPool, name: str, keys: Keys, ids: Ids) -> tuple[bytes, array[int]]:
@@ -160,16 +164,10 @@ class OffloadEngine(NotCopyable):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
         self._pages = _Pages(handler.pools, handler._native.groups.is_list)
-        counts = self._pages.counts
-        if (groups is not None) != handler._native.groups.is_list:
-            raise ValueError("a handler with a list of layouts, and no other, takes groups")
-        if groups is not None:
-            named = [group.num_pages for group in read_groups(groups)]
-            if named != counts:
-                raise ValueError(f"the groups have {named} pages, their pools {counts}")
+        self._pages.check_groups(groups)
         self._ready = self._pages.ready
         self.manager = BlockManager(
-            counts[0] if groups is None else groups,
+            self._pages.counts[0] if groups is None else groups,
             num_ready_pages=self._ready,
             policy=policy,
             store_threshold=store_threshold,
@@ -215,21 +213,16 @@ class OffloadEngine(NotCopyable):
         if load is None:
             return None
 
-        def move() -> Job:
-            blocks = self._pages.select(keys, gpu_block_ids, load.key_indices)
-            pages = self._pages.in_pools(load.pages)
-            return self.handler.load(
-                page_ids=pages,
-                gpu_block_ids=blocks,
-                after=after,
-                layer_groups=layer_groups,
-                expedited=expedited,
-                gate=gate,
-                copy_engines_only=copy_engines_only,
-                tag=tag,
-            )
-
-        return self._submit(load, move)
+        start = functools.partial(
+            self.handler.load,
+            after=after,
+            layer_groups=layer_groups,
+            expedited=expedited,
+            gate=gate,
+            copy_engines_only=copy_engines_only,
+            tag=tag,
+        )
+        return self._submit(load, keys, gpu_block_ids, start)
 
     def store(
         self,
@@ -250,23 +243,21 @@ class OffloadEngine(NotCopyable):
             after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy
                 evict() takes the first two, and its jobs have no tags.
         """
-        if not self._lazy:
-            self._grow()
-            store = self.manager.prepare_store(keys)
-            if store is None:
-                return None
-            return self._store(store, gpu_block_ids, keys, after, copy_engines_only, tag)
-        if after is not None or copy_engines_only:
-            raise TypeError(
-                "with lazy storing evict() takes the options after and copy_engines_only"
-            )
-        computed = self._pages.read(keys, gpu_block_ids)
-        for group, (_, blocks) in enumerate(computed):
-            self._check_blocks(group, blocks)
-        with self._lock:
-            for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
-                lazy.computed(digests, blocks)
-        return None
+        if self._lazy:
+            if after is not None or copy_engines_only:
+                raise TypeError(
+                    "with lazy storing evict() takes the options after and copy_engines_only"
+                )
+            self._note_computed(keys, gpu_block_ids)
+            return None
+        self._grow()
+        store = self.manager.prepare_store(keys)
+        if store is None or store.id == 0:
+            return None
+        start = functools.partial(
+            self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
+        )
+        return self._submit(store, keys, gpu_block_ids, start)
 
     def evict(
         self,
@@ -287,6 +278,9 @@ class OffloadEngine(NotCopyable):
         Args:
             after, copy_engines_only: see OffloadHandler.store().
         """
+        start = functools.partial(
+            self.handler.store, after=after, copy_engines_only=copy_engines_only
+        )
         leaving = self._pages.read_blocks(gpu_block_ids)
         with self._lock:
             jobs, self._started = self._started, []
@@ -298,9 +292,8 @@ class OffloadEngine(NotCopyable):
                     keys, blocks = (self._pages.only(group, its) for its in chain)
                     self._grow()
                     store = self.manager.prepare_store(keys)
-                    if store is not None:
-                        job = self._store(store, blocks, keys, after, copy_engines_only, None)
-                        jobs += [job] if job else []
+                    if store is not None and store.id:
+                        jobs.append(self._submit(store, keys, blocks, start))
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -325,8 +318,11 @@ class OffloadEngine(NotCopyable):
         store = self.manager.preempt(keys)
         if store is None:
             return None
+        start = functools.partial(
+            self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
+        )
         try:
-            job = self._store(store, gpu_block_ids, keys, after, copy_engines_only, tag)
+            job = self._submit(store, keys, gpu_block_ids, start) if store.id else None
         except BaseException:
             self.manager.release(store)
             raise
@@ -360,6 +356,15 @@ class OffloadEngine(NotCopyable):
             self._ready = self._pages.ready
             self.manager.grow(self._ready)
 
+    def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
+        """Remembers what the blocks hold, for evict()."""
+        computed = self._pages.read(keys, gpu_block_ids)
+        for group, (_, blocks) in enumerate(computed):
+            self._check_blocks(group, blocks)
+        with self._lock:
+            for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
+                lazy.computed(digests, blocks)
+
     def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
         count = self.handler.layouts[group].num_blocks
         place = next((i for i, block in enumerate(blocks) if not 0 <= block < count), None)
@@ -369,35 +374,20 @@ class OffloadEngine(NotCopyable):
                 f"{name} is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
             )
 
-    def _store(
+    def _submit(
         self,
-        store: Store,
-        gpu_block_ids: Any,
+        job: Load | Store,
         keys: Any,
-        after: After,
-        copy_engines_only: bool,
-        tag: object,
-    ) -> Job | None:
-        if store.id == 0:
-            return None
-
-        def move() -> Job:
-            blocks = self._pages.select(keys, gpu_block_ids, store.key_indices)
-            pages = self._pages.in_pools(store.pages)
-            return self.handler.store(
-                gpu_block_ids=blocks,
-                page_ids=pages,
-                after=after,
-                copy_engines_only=copy_engines_only,
-                tag=tag,
-            )
-
-        return self._submit(store, move)
-
-    def _submit(self, job: Load | Store, move: Callable[[], Job]) -> Job:
+        gpu_block_ids: Any,
+        start: Callable[..., Job],
+    ) -> Job:
+        """Starts the copy that the manager has prepared; start: handler.load or handler.store with
+        its options."""
         try:
+            blocks = self._pages.select(keys, gpu_block_ids, job.key_indices)
+            pages = self._pages.in_pools(job.pages)
             with self._lock:  # poll() may see the end of the job before we have its number
-                submitted = move()
+                submitted = start(gpu_block_ids=blocks, page_ids=pages)
                 self._jobs[submitted.id] = job
         except BaseException:
             # Nothing was copied: what was to be loaded is what it was.
