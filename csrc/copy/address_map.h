@@ -11,15 +11,17 @@ enum class MemoryKind { kPageable, kPinned, kDevice };
 
 struct Memory {
   MemoryKind kind = MemoryKind::kPageable;
-  int device = -1;     // of device memory; -1 for host memory
-  uint64_t begin = 0;  // the allocation, reservation or registration around the address;
-  uint64_t end = 0;    // both 0 where the driver does not know it
+  int device = -1;  // of device memory; -1 for host memory
+  // The allocation, reservation or registration that contains the address; both 0 if the driver
+  // does not know the address.
+  uint64_t begin = 0;
+  uint64_t end = 0;
 
   bool on_device() const { return kind == MemoryKind::kDevice; }
 };
 
-// Asks the driver about addresses, once for each allocation and not for each fragment. Lives for
-// one call of an op: allocations come and go between calls.
+// Asks the driver about addresses, once for each allocation and not for each fragment. To be used
+// within one call only: allocations come and go between calls.
 class AddressMap {
  public:
   AddressMap();
@@ -28,8 +30,9 @@ class AddressMap {
   // process, is pageable host memory.
   Memory find(uint64_t address);
 
-  // The end of the memory that backs a known address. A reservation (expandable segments) is backed
-  // in pieces; where it is not backed this returns `address` itself. Asks the driver.
+  // The end of the mapped memory that contains an address known to the driver. Reservations
+  // (expandable segments) are mapped in pieces; in a gap this returns `address`. Always asks the
+  // driver.
   uint64_t mapped_until(uint64_t address) const;
 
   // "0x7f00 (device 0, allocation 0x7f00 + 4096 bytes)", for errors.

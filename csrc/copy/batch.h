@@ -14,16 +14,17 @@ struct BatchOptions {
   int src_device = -1;                 // of the sources, if they are on another GPU
   bool has_pageable = false;           // some address is pageable host memory
   bool wait = false;                   // return only when the bytes were read and written
-  bool one_call = false;               // no small calls first: earlier copies keep the link busy
+  bool one_call = false;               // no small first call: earlier copies keep the link busy
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 
-// Copies on `stream`: one driver call per batch_limit fragments where the driver has the batch call
-// and it is on, else a call per fragment. While the stream is being captured, pinned and device
-// memory are recorded as one graph node per fragment, and pageable memory is refused.
+// Copies on `stream`. Calls the driver once for up to batch_limit fragments, or once per fragment
+// if it has no batch call, KVSWAP_BATCH=0 is set, there is one fragment, some memory is pageable or
+// src_device is set. While the stream is being captured, records one graph node per fragment, and
+// refuses pageable memory.
 //
-// A driver error names the call, the fragment's index, both addresses and the size; what was
-// submitted before it may still be copied, with `wait` before the error is thrown.
+// A driver error names the call, the fragment's index, both addresses and the size. Copies
+// submitted before the error still run; with `wait` they have ended when it is thrown.
 void copy_batch(const FragmentList& fragments, const cuda::StreamRef& stream,
                 const BatchOptions& options);
 

@@ -6,12 +6,12 @@
 
 namespace kvswap {
 
-// A contiguous copy. Where neighbours were merged, `index` is that of the first.
+// A contiguous copy, maybe of several neighbours that were merged.
 struct Fragment {
   uint64_t src;
   uint64_t dst;
   uint64_t bytes;
-  int64_t index;  // in the caller's list, for errors
+  int64_t index;  // in the caller's list, of the first neighbour; for errors
   bool src_on_host;
 };
 
@@ -20,8 +20,8 @@ class FragmentList {
  public:
   explicit FragmentList(size_t expected) { items_.reserve(expected); }
 
-  // `merge` says whether the fragment lies in the same memory as the one before it, on both sides:
-  // a copy must not run from one allocation into the next.
+  // merge: the fragment is in the same allocation as the one before it, on both sides. A copy must
+  // not run from one allocation into the next.
   void add(const Fragment& fragment, bool merge) {
     if (merge && !items_.empty()) {
       Fragment& last = items_.back();

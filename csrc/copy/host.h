@@ -4,7 +4,7 @@
 
 namespace kvswap {
 
-// Copies between host addresses, done when it returns. Ordered with no stream.
+// Copies between host addresses before it returns. Not ordered with any stream.
 void copy_on_host(const FragmentList& fragments);
 
 }  // namespace kvswap

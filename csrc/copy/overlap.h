@@ -13,10 +13,10 @@ struct Span {
   uint64_t end;
   bool written;
   int64_t index;   // of the block or fragment in the caller's list
-  int64_t tensor;  // of the tensor in the caller's list
+  int64_t tensor;  // index of the tensor in the caller's list
 };
 
-// Finds two spans that share a byte and are not both only read. Sorts the spans.
+// Finds two spans that share a byte and of which at least one is written. Sorts the spans.
 std::optional<std::pair<Span, Span>> find_overlap(std::vector<Span>& spans);
 
 }  // namespace kvswap

@@ -8,7 +8,8 @@
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
 
-// Blocks as the pack kernels see them: slabs on the GPU, and packed in a host page or a buffer.
+// Copies by kernels. Blocks are spread over slabs on one side, on the GPU, and packed on the other:
+// contiguous, in a staging buffer or a host page.
 namespace kvswap {
 
 // The slabs of a cache as an array in GPU memory, for the kernels.
@@ -19,11 +20,12 @@ class SlabTable {
   ~SlabTable();
   SlabTable(const SlabTable&) = delete;
   SlabTable& operator=(const SlabTable&) = delete;
-  // Never frees the memory: the device is lost, and may still read it.
+  // Leaves the memory allocated for ever: the device is lost, and may still read it.
   void leak() noexcept { address_ = 0; }
 
+  // The address of a slab's SlabEntry.
   uint64_t entry(size_t slab) const { return address_ + slab * sizeof(SlabEntry); }
-  // Divides all addresses and sizes on both sides; 16 at most.
+  // The largest power of two, up to 16, that divides all addresses and sizes on both sides.
   uint32_t word_bytes() const { return word_bytes_; }
 
  private:
@@ -31,10 +33,11 @@ class SlabTable {
   uint32_t word_bytes_ = 16;
 };
 
-// Whether the slabs of each block follow one another on the host, and all ids fit the kernels.
+// Whether the kernels can copy: the slabs of a block are contiguous on the host, and ids fit 32
+// bits.
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
-// Blocks of some slabs of a group, all of them in one direction.
+// A copy of blocks, in some slabs of a group, between the GPU and host pages.
 struct PackedCopy {
   const Slabs* gpu;
   const Slabs* host;
@@ -44,7 +47,7 @@ struct PackedCopy {
   const int64_t* slots;
   size_t count;
   bool to_host;
-  // Bytes of a longer copy that are copied just before and after this part of it.
+  // Bytes of the same transfer that are copied just before and after these.
   uint64_t before = 0, after = 0;
 
   uint64_t block_bytes() const;
@@ -53,9 +56,8 @@ struct PackedCopy {
   bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
-// Copies the bytes from `begin` to `end` of all blocks, counted block after block, between the
-// GPU's slabs and a buffer that has byte `begin` at `packed`. Launches on `stream`. Throws when the
-// driver refuses.
+// Packs (to_host) or unpacks bytes [begin, end) of the copy, counted block after block, between the
+// GPU's slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream);
 

@@ -7,7 +7,7 @@
 namespace kvswap {
 
 // A slab of a paged cache on the GPU: block b has `bytes` bytes at base + b * stride. In a packed
-// block, such as in a host page, they begin at byte `offset`.
+// block these bytes begin at byte `offset`.
 struct SlabEntry {
   uint64_t base, stride, offset, bytes;
 };
@@ -20,7 +20,8 @@ constexpr unsigned kPackBlocks = 496;
 struct PackArguments {
   uint64_t slabs;  // address of the SlabEntry of the first slab of `slab_count`
   uint64_t packed, packed_stride;
-  // The range of bytes to copy, counted block after block: a large block is copied in pieces.
+  // Copies only the bytes [begin, end), counted block after block: a piece may begin or end within
+  // a block.
   uint64_t begin, end, block_bytes;
   uint32_t slab_count, block_count;
   uint32_t chunk_bytes, chunks_per_slab;  // what a thread or a warp copies at a time
@@ -42,8 +43,8 @@ struct PackChunk {
 #define KVSWAP_HOST_DEVICE
 #endif
 
-// Chunk `number` of block_count * slab_count * chunks_per_slab. Neighbours in number are
-// neighbours in memory.
+// Chunk `number` of block_count * slab_count * chunks_per_slab. Within a block, consecutive numbers
+// are neighbours in packed memory.
 KVSWAP_HOST_DEVICE inline PackChunk pack_chunk(const PackArguments& a, uint32_t number) {
   const uint32_t fragment = number / a.chunks_per_slab;
   const uint32_t i = fragment / a.slab_count;

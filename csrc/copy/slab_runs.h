@@ -16,16 +16,17 @@ struct SlabRun {
 
 std::vector<SlabRun> equidistant_runs(const Slabs& src, const Slabs& dst);
 
-// The runs among some slabs.
+// The runs, cut to some slabs.
 std::vector<SlabRun> runs_among(const std::vector<SlabRun>& runs, SlabRange slabs);
 
-// A distance in bytes as `height` rows of `pitch` bytes.
+// A distance in bytes, given as `height` rows of `pitch` bytes, as the driver's strided copy wants
+// it.
 struct RowDistance {
   uint64_t pitch = 0, height = 0;
 };
 
-// The distance between slabs as rows of `width` bytes or more; a pitch of 0 where it cannot be said
-// so.
+// Divides the distance between slabs into rows of `width` bytes or more. pitch: 0 if that is not
+// possible within the driver's limits.
 RowDistance as_rows(uint64_t distance, uint64_t width);
 
 }  // namespace kvswap

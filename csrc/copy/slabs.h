@@ -12,9 +12,9 @@ namespace kvswap {
 // has sizes[s] bytes at bases[s] + b * strides[s].
 struct Slabs {
   std::vector<uint64_t> bases, strides, sizes;
-  // The allocation of each slab, as a number: copies are merged only inside of one.
+  // The allocation of each slab, as a number. Copies are merged only within one allocation.
   std::vector<uint64_t> allocations;
-  // Blocks registered in one piece, a number that may get smaller; null: all of them.
+  // How many blocks are registered in one piece; null: all of them. May get smaller at any time.
   const int64_t* chunk_blocks = nullptr;
 
   size_t count() const { return bases.size(); }

@@ -17,7 +17,8 @@ struct StagedStreams {
 
 // A ring buffer on the GPU for copies to and from host pages. A store is copied in pieces: a kernel
 // packs blocks into one piece of the buffer while the copy engine copies the piece before it to the
-// host pages. A load goes the other way. A piece waits for the end of earlier ones in its place.
+// host pages. A load goes the other way. A piece waits until earlier pieces have left its place in
+// the buffer.
 //
 // One thread at a time; the context of its device is current. The memory is the caller's.
 class StagingBuffer {
@@ -33,16 +34,17 @@ class StagingBuffer {
   // Makes a stream wait for all pieces so far.
   void order_before(cuda::Stream stream) const;
 
-  // All pieces have ended, also those of a copy that failed halfway.
+  // Forgets all pieces, also those of a copy that failed halfway. None runs any more.
   void forget() noexcept;
-  // How many exist. Any thread may call.
+  // How many events exist. Any thread may call.
   size_t events() const { return events_.created(); }
   void destroy();
 
  private:
   struct Piece {
     uint64_t begin, end;
-    cuda::Event moved, free;  // after the first of its two steps, and after the second
+    // moved: its bytes are in the buffer. free: they have left it.
+    cuda::Event moved, free;
   };
   // The next piece, of this many bytes; `stream` waits until its place is free.
   Piece& take(uint64_t bytes, cuda::Stream stream);

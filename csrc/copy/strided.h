@@ -7,9 +7,9 @@
 
 namespace kvswap {
 
-// One copy for each block and run, on `stream`, whose device's context is current. Host memory is
-// pinned. A driver error names the call, the block, both addresses and the sizes; what was
-// submitted before it may still be copied.
+// Makes one driver call for each block and run, on `stream`, whose device's context is current.
+// Host memory must be pinned. A driver error names the call, the block, both addresses and the
+// sizes. Copies submitted before the error still run.
 void copy_strided(const BlockCopy& copy, const std::vector<SlabRun>& runs, cuda::Stream stream);
 
 }  // namespace kvswap

@@ -17,7 +17,9 @@
 // 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
 //    the copier has; others are never chosen. Implement PackKernels and StreamWords only if the
 //    device has them.
-// 2. Let find_device() return it. csrc/offload stays as it is.
+// 2. Let find_device() return it. It gets only an index, -1 for host memory: a second kind of GPU
+//    needs the kind passed through capi.h and torch_kvswap/_native too. csrc/offload stays as it
+//    is.
 //
 // Unless a function says otherwise:
 // - The context of the device is current in the calling thread (ContextGuard).
@@ -45,11 +47,11 @@ struct ContextState {
   alignas(void*) unsigned char bytes[16];
 };
 
-// Device memory that tells the kernels of a device where the slabs of a group are.
+// A table in device memory that tells the kernels where the slabs of a group are.
 class KernelTable {
  public:
   virtual ~KernelTable() = default;
-  // Never frees the memory: the device is lost, and may still read it.
+  // Leaves the memory allocated for ever: the device is lost, and may still read it.
   virtual void leak() noexcept = 0;
 };
 
@@ -60,14 +62,15 @@ struct PartCopy {
   const Slabs* gpu;
   const Slabs* host;
   const KernelTable* table;          // null where the kernels cannot be used
-  const std::vector<SlabRun>* runs;  // of all slabs
-  SlabRange slabs;                   // that are copied; one or more
+  const std::vector<SlabRun>* runs;  // of all slabs of the group
+  SlabRange slabs;                   // those to copy; one or more
   const int64_t* blocks;             // in `gpu`
   const int64_t* slots;              // in `host`, the place of each block
   size_t count;
-  // Bytes of the same group in the parts before and after this one.
+  // As in TransferPart.
   uint64_t before, after;
-  // The head or tail of a staged transfer: it does not wait until earlier parts are unpacked.
+  // The head or tail of a staged transfer, copied without staging. It does not wait until earlier
+  // parts are unpacked.
   bool is_unstaged;
 
   BlockCopy block_copy() const {
@@ -81,26 +84,25 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Enqueues copies that start after the work in the channel's stream so far, and returns the
-  // stream on which they end. start: an event that was recorded on the channel's stream before
-  // them. has_pageable: some host page of the handler is not pinned. May block while the device's
-  // queue is full. If it throws, some bytes may be copied; synchronize() is called before the next
-  // copy().
+  // Enqueues copies that start after the work in the channel's stream so far. Returns the stream on
+  // which they end. start: an event recorded on the channel's stream before the copies, for copiers
+  // that use other streams too. has_pageable: some host page of the handler is not pinned. May
+  // block while the device's queue is full. If it throws, some bytes may be copied; the caller then
+  // calls synchronize() before the next copy().
   virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) = 0;
 
   // Blocks until all that was enqueued has run. False when the device is lost.
   virtual bool synchronize() noexcept = 0;
 
-  // How many the copier has, besides the channel's.
+  // How many streams and events the copier has, not counting the channel's own.
   virtual size_t streams() const { return 0; }
   virtual size_t events() const { return 0; }
 };
 
-// Words of host memory for which streams can wait, also in a captured graph. Gates need them.
+// Words of host memory that streams can write and wait for, also in a captured graph. For gates.
 class StreamWords {
  public:
-  // Words that the device reads and writes. They are never freed: a captured graph may be replayed
-  // at any time.
+  // They are never freed, because a captured graph that waits for them may be replayed at any time.
   virtual volatile uint64_t* allocate_words(int count) = 0;
   // The stream writes the word when the work in it so far has ended.
   virtual void write_word(Stream stream, volatile uint64_t* word, uint64_t value) = 0;
@@ -115,7 +117,7 @@ class StreamWords {
 // Kernels that copy blocks, for the methods kStaged and kKernel.
 class PackKernels {
  public:
-  // Throws why they cannot be used. May block, when a handler is made.
+  // Throws if they cannot be used. Called when a handler is made; may block.
   virtual void load_kernels() = 0;
   // Null if the kernels cannot copy between these slabs. Blocks until the table is uploaded, on
   // `stream`.
@@ -125,14 +127,15 @@ class PackKernels {
   // Device memory for staging buffers.
   virtual uint64_t allocate_staging(uint64_t bytes) = 0;
   virtual void free_staging(uint64_t address) noexcept = 0;
-  // From now on a copier of this device can stage parts, in a piece of that memory.
+  // From now on a copier of this device can stage parts, in these bytes of that memory.
   virtual void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) = 0;
 
  protected:
   ~PackKernels() = default;
 };
 
-// The allocations of addresses, as numbers: fragments are merged only inside of one.
+// The allocation of each address, as a number: equal numbers are the same allocation. Fragments are
+// merged only within one allocation.
 struct Allocations {
   std::vector<uint64_t> cache, host;
   bool host_is_pageable = false;  // some host address is not pinned for the device
@@ -149,11 +152,11 @@ class Device {
   int index() const { return index_; }
   // "CUDA device 0", for errors.
   virtual std::string name() const = 0;
-  // Whether copies have ended when Copier::copy() returns. Then the thread that submits a job
-  // copies it, and the job has ended when submit returns.
+  // Whether copies have ended when Copier::copy() returns. If so, the thread that calls store() or
+  // load() copies, and the job has ended when that call returns.
   virtual bool is_synchronous() const = 0;
 
-  // Contexts, for ContextGuard. Any thread, also without the lock.
+  // Contexts: only ContextGuard calls these. Any thread, also without the lock.
 
   virtual void enter(ContextState& state) = 0;
   virtual void leave(ContextState& state) noexcept = 0;
@@ -163,7 +166,7 @@ class Device {
   // A stream that does not synchronise with the default stream; null on a synchronous device. May
   // block while the device is busy: streams are made with their handler.
   virtual Stream create_stream() = 0;
-  // Work in the stream still runs. Ignores that the device is lost.
+  // Work that is in the stream still runs. Not an error on a lost device.
   virtual void destroy_stream(Stream stream) noexcept = 0;
   // Whether the work in the stream so far has ended.
   virtual bool is_idle(Stream stream) = 0;
@@ -177,11 +180,11 @@ class Device {
   virtual bool is_capturing(const StreamRef& stream) = 0;
   virtual void wait_event(const StreamRef& stream, Event event) = 0;
 
-  // Events. Errors have `purpose` after the name of the call.
+  // Events. `purpose` is appended to the name of the call in errors.
 
   // timed: for seconds_between().
   virtual Event create_event(bool timed) = 0;
-  // Enqueued waits for the event stay right. Ignores that the device is lost.
+  // Waits that are enqueued stay valid. Not an error on a lost device.
   virtual void destroy_event(Event event) noexcept = 0;
   // The event stands for the work in the stream so far.
   virtual void record_event(Event event, Stream stream, const char* purpose = "") = 0;
@@ -190,7 +193,7 @@ class Device {
   // Whether the work that the event stands for has ended. The event may be the caller's. Also
   // called without the lock, by threads that poll.
   virtual bool has_happened(Event event) = 0;
-  // Both have happened.
+  // Both events are timed and have happened.
   virtual double seconds_between(Event start, Event end) = 0;
 
   // Memory. These calls may take milliseconds.
@@ -210,10 +213,10 @@ class Device {
 
   // Copies.
 
-  // At least one. The first is taken where none has a predicted time. A device that finds pageable
-  // host memory has kBatch, which copies it.
+  // One or more. The first is chosen if none has a predicted time. kBatch must be one of them if
+  // find_allocations() may report pageable host memory, which only kBatch copies.
   virtual const std::vector<CopyMethod>& copy_methods() const = 0;
-  // For a channel, whose copies are given to this stream of the library.
+  // A copier for one channel. copies: the channel's stream.
   virtual std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
                                               const Environment& environment) = 0;
 
@@ -225,8 +228,8 @@ class Device {
   const int index_;
 };
 
-// Makes the context of the device current in the calling thread until its end. Any thread; within
-// another guard for the same device it costs nothing. Throws where the device is lost.
+// Makes the context of the device current in the calling thread as long as the guard exists. Any
+// thread. Costs nothing within another guard for the same device. Throws if the device is lost.
 class ContextGuard {
  public:
   explicit ContextGuard(Device& device) : device_(device) { device_.enter(state_); }

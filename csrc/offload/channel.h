@@ -13,9 +13,10 @@
 
 namespace kvswap {
 
-// Transfers in flight, and entries of the driver's queue. More gain nothing. A stream that is held
-// up has room for 1,020 entries, and a copy with its events takes three of them; then the driver
-// blocks the thread that submits (H200).
+// Limits of a channel: its transfers in flight, and the entries that they take in the driver's
+// queue. A stream that waits has room for 1,020 entries, of which a copy with its events takes
+// three; when it is full, the driver blocks the submitting thread (H200). Higher limits gain
+// nothing.
 constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events
@@ -23,7 +24,7 @@ constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 // synchronize() run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
-  // The context of the device is current, as in all calls that ask the device for something.
+  // The context of the device is current, here and in all calls below that use the device.
   Channel(int number, Device& device);
   ~Channel() { close(); }
 
@@ -33,26 +34,27 @@ class Channel {
   bool is_idle() const { return running_.empty(); }
   size_t num_running() const { return running_.size(); }
   size_t num_running_jobs() const;
-  // The transfer in flight that was submitted first. There is one.
+  // The transfer in flight that was submitted first. Call it only if the channel is not idle.
   Transfer& oldest() const { return *running_.front(); }
 
-  // The newest running transfer with a job up to this number; null when there is none.
+  // The newest transfer in flight that has a job with this number or a lower one; null for none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
 
-  // Whether this many entries more of the driver's queue may be in flight.
+  // Whether a transfer that takes this many entries may be submitted now.
   bool has_room_for(size_t entries) const;
 
-  // A point that a job starts after: all that the stream, or the event, stands for now. Null when
-  // that has ended. Events are waited for in the order of these calls.
+  // What a job starts after: the work given to the stream so far, or the work that the event stands
+  // for now. Null if that has ended. The channel waits for all callers' events on one stream, in
+  // the order of these calls.
   StreamPoint* point_of_stream(Stream stream) { return points_.take(stream); }
   StreamPoint* point_of_event(Event event);
   void give_point(StreamPoint* point) noexcept { points_.give(point); }
   bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
 
-  // Of the copies; null where the device has no streams.
+  // The stream of the copies; null where the device has no streams.
   Stream stream() const { return stream_; }
 
-  // From now on transfers can be staged, in this memory.
+  // From now on transfers can be staged, in these bytes of the device's staging memory.
   void use_staging(PackKernels& kernels, uint64_t begin, uint64_t bytes) {
     kernels.use_staging(*copier_, begin, bytes);
   }
@@ -64,14 +66,15 @@ class Channel {
   void run(Transfers transfer) noexcept;
   // The oldest transfer has ended.
   void retire_first() noexcept;
-  // Gives the events of a transfer back as soon as no other thread holds it.
+  // Gives back the events of a transfer that has ended or failed, once no other thread holds it.
   void retire(Transfers transfer) noexcept;
 
-  // Copies the transfer up to its remainder, after the events. Returns why it could not, or an
-  // empty reason; sets `copying` as soon as bytes may move. Without the lock.
+  // Makes the stream wait for the events, records the transfer's start, and submits its copies up
+  // to the remainder. Returns why it could not, or an empty reason. copying: set if some bytes may
+  // have been copied, also after a failure. Without the lock.
   Reason submit(Transfer& transfer, const std::vector<Event>& wait_events,
                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
-  // Copies the remainder, and records the ends. Without the lock.
+  // Submits the copies of the remainder, and records the ends. Without the lock.
   Reason submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
                           int64_t layers) noexcept;
 
@@ -93,7 +96,7 @@ class Channel {
 
  private:
   void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
-  // Sets part_copies_ to some parts of the transfer, in one group of layers.
+  // Sets part_copies_ to some parts of the transfer, for one group of layers.
   void list_copies(const Transfer& transfer, PartRange parts, int layer_group,
                    const std::vector<Group>& groups, int64_t layers);
   void check_addresses() const;
@@ -106,11 +109,11 @@ class Channel {
   Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
   std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
-  EventPool events_;                   // with a time
+  EventPool events_;                   // starts and ends of transfers; timed
   StreamPoints points_;
   Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
-  Transfers retired_;   // that another thread holds, and is about to wait for
+  Transfers retired_;   // ended, but another thread is about to wait for their events
 };
 
 }  // namespace kvswap

@@ -16,7 +16,7 @@ inline double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// Sleeps without the slack of 50 us that Linux adds to wake several threads at once.
+// Sleeps without the 50 us by which Linux may delay a wake-up to combine it with others.
 inline void sleep_precisely(double seconds) {
   const int slack = prctl(PR_GET_TIMERSLACK);
   prctl(PR_SET_TIMERSLACK, 1);
@@ -24,9 +24,9 @@ inline void sleep_precisely(double seconds) {
   prctl(PR_SET_TIMERSLACK, slack);
 }
 
-// The pause of a thread that polls since `began`. It only yields at first, because a transfer of a
-// few blocks takes less time than a sleep is late (15 us). Later it sleeps for 1/300 of the time
-// waited so far, up to half a millisecond.
+// The pause between two polls of a thread that has waited since `began`. For the first millisecond
+// it only yields: a sleep ends 15 us late, which is longer than a transfer of a few blocks takes.
+// Then it sleeps for 1/300 of the time waited so far, up to half a millisecond.
 inline void pause_since(double began) {
   const double waited = now() - began;
   if (waited < 1e-3) return std::this_thread::yield();

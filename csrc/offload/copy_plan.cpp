@@ -55,7 +55,7 @@ double submit_seconds(CopyMethod method, const Group& group, size_t blocks) {
     return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
   }
   if (method == CopyMethod::kStaged) {
-    // Pieces grow, three times as much at a time.
+    // Each piece is three times as large as all before it together.
     const double bytes = count * static_cast<double>(group.block_bytes);
     const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kMinPieceBytes}) / 2);
     return count * kSecondsPerPage + pieces * kSecondsPerPiece;

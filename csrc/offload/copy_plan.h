@@ -11,13 +11,14 @@
 
 namespace kvswap {
 
-// Chooses a transfer's copy method: of those available, the one that is predicted to end first.
+// Chooses the copy method of a group's blocks: of those available, the one predicted to be fastest.
 class MethodChooser {
  public:
-  // available: by the device; the first is taken where none has figures.
+  // available: the device's methods; the first one is chosen if none has figures.
   MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
+  // The blocks of one group in a transfer; not kvswap::Transfer.
   struct Transfer {
     int group, channel;
     size_t blocks;
@@ -28,12 +29,13 @@ class MethodChooser {
   // Predicted seconds; infinite for a copy method without figures.
   double seconds(CopyMethod method, const Transfer& transfer) const;
 
-  // Whether some transfer would take this copy method.
+  // Whether this copy method would be chosen for some number of blocks.
   bool wants(CopyMethod method) const;
-  // Whether every transfer takes this copy method.
+  // Whether the caller has asked for this copy method.
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
+  // What is known of a kvswap::Group.
   struct Group {
     bool host_is_pageable;
     double block_bytes;
@@ -51,9 +53,8 @@ class CopyPlanner {
  public:
   static constexpr uint64_t kMinStagingBytes = 1 << 20;
 
-  // Gives the groups their tables and the channels
-  // their staging buffers, if some transfer would use them. Throws ValueError when a forced copy
-  // method is not available.
+  // Gives the groups their tables and the channels their staging buffers, if some transfer would
+  // use them. Throws ValueError when a forced copy method is not available.
   CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
               Channel& stores, Channel& loads);
   ~CopyPlanner() { close(); }
@@ -61,26 +62,27 @@ class CopyPlanner {
   // Why copy methods that would be chosen are not available, or "".
   const std::string& problem() const { return problem_; }
 
-  // Before rebind(), which cannot fail: gives the new groups their tables, and fits the predictions
-  // to them.
+  // The part of rebinding that may throw: gives the new groups their tables, and returns a chooser
+  // for them, for rebind().
   MethodChooser prepare(std::vector<Group>& groups) const;
   void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
-  // Sets what it takes to copy the job alone: the copy method of its first group, entries of the
-  // driver's queue, seconds of the thread that submits it.
+  // Sets what it takes to copy this job alone: the copy method of its first group, its entries in
+  // the driver's queue, and the seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
-  // A transfer took this long on the device. When compute kernels hold up its kernels, it can be
-  // slower than the copy engines alone; those then take over for a while.
+  // To be called with the time that each transfer took on the device. If one with kernels was much
+  // slower than predicted for the copy engines, because other kernels keep the GPU busy, only copy
+  // engines are chosen for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.
   void close();
-  // Never frees the memory: the device is lost, and may still use it.
+  // Instead of close(), on a lost device: it may still use the memory, which is never freed.
   void leak() noexcept;
 
  private:
@@ -95,14 +97,14 @@ class CopyPlanner {
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string problem_;
-  double crowded_until_ = 0;  // until then no kernels copy: the GPU is busy with others'
+  double crowded_until_ = 0;  // until then no kernels copy: other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0;
 };
 
-// Splits off what would take the submitting thread longer than `seconds`. Returns the index of the
-// first part of that remainder; the number of parts if there is none.
+// Cuts the parts so that submitting the first ones takes about `seconds`. Returns the index of the
+// first part of the remainder; the number of parts if there is none.
 size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds);
 
 }  // namespace kvswap

@@ -14,7 +14,7 @@ namespace kvswap {
 // lock guards it; the context of the device is current.
 class GateWords {
  public:
-  // `count` words of `memory`, each 1.
+  // `count` words, set to 1: open.
   volatile uint64_t* take(StreamWords& memory, int count);
 
  private:
@@ -22,14 +22,14 @@ class GateWords {
   int left_ = 0;
 };
 
-// Lets a stream wait for the groups of layers of a load, also in a captured CUDA graph, which then
-// waits on each replay.
+// Streams wait at a gate for each group of layers of a load. The wait can be captured in a CUDA
+// graph, which then waits on each replay.
 //
-// The gate has a word of pinned memory for each group of layers, 1 while it is open. A load closes
-// the gate in the order of the stream on which the graph will be replayed, so earlier replays still
-// pass. The gate's own stream opens the words again, each after its group of layers was loaded and
-// after the closing. A second load closes the gate only after the first one's opening, so no wait
-// passes an unfinished load.
+// The gate has a word of pinned memory for each group of layers: 1 is open, 0 closed. A load closes
+// the gate by writes in the stream on which the graph will be replayed, so earlier replays still
+// pass. The gate's own stream then opens each word, after the closing and after that group of
+// layers was loaded. A second load closes the gate only after the first one has opened it, so no
+// wait passes an unfinished load.
 //
 // The scheduler's lock guards it, except open_after(), wait() and release().
 class Gate {
@@ -42,28 +42,31 @@ class Gate {
   Device& device;
   const int layer_groups;
 
-  // A gate has two references: its handler's, which watches it while it is busy, and its caller's.
-  // The last one frees its stream and its events. Any thread may call.
+  // Drops one of the two references: the caller's, or the handler's, which it keeps while the gate
+  // is busy. The last release frees the stream and the events. Any thread may call.
   static void release(Gate* gate);
   // Whether only the handler still has it.
   bool is_dropped() const { return references_ == 1; }
 
-  // A load has closed the gate, and the driver does not have its opening yet. No other load may
-  // close it meanwhile.
+  // Whether the gate was closed and its opening is not enqueued yet. No other load may close it
+  // meanwhile.
   bool is_busy() const { return busy_; }
-  // Why the driver has refused open(), to be tried again; or an empty reason.
+  // Why the driver refused to open the gate, or an empty reason. If not empty, open() must be tried
+  // again.
   const Reason& problem() const { return problem_; }
 
-  // Closes the gate for a load, on this stream of its device. If it throws, the gate is as it was,
-  // or there is a problem().
+  // Enqueues the closing for a load, on this stream of the gate's device. If it throws, the gate is
+  // as it was, or there is a problem().
   void close(Stream current);
-  // Opens the gate for each group of layers when the transfer has copied it. Returns why it could
-  // not, or an empty reason. The gate stays busy until opened().
+  // Enqueues the opening of each group of layers, after the transfer has copied it. Returns why it
+  // could not, or an empty reason. The gate stays busy until opened().
   Reason open_after(const Transfer& transfer) noexcept;
+  // The opening is enqueued: the gate is not busy any more.
   void opened() noexcept;
-  // Opens the gate after its closing, without a load. False if the driver refused.
+  // Enqueues the opening right after the closing: the load will copy nothing. False if the driver
+  // refused.
   bool open() noexcept;
-  // Sets the words from the host: the device is lost, and no stream will open the gate.
+  // Opens the gate from the host: the device is lost, and no stream will do it.
   void let_through() noexcept;
   // Makes a stream, of any device, wait until the gate is open for a group of layers.
   void wait(int layer_group, const StreamRef& stream) const;
@@ -73,7 +76,7 @@ class Gate {
   void destroy();
   void set(int layer_group, uint64_t value, Stream stream) const;
   void reopen(Stream current) noexcept;
-  // Opens after the closing and, if there is a transfer, after each of its groups of layers.
+  // Enqueues the opening: after the closing and, if there is a transfer, each word after its end.
   void enqueue_opening(const Transfer* transfer);
 
   StreamWords* memory_ = nullptr;

@@ -11,14 +11,15 @@
 
 namespace kvswap {
 
-// A layout and its host pool: the layers of one kind of attention or state. A host page has
-// `blocks_per_page` slots, each for one block.
+// A layout and its host pool: the layers of one kind of attention or state. Not to be confused with
+// a group of layers (layer_group), a range of a model's layers. A host page has `blocks_per_page`
+// slots, each for one block.
 struct Group {
   Slabs gpu, host;
-  std::vector<int64_t> layers;  // of each slab, ascending; counted through all groups
+  std::vector<int64_t> layers;  // the model's layer of each slab, ascending
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
-  // Groups with the same number share their blocks, or their slots: an id is the same memory in
-  // both.
+  // Groups with equal block_space share their blocks: an id is the same memory in all of them. The
+  // same holds for slot_space and slots.
   int block_space = 0, slot_space = 0;
   const kvswap_ready_range* ready_range = nullptr;  // of the pool
   bool host_is_pageable = false;
@@ -26,7 +27,8 @@ struct Group {
   std::vector<SlabRun> runs;           // of slabs at equal distances
   std::shared_ptr<KernelTable> table;  // for the kernels; null if they cannot be used
 
-  // The slabs of one of `layer_groups` groups of layers, of a model with `num_layers` layers.
+  // The slabs in group of layers number `layer_group`, if the model's `num_layers` layers are
+  // divided into `layer_groups` groups.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
     const auto first_of = [&](int number) -> size_t {
       const auto is_before = [&](int64_t layer) {
@@ -38,7 +40,7 @@ struct Group {
   }
 };
 
-// Whether some host pages are not pinned: the driver copies them inside the call.
+// Whether some host pages are not pinned. The driver's call returns only when those are copied.
 inline bool any_is_pageable(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     if (group.host_is_pageable) return true;

@@ -13,7 +13,7 @@
 namespace kvswap {
 
 // The native part of torch_kvswap.OffloadHandler, whose docstrings say what each call means. Checks
-// what is asked for, and waits; the scheduler does the rest. Any thread may call.
+// requests, and waits for jobs; the scheduler does the rest. Any thread may call.
 class Handler {
  public:
   // The context of the device is current.
@@ -23,7 +23,7 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
 
-  // Calls read(job) for up to `most` jobs that have ended and were not reported; they are now.
+  // Reports up to `most` jobs that have ended: calls read(job) once for each.
   template <typename Read>
   void report(size_t most, const Read& read) {
     const Lock lock = scheduler_.lock();
@@ -52,13 +52,13 @@ class Handler {
     return read(*job);
   }
 
-  // Waits on the host until the jobs have ended; for_all: until all that were submitted so far
-  // have. 1, or 2 when one of them failed or was cancelled (for_all: and is unreported), or 0 after
-  // `seconds`.
+  // Waits on the host until the jobs have ended. for_all: until all jobs submitted so far have
+  // ended; `jobs` is not used. Returns 0 after `seconds`, 2 if a job failed or was cancelled
+  // (for_all: and was not reported), otherwise 1.
   int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds);
   // Makes a stream wait for a group of layers of the job; -1: for all of it.
   void wait(Job* job, int layer_group, const StreamRef& stream);
-  // Asks the device.
+  // Whether the job has ended. Asks the device.
   bool has_ended(const Job* job);
   // True when the job will be reported as cancelled.
   bool cancel(Job* job);
@@ -70,7 +70,7 @@ class Handler {
   // `seconds`; to be called again then.
   bool close(double seconds);
 
-  // The device did not take the caller's context. Ends all jobs if it is lost.
+  // A ContextGuard of the caller has failed with this error. If the device is lost, ends all jobs.
   void on_context_error(const Reason& error);
 
   // Why copy methods that would be chosen are not available, or "". Never changes.
@@ -85,8 +85,9 @@ class Handler {
   StreamRef stream_of(const kvswap_request& request) const;
   Reason set_start(const Lock& lock, Job& job, const kvswap_request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
-  // Polls for the end of a transfer without the lock, so that it holds up no thread that submits,
-  // and returns soon in any case. null: the job is not on the device yet.
+  // Polls for the end of a transfer, without the lock so that other threads can submit meanwhile.
+  // Returns within about a millisecond. transfer: null if the job is not on the device yet; then it
+  // waits for the scheduler's progress instead.
   void poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
 
   Scheduler scheduler_;

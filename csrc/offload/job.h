@@ -16,7 +16,7 @@ enum ChannelNumber : int { kStores = 0, kLoads = 1, kExpedited = 2, kChannels = 
 
 inline const char* direction_name(int channel) { return channel == kStores ? "store" : "load"; }
 
-// Python knows these numbers.
+// The numbers are those of kvswap_result::state.
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
 
 struct Transfer;
@@ -24,8 +24,8 @@ class Gate;
 struct StreamPoint;
 struct Job;
 
-// A counted reference, small because a queue may hold many jobs. A job has many holders: the queue,
-// threads that wait for it, Python.
+// A counted reference to a job, held by the queue, by threads that wait for the job, and by Python.
+// Smaller than a shared_ptr, because a queue may hold many jobs.
 class JobRef {
  public:
   JobRef() = default;  // to no job
@@ -57,31 +57,31 @@ class JobRef {
   Job* job_ = nullptr;
 };
 
-// What a job copies in one group: `count` blocks. Their ids follow the ids of earlier parts.
+// What a job copies in one group: `count` blocks. In Work::ids they follow those of earlier parts.
 struct Part {
   int group;
   size_t count;
 };
 
-// What a job needs until it has ended, and not any longer.
+// What a job needs only until it has ended.
 struct Work {
   uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
   float predicted_submit_seconds = 0;
-  bool queued = false;              // ever, in software
+  bool queued = false;              // it is or was in the channel's queue
   bool submission_started = false;  // it has left the queue, and may be on the device
-  bool cancelled = false;           // after that
+  bool cancelled = false;           // cancel() was called after that
   bool copy_engines_only = false;   // no kernels copy
   std::vector<Part> parts;
-  std::vector<int64_t> ids;      // all GPU blocks, then the slot of a host page for each
+  std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
-  Gate* gate = nullptr;          // that was closed for it
+  Gate* gate = nullptr;          // the gate that was closed for this job; null: none
 
-  // By data: the number, in each channel, of the latest job that must not overlap with this one;
-  // -1 for none.
+  // The number, in each channel, of the latest job that must not overlap with this one, because
+  // they share a block or a slot; -1 for none.
   int64_t runs_after[kChannels] = {-1, -1, -1};
   std::vector<JobRef> sources;  // the jobs that write what this one reads
 
-  std::shared_ptr<Transfer> transfer;  // while it runs
+  std::shared_ptr<Transfer> transfer;  // while the state is kRunning
   double submitted_at = 0.0;
 
   size_t count() const { return ids.size() / 2; }
@@ -119,8 +119,8 @@ inline void JobRef::release(Job* job) {
   if (job->references.fetch_sub(1) == 1) delete job;
 }
 
-// A list of jobs, linked through a member of theirs: adding one cannot fail. Holds a reference to
-// each.
+// A list of jobs, linked through the member `next` of each, so that adding one cannot fail. Holds a
+// reference to each.
 template <Job* Job::* next>
 class IntrusiveJobList {
  public:

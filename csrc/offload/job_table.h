@@ -13,19 +13,17 @@ namespace kvswap {
 // The jobs of a handler: which of them must not overlap, how each has ended, and which host slots
 // hold nothing that may be loaded.
 //
-// Order by data. A store reads blocks and writes slots, a load reads slots and writes blocks. Two
-// jobs that share a block or a slot, which at least one of them writes, must not overlap. The jobs
-// of a channel run in the order of their numbers, so waiting for the latest is waiting for all: the
-// table keeps one number for each channel and block or slot, and a look-up costs the same however
-// many jobs are outstanding.
+// Overlap. A store reads blocks and writes slots, a load reads slots and writes blocks. Two jobs
+// must not overlap if they share a block or a slot that at least one of them writes. The jobs of a
+// channel run in the order of their numbers, so a job only has to wait for the latest such job of
+// each channel. The table therefore keeps, for each channel, one number per block and per slot.
 //
-// Failures follow the data. A job that reads what another job was to write fails when that one
-// failed or was cancelled. A slot stays invalid until it is stored again. A GPU block is invalid
-// only until the failed load was reported: from then on the caller knows, and may write the block
-// by other means.
+// Failures. A job's sources are the jobs that write what it reads. It fails if one of them failed
+// or was cancelled. A slot that a failed store should have written stays invalid until it is stored
+// again. A GPU block is invalid only until the failed load was reported: from then on the caller
+// knows, and may write the block by other means.
 //
-// Only prepare() and make_block_table() allocate: what happens to a job afterwards cannot fail for
-// want of memory.
+// Only prepare() and make_block_table() allocate, so nothing after them fails for lack of memory.
 //
 // Not thread safe: the scheduler's lock guards it.
 class JobTable {
@@ -34,21 +32,19 @@ class JobTable {
 
   // A new job.
 
-  // Finds what the job must not overlap with and what it reads from, and makes room for it. Returns
-  // why the job cannot succeed, or an empty reason. The job is not in the table yet, also when this
-  // throws std::bad_alloc.
+  // Sets runs_after and sources, and reserves memory for add(). Returns why the job cannot succeed,
+  // or an empty reason. May throw std::bad_alloc. Does not add the job.
   Reason prepare(Job& job);
   // Numbers and enters the job that was prepared last.
   void add(const JobRef& job) noexcept;
 
   // Ends.
 
-  // Why a job cannot succeed although nothing is wrong with itself: a source that failed or was
-  // cancelled. Empty if there is none.
+  // Why the job must fail: one of its sources failed or was cancelled. Empty if none did.
   Reason failed_source(const Job& job) const noexcept;
-  // Whether all jobs have ended that write what this one reads.
+  // Whether all sources of the job have ended.
   bool sources_have_ended(const Job& job) const noexcept;
-  // Ends a job, once. error: why it failed.
+  // Ends a job. To be called once for each. error: why it failed.
   void finish(Job& job, State state, const Reason& error) noexcept;
 
   // Reports.
@@ -57,7 +53,7 @@ class JobTable {
   const EndedJobs& unreported() const { return unreported_; }
   // Whether one of them failed or was cancelled.
   bool has_unreported_failures() const { return unreported_failures_ > 0; }
-  // Takes the first of them: it is reported now.
+  // Takes the first of them, which then counts as reported. Call it only if there is one.
   JobRef report_first() noexcept;
 
   // The number of the job that was added last; -1 before the first.
@@ -65,7 +61,7 @@ class JobTable {
   // Whether all jobs up to this number have ended.
   bool all_ended_until(int64_t id) const { return first_running_ > id; }
   bool all_ended() const { return all_ended_until(last_id()); }
-  // The first job that has not ended. There is one.
+  // The first job, queued or running, that has not ended. Call it only if there is one.
   const Job& oldest_running() const { return *jobs_[first_running_ - first_id_]; }
 
   // Counts.
@@ -76,9 +72,9 @@ class JobTable {
 
   // Rebinding, while no job is outstanding.
 
-  // The GPU blocks of a cache that has moved. rebind() cannot fail.
+  // What the table keeps of GPU blocks, for new groups. Made first, so that rebind() cannot fail.
   struct BlockTable {
-    std::vector<int> spaces;                                   // by group
+    std::vector<int> spaces;                                   // block_space, by group
     std::vector<std::vector<int64_t>> latest[kChannels] = {};  // by space, then by id
   };
   BlockTable make_block_table(const std::vector<Group>& groups) const;
@@ -90,7 +86,7 @@ class JobTable {
     std::vector<std::vector<int64_t>> of_blocks, of_slots;  // by space, then by id
   };
 
-  // Calls visit(block space, slot space, index) for each block.
+  // Calls visit(block_space, slot_space, i) for the work's i-th block.
   template <typename Visit>
   void for_each(const Work& work, const Visit& visit) const;
   // The group of the work's i-th block.
@@ -109,15 +105,15 @@ class JobTable {
   void invalidate_slots(Job& job) noexcept;
   void make_valid(const Job& store) noexcept;
 
-  std::vector<int> block_space_, slot_space_;  // by group
+  std::vector<int> block_space_, slot_space_;  // by group; see Group
   std::vector<int64_t> first_slot_;            // by slot space: the number of its first slot
   Latest latest_[kChannels];
 
-  // By number, from the oldest that was not reported; null where a job was reported. May have room
-  // for one more than there are.
+  // By number, from the oldest job that was not reported; null where a job was reported. May end
+  // with a null for the job that prepare() was called for.
   std::deque<JobRef> jobs_;
-  int64_t first_id_ = 0;       // of jobs_
-  int64_t first_running_ = 0;  // the first that has not ended
+  int64_t first_id_ = 0;       // number of the first in jobs_
+  int64_t first_running_ = 0;  // number of the first that has not ended, queued or running
   int64_t next_id_ = 0;
   EndedJobs unreported_;
   size_t unreported_failures_ = 0;

@@ -7,11 +7,11 @@
 
 namespace kvswap {
 
-// Why something has failed, as text. Making and copying a reason cannot fail, because a job must be
-// able to end without memory: the text then says that there is none.
+// Why something has failed, as text. Making or copying one never throws, because a job must be able
+// to end when host memory has run out; then a literal takes the place of the text.
 class Reason {
  public:
-  // By which Python chooses an exception.
+  // Decides which exception Python raises.
   enum class Kind { kOther, kDeviceLost, kSourceFailed };
 
   static constexpr const char* kOutOfMemory = "out of host memory";
@@ -24,7 +24,7 @@ class Reason {
       make([&] { return std::string(error.what()); }, kOutOfMemory);
     }
   }
-  // text: returns a string. otherwise: a literal, used if there is no memory for that string.
+  // text: called for the string. otherwise: a literal, used if there is no memory for the string.
   template <typename Text>
   Reason(const Text& text, const char* otherwise, Kind kind = Kind::kOther) noexcept : kind_(kind) {
     make(text, otherwise);

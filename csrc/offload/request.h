@@ -9,17 +9,18 @@
 
 namespace kvswap {
 
-// Makes jobs of requests. Checks all ids first, so a wrong request changes nothing. Not thread
+// Turns requests into jobs, and checks them: a wrong request throws, and no job is made. Not thread
 // safe: the scheduler's lock guards it.
 class RequestReader {
  public:
-  // For requests for these groups.
   explicit RequestReader(const std::vector<Group>& groups);
 
-  // groups: the same. Throws IndexError for an id out of range, ValueError for other mistakes.
+  // groups: those that the reader was made for. Throws IndexError for an id out of range,
+  // ValueError for other mistakes.
   JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
 
  private:
+  // Names arguments in errors.
   struct Names {
     bool grouped;
     int group;
@@ -31,7 +32,8 @@ class RequestReader {
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);
 
-  // By space, then by id of a block or a page: the last request with it as a destination.
+  // By block_space or slot_space, then by id of a block or a page: the number of the last request
+  // that writes it.
   std::vector<std::vector<int64_t>> block_seen_, page_seen_;
   int64_t requests_ = 0;
 };

@@ -16,32 +16,33 @@
 
 namespace kvswap {
 
-// The scheduler's lock. A function that takes it must be called with the lock held. One that takes
-// it as `Lock&` lets it go while it waits, or while the driver enqueues a copy, which can take
-// long.
+// The scheduler's lock, which the caller of a function with such a parameter holds. With
+// `const Lock&` the function keeps it. With `Lock&` the function releases it meanwhile: to wait, or
+// to give copies to the driver, which can take long.
 using Lock = std::unique_lock<std::mutex>;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seconds
 
-// Decides when a job goes to the device, and sees it end. Each channel runs its jobs in order, and
-// not too many at a time.
+// Decides when a job is submitted to the device, and notices when it has ended. Each channel runs
+// its jobs in order, and has a limited number in flight.
 //
-// Who submits copies: the thread that submits a job, if that takes microseconds; of a larger job it
-// submits the beginning. A worker thread of the channel, or a thread that waits for any job,
-// submits the remainder. Jobs that must wait in software go through the worker, which joins small
-// ones into one copy. With `submit_thread` the worker submits everything, except on a synchronous
-// device. Copies are submitted without the lock, by the one thread that owns the channel:
-// `submitting` is set meanwhile, and a partially submitted transfer keeps the channel until it is
-// complete.
+// Who gives copies to the driver:
+// - The thread that calls store() or load(), if that takes at most kSmallSeconds (scheduler.cpp).
+// - For a larger job, that thread submits the beginning. The channel's worker thread, or any thread
+//   that waits for a job, submits the remainder.
+// - The worker, for a job that had to be queued. It joins small jobs into one transfer.
+// - The worker, for all jobs with `submit_thread`, except on a synchronous device.
+// This happens without the lock, by the one thread that owns the channel. Queue::submitting is set
+// from then until the transfer is completely submitted.
 //
-// One lock guards everything that a handler has. Once a job was added nothing throws: whatever
-// fails, for want of memory too, ends that job.
+// One lock guards everything that a handler has. After a job was added nothing throws: an error,
+// also lack of memory, ends that job as failed.
 class Scheduler {
  public:
   // The context of the device is current.
   Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
             const kvswap_copy_method_options& options);
-  // The handler was closed, or nothing was ever submitted.
+  // Only after stop(), or if nothing was ever submitted.
   ~Scheduler();
 
   // Need no lock: they never change.
@@ -64,36 +65,36 @@ class Scheduler {
   // A new job.
 
   // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason.
-  // Throws std::bad_alloc; the job is unknown until submit().
+  // May throw std::bad_alloc. The job is not added before submit().
   Reason prepare(const Lock&, Job& job);
   // Makes the job start after all that the stream was given so far, or after an event. The stream
   // is of the handler's device.
   void start_after_stream(const Lock&, Job& job, Stream stream);
   void start_after_event(const Lock&, Job& job, Event event);
-  // Takes that back.
+  // Undoes start_after_stream() or start_after_event().
   void start_at_once(const Lock&, Job& job) noexcept;
-  // Adds a prepared job and submits it, queues it or, with a failure, ends it. began: when its
-  // caller began. A job with a gate, or between host memory, is on the device or has ended when
-  // this returns.
+  // Adds a prepared job; then submits it, queues it or, if `failure` is not empty, ends it. began:
+  // when the caller's store() or load() began. When this returns, a job with a gate is on the
+  // device or has ended, and a job on a synchronous device has ended.
   void submit(Lock& lock, const JobRef& job, const Reason& failure, double began) noexcept;
 
   // Progress.
 
-  // Ends the jobs whose transfers have ended on the device, `max_transfers` of them at most, and
-  // opens gates that the driver refused to open before.
+  // Asks the device which transfers have ended, and ends their jobs, for `max_transfers` at most.
+  // Tries again to open gates that the driver refused to open.
   void advance(const Lock&, int max_transfers = std::numeric_limits<int>::max()) noexcept;
   // Waits until a job was submitted or has ended, or a gate was opened; for `seconds` at most.
   void wait_for_progress(Lock& lock, double seconds);
-  // Waits until a job is on the device, or has ended. What is ahead of it is not held back any
-  // more, so this waits for the device only when the driver has no room left.
+  // Waits until a job is on the device or has ended. It and the jobs before it are then submitted
+  // beyond the channel's limits, so this waits for the device only if the driver's queue is full.
   void flush(Lock& lock, const Job& job) noexcept;
-  // Submits the remainder of a partially submitted transfer whose worker, which may take long to
-  // wake up, has not done so yet. For threads that wait: only a remainder that takes `seconds` at
-  // most, and that the driver has room for. No context need be current. False if there is none.
+  // For threads that wait anyway: submits the remainder of a partially submitted transfer, of any
+  // channel, before its worker has woken up. Only if that takes `seconds` at most and cannot fill
+  // the driver's queue; otherwise returns false. No context need be current.
   bool submit_remainder(Lock& lock, double seconds) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
-  // Takes the first job that was not reported; there is one.
+  // Takes the first job that was not reported. Call it only if there is one.
   JobRef report_first(const Lock&) noexcept { return table_.report_first(); }
   // After an error of the driver: ends every job as failed if the device does not answer any more.
   void check_alive(const Lock&, const Reason& error) noexcept;
@@ -101,8 +102,8 @@ class Scheduler {
   // Gates.
 
   Gate* make_gate(const Lock&, int layer_groups);
-  // Waits until no earlier load keeps the gate. Throws when the handler is closed or its device
-  // lost meanwhile, or when the driver does not open the gate.
+  // Waits until the gate is not busy. Throws if the handler is closed or its device lost meanwhile,
+  // or if the driver refuses to open the gate.
   void wait_for_gate(Lock& lock, const Gate& gate);
 
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
@@ -112,9 +113,9 @@ class Scheduler {
 
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
-  // Whether all jobs have ended, and all gates will open.
+  // Whether all jobs have ended, and the opening of all gates is enqueued.
   bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_closed_gates(); }
-  // Joins the threads and frees streams, events and memory. All jobs have ended.
+  // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
  private:
@@ -123,12 +124,12 @@ class Scheduler {
     Queue(int number, Device& device) : channel(number, device) {}
 
     Channel channel;
-    JobList jobs;             // cancelled jobs keep their place in the order
-    size_t num_waiting = 0;   // of them that were not cancelled
+    JobList jobs;             // queued; a cancelled job stays until it is at the front
+    size_t num_waiting = 0;   // jobs that were not cancelled
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
-    Transfers partially_submitted;  // one at most: its remainder is to be submitted
+    Transfers partially_submitted;  // at most one, whose remainder no thread has taken yet
     std::thread worker;             // submits remainders and jobs; started when it is first needed
-    std::condition_variable work;   // for the worker: there is something to submit, or to stop for
+    std::condition_variable work;   // wakes the worker: to submit something, or to stop
 
     // Whether all jobs up to this number were submitted, or have ended.
     bool is_past(int64_t id) const;
@@ -164,8 +165,8 @@ class Scheduler {
   void lose(const Reason& reason) noexcept;
 
   std::mutex mutex_;
-  std::condition_variable
-      progress_;  // a job was submitted or has ended, a gate is not busy any more
+  // A job was submitted or has ended, a gate is not busy any more, or the handler was closed.
+  std::condition_variable progress_;
 
   Device& device_;
   const int64_t layers_;  // of the model, in all groups together
@@ -175,10 +176,10 @@ class Scheduler {
   Queue queues_[kChannels];
   CopyPlanner planner_;
   GateWords gate_words_;
-  std::vector<Gate*> gates_;  // that were made for jobs of this handler
+  std::vector<Gate*> gates_;  // with a reference to each
   Reason lost_;
-  int64_t flush_until_ =
-      -1;  // jobs up to this number are submitted as soon as the driver takes them
+  // Jobs up to this number are submitted beyond the channel's limits.
+  int64_t flush_until_ = -1;
   bool closed_ = false;
   bool stopping_ = false;
 };

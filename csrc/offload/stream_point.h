@@ -9,21 +9,21 @@
 
 namespace kvswap {
 
-// An event recorded at a point of a stream: jobs start when the work before it has ended.
+// An event recorded on a stream. Jobs start after the work that the stream was given before it.
 struct StreamPoint {
   Event event = nullptr;
   Stream stream = nullptr;  // a handle of the channel's device
   uint64_t number = 0;      // grows with each record
-  int users = 0;            // jobs
+  int users = 0;            // jobs that start after it and are not on the device yet
 };
 
 // The stream points of a channel's jobs.
 //
-// A channel keeps up to kMaxStreamPoints events, one for each job. Beyond that, jobs that start
-// after the same stream share an event, which is recorded again at each submission: an earlier job
-// may then wait for slightly later work. This cannot deadlock: a job is put on the device before
-// any stream can wait for it, and from then on it waits for the event as it was recorded at that
-// time.
+// Each job has an event of its own. When kMaxStreamPoints (stream_point.cpp) are in use, a new job
+// shares the latest event of its stream, if there is one, and records it again: an earlier job that
+// is still queued then waits for slightly later work. This cannot deadlock. A stream can wait for a
+// job only once that job is on the device, and from then on a new record does not change what the
+// job waits for.
 //
 // Not thread safe: the scheduler's lock guards it. All streams are of the handler's device, whose
 // context is current.
@@ -31,9 +31,9 @@ class StreamPoints {
  public:
   explicit StreamPoints(Device& device) : device_(device) {}
 
-  // After all that the stream was given so far; null when that has ended.
+  // A point after all work that the stream was given so far; null if that has ended.
   StreamPoint* take(Stream stream);
-  // One user has no need of it any more. null: does nothing.
+  // Called by each user that does not need the point any more. null: does nothing.
   void give(StreamPoint* point) noexcept;
   // Whether the work before it has ended.
   bool is_over(const StreamPoint& point) const noexcept;

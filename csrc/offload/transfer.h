@@ -9,15 +9,16 @@
 
 namespace kvswap {
 
-// Blocks of one group that a transfer copies in one way, of all its jobs.
+// Blocks of one group that a transfer copies by one method, of all its jobs together.
 struct TransferPart {
   int group;
   CopyMethod method;
   std::vector<int64_t> blocks, slots;
-  // Bytes of the same group in the parts before and after this one: staged pieces grow and shrink
-  // with them.
+  // Bytes of the same group in the parts before and after this one. The sizes of staged pieces
+  // depend on them.
   uint64_t before = 0, after = 0;
-  // The head or tail of a staged transfer. It keeps the link busy while a kernel packs or unpacks.
+  // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
+  // while a kernel packs or unpacks.
   bool is_unstaged = false;
 };
 
@@ -26,13 +27,13 @@ struct PartRange {
   size_t begin, end;
 };
 
-// One copy on the device: of a job, or of several small ones. A thread that is about to wait for
-// its events holds it until the driver has the wait, so that the events are not recorded again
-// before.
+// The copies of one job, or of several small ones that were joined: they start and end together. A
+// thread that is about to wait for its events holds a shared_ptr until the wait is enqueued, so
+// that the events are not reused before.
 struct Transfer {
   JobList jobs;                       // in the order of submission
   std::vector<TransferPart> parts;    // in the order in which they are copied
-  size_t remainder = 0;               // the first part that the submitting thread leaves to others
+  size_t remainder = 0;               // index of the first part that the caller's thread leaves
   double partially_submitted_at = 0;  // when the parts before it were with the driver
   double remainder_delay = 0;         // seconds from then until a thread took the remainder
   Event start = nullptr;

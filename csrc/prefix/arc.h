@@ -4,10 +4,11 @@
 
 namespace kvswap::prefix {
 
-// The adaptive replacement cache of Megiddo and Modha (FAST 2003). Pages that were stored (recent)
-// and pages that were used since (frequent) compete for room. The keys that each side has lost, its
-// ghosts, say which side should have more. Held pages count in the sizes; if the side that should
-// give a page has only held ones, the other side gives it. The nodes after those of the pages are
+// The adaptive replacement cache of Megiddo and Modha (FAST 2003). It has two sides: recent, pages
+// that were not used since they were stored, and frequent, pages that were. Each side remembers
+// keys that were evicted from it, its ghosts. When a ghost is stored again, its side gets more
+// room. sizes_ counts held pages too. If all pages of the side that should give one are held, the
+// other side gives it. In the table, the nodes of the pages come first, then the nodes of the
 // ghosts.
 class Arc final : public Policy {
  public:
@@ -31,7 +32,7 @@ class Arc final : public Policy {
 
   Table& table_;
   size_t num_pages_ = 0;
-  double target_ = 0;  // pages of the recent side
+  double target_ = 0;  // how many pages the recent side should have
   size_t sizes_[2] = {0, 0};
   List idle_[2], ghosts_[2], free_ghosts_;
 };

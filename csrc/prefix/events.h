@@ -17,12 +17,12 @@ struct Event {
   Digest key;
 };
 
-// The events of some kinds, in order, until they are taken. At the limit all of them are dropped,
-// and a kLost takes their place. Not thread safe: the manager's lock guards it.
+// A queue of events, of the kinds that the caller asked for. When it is full, all events are
+// dropped and a kLost takes their place. Not thread safe: the manager's lock guards it.
 class Events {
  public:
-  // kinds: a bit for each. Reserves room for all events, which takes memory only as they come, so
-  // that record() cannot fail and never moves them.
+  // kinds: bit 1 << kind for each. Reserves room for kLimit events, so that record() cannot fail
+  // and never moves them. The system backs this with memory only as events come.
   explicit Events(int32_t kinds) : kinds_(kinds) {
     if (kinds_ != 0) events_.reserve(kLimit);
   }

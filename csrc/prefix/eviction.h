@@ -6,34 +6,41 @@
 
 namespace kvswap::prefix {
 
-constexpr size_t kMaxLists = 2;  // of pages in a policy
+constexpr size_t kMaxLists = 2;  // in a policy; Node::list is less than this
 
-// How a key is admitted: the list for its page, and what the policy needs to know when it makes
-// room.
+// What a policy decides about a new key: the list that its page will be in, and notes for its own
+// evict().
 struct Admission {
   uint8_t list = 0;
-  bool was_frequent = false;  // before it was evicted
-  bool leaves_no_ghost = false;
+  bool was_frequent = false;     // Arc: its ghost was on the frequent side
+  bool leaves_no_ghost = false;  // Arc: no room to remember the key that is evicted for it
 };
 
 // Decides which page is evicted. A page with a key is held or idle, and only an idle page can be
-// evicted. Node p of the table is page p.
+// evicted. Pages calls the policy and enters keys into the table; evict() and leave() take them
+// out. Node p of the table is page p. A policy may use the nodes after those of the pages for
+// itself.
+//
+// To add a policy: derive from Policy, add a PolicyKind, and extend num_nodes() and make_policy()
+// (arc.cpp). Raise kMaxLists if it has more lists.
 class Policy {
  public:
   virtual ~Policy() = default;
 
-  // A key without a page is to be stored. To be followed by evict(), if no page is free, and
+  // Called when a key without a page is to be stored; then evict(), if no page is free, and
   // enter().
   virtual Admission admit(const Digest& key) = 0;
-  // Evicts the key of an idle page; there is one. Returns the page.
+  // Takes the key of an idle page, of which there is at least one, out of the table. Returns the
+  // page.
   virtual uint32_t evict(const Admission& admission) = 0;
-  // The key has a page, which is held.
+  // The admitted key gets a page, which is held.
   virtual void enter(const Admission& admission) = 0;
-  // The key of a held page is forgotten.
+  // Takes the key of a page that is not idle out of the table.
   virtual void leave(uint32_t page) = 0;
 
-  // A page becomes idle, as the newest one; or it is held from now on.
+  // A page becomes idle, as the newest one.
   virtual void add_idle(uint32_t page) = 0;
+  // An idle page is held from now on, or about to lose its key.
   virtual void remove_idle(uint32_t page) = 0;
   // Moves an idle page directly before another one of the same list.
   virtual void move_idle(uint32_t page, uint32_t newer) = 0;
@@ -41,13 +48,13 @@ class Policy {
 
   // A held page was used.
   virtual void use(uint32_t page) = 0;
-  // This many pages can be given to keys now; never fewer than before.
+  // This many pages can be given to keys now. The number never falls.
   virtual void grow(size_t num_pages) = 0;
 };
 
 enum class PolicyKind { kLru = 0, kArc = 1 };
 
-// Nodes that a policy needs in its table for this many pages.
+// How many nodes the table of a policy with this many pages must have.
 size_t num_nodes(PolicyKind kind, size_t num_pages);
 std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages);
 

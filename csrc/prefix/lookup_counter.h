@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-// How often keys were looked up. Of more keys than its capacity it knows those looked up last.
+// Counts how often each key was looked up. Keeps only the `capacity` keys that were looked up last.
 class LookupCounter {
  public:
   explicit LookupCounter(size_t capacity) : table_(capacity) {

@@ -14,8 +14,8 @@
 
 namespace kvswap::prefix {
 
-// A group of layers. A prefix is a number of units, and a unit is `ratio` blocks of this group. A
-// hit needs the last `window` blocks before its end; 0: all blocks.
+// A group of layers. The length of a prefix is counted in units; one unit is `ratio` blocks of this
+// group. A hit needs the last `window` blocks before its end; 0: all blocks.
 struct GroupOptions {
   size_t num_pages, ratio, window;
 };
@@ -24,7 +24,7 @@ struct Options {
   PolicyKind policy;
   uint32_t store_threshold;
   size_t lookup_capacity;  // keys with a counter of lookups
-  int32_t events;          // a bit for each kind
+  int32_t events;          // bit 1 << kind for each kind to record
 };
 
 // The keys of a request: those of the first group one after another, then those of the next.
@@ -33,17 +33,20 @@ struct Keys {
   const int64_t* counts;  // one for each group
 };
 
-// found: units of prefix that are cached. ready: units whose needed blocks are all ready. pending:
-// blocks that `found` needs and that are not ready yet.
+// found: length of the longest cached prefix, in units. ready: length of the longest prefix that
+// can be loaded now, in units. pending: blocks, not units, that `found` needs and that are not
+// ready.
 struct Found {
   int64_t found, ready, pending;
 };
 
 struct Stored {
   int64_t job = 0;    // 0: there is nothing to store
-  int64_t lease = 0;  // of all the keys
+  int64_t lease = 0;  // of all the keys, if they are to be kept; otherwise 0
 };
 
+// Blocks of a group since the start, except refused: stores for which there was no room. skipped:
+// below the store threshold. failed: of jobs that failed.
 struct Counters {
   uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
 };
@@ -72,22 +75,23 @@ class Manager {
   // Holds the pages of all keys for a job. Returns the job; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
-  // and how many there are in each group. Changes nothing, and returns nullopt, if there is no
-  // room. keep: all keys are stored, and leased without an end.
+  // and how many there are in each group. If there is no room, gives none and returns nullopt.
+  // keep: ignores the store threshold, and leases all keys until release().
   std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
                                       int64_t* pages, int64_t* counts, bool wait);
   // Ends a job. Without success, the keys that it was to store, or load, are forgotten.
   void end(int64_t job, bool succeeded, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
-  // In each group, later blocks of the keys are evicted before earlier ones. renew: and all of them
-  // after the blocks of other keys, without counting as a use.
+  // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
+  // and all of them after the blocks of other keys. Does not count as a use.
   void order(const Keys& keys, bool renew, bool wait);
   // Holds the pages of all keys for some seconds. Returns the lease; 0 if some key is not cached.
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);
-  // Ends a lease. False if it has ended before.
+  // Ends a lease. False if it had ended already.
   bool release(int64_t lease, bool wait);
-  // Forgets all keys. Other calls wait only while the pages of running jobs are marked.
+  // Forgets all keys. Pages of running jobs stay held; other calls wait only while those are
+  // marked.
   void reset();
   size_t take_events(Event* events, size_t capacity);
 
@@ -96,10 +100,11 @@ class Manager {
              const std::function<void(const Counters&, const Pages&)>& read);
 
  private:
+  // A page that a job or a lease holds.
   struct Pin {
     uint32_t group;
     uint32_t page;
-    bool fills;
+    bool fills;  // the job stores the page's bytes
   };
   struct Job {
     bool is_store;
@@ -115,21 +120,23 @@ class Manager {
   // Takes the lock, for a call that visits this many keys or pages.
   std::unique_lock<std::mutex> enter(size_t visits, bool wait);
   size_t total(const Keys& keys) const;
-  // Sets `found_`, the page of each key; kNone after the first miss of a group without a window.
-  // all: also after a miss.
+  // Sets `found_`, the page of each key or kNone. all: of every key; otherwise, in groups without a
+  // window, keys after the first miss may be left at kNone.
   void find(const Keys& keys, bool all);
-  // The longest prefix, in units, with all blocks that it needs cached, or ready.
+  // The longest prefix, in units, of which all needed blocks are cached. ready: are ready.
   int64_t longest(const Keys& keys, bool ready) const;
-  // The blocks of a group, from the first to the end, that a prefix needs.
+  // The range [first, end) of a group's blocks that a prefix of this length needs.
   std::pair<size_t, size_t> needed(const Group& group, int64_t units) const;
+  // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
-  // Sets `wanted` of each group. Whether there are pages for all of them.
+  // Sets `wanted` of each group. Returns whether there are pages for all of them.
   bool has_room(const Keys& keys, bool keep);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
   // them.
   void take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
                   std::vector<Pin>& pins);
   void release_all(const std::vector<Pin>& pins);
+  // Ends the leases that are over.
   void expire(double now, bool wait);
 
   std::mutex mutex_;
@@ -140,10 +147,11 @@ class Manager {
   std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Job> jobs_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
-  using End = std::pair<double, int64_t>;
+  using End = std::pair<double, int64_t>;  // when a lease ends, and the lease
   std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
-  // Of the call that is running.
-  std::vector<uint32_t> found_;
+  // Of the call that is running; kept for their memory.
+  std::vector<uint32_t> found_;  // the page of each key, or kNone
+  // placed_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
   std::vector<uint32_t> placed_, seen_;
 };
 

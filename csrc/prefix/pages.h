@@ -21,10 +21,10 @@ class Pages {
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
-  // Takes over from `before`, at a reset, which pages can be used and how many were evicted. `this`
-  // is new.
+  // For a reset, on a new object: takes over from `before` the number of usable pages and the count
+  // of evictions.
   void follow(const Pages& before);
-  // A job that began before the reset holds this page. `this` is new.
+  // For a reset, on a new object: a job from before the reset holds this page.
   void keep_held(uint32_t page);
 
   // The page of each key, or kNone.
@@ -33,9 +33,10 @@ class Pages {
   uint32_t hash(const Digest& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
   bool is_ready(uint32_t page) const { return page != kNone && state(page) == PageState::kReady; }
-  // Whether the page has a key and is not held: it can be given to another key.
+  // Whether the page has its key's bytes and is not held: it can be evicted.
   bool is_idle(uint32_t page) const { return is_ready(page) && table_.nodes[page].count == 0; }
 
+  // Pages that can be given to keys; not those in PageState::kReady.
   size_t num_ready() const { return num_ready_; }
   size_t num_free() const { return free_.size() + num_ready_ - num_tried_ - num_kept_; }
   size_t num_idle() const { return policy_->num_idle(); }
@@ -47,15 +48,15 @@ class Pages {
   void release(uint32_t page);
   // A ready page was used.
   void use(uint32_t page);
-  // Each idle page among these is evicted before the one in front of it; the first one keeps its
-  // place. Pages in different lists of the policy are ordered list by list.
+  // Sets the order of eviction: each idle page among these before the idle page that precedes it in
+  // `pages`. The first keeps its place. Each list of the policy is ordered for itself.
   void order(const uint32_t* pages, size_t count);
 
-  // Gives a page to each of the keys at these indices, all of them new and different, and holds it.
-  // There must be enough free and idle pages. The pages ascend, so that neighbours are copied
-  // together. Allocates nothing, so it cannot fail halfway.
+  // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
+  // have no page, and there must be enough free and idle pages. The pages ascend, so that
+  // neighbours are copied together. Allocates nothing, so it cannot fail halfway.
   void place(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
-  // The page has its key's bytes now. False if the key was forgotten meanwhile.
+  // Called when the page has its key's bytes. False if the key was forgotten meanwhile.
   bool fill(uint32_t page);
   // Forgets the page's key.
   void forget(uint32_t page);
@@ -70,12 +71,13 @@ class Pages {
   size_t num_ready_ = 0;
   Events& events_;
   Table table_;
-  // Free pages: those in the list, and those from num_tried_ to num_ready_ except num_kept_ pages
-  // that are still held from before a reset. So growing by a million pages touches none of them.
+  // Free pages are those in free_, and those that were never given to a key: from num_tried_ to
+  // num_ready_, without num_kept_ pages that a job from before a reset still holds. So growing by a
+  // million pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<Policy> policy_;
-  std::vector<Admission> admissions_;  // of the keys in place(); never grows
+  std::vector<Admission> admissions_;  // used by place(); has room for every page
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0;
 };

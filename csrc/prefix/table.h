@@ -15,32 +15,32 @@ struct Digest {
   bool operator==(const Digest& other) const;
 };
 
-// The i-th of digests in one array.
+// The i-th digest of an array.
 Digest digest_at(const uint8_t* digests, size_t i);
 
-// A key, its neighbours in a list, and what the list's owner keeps of it.
+// An entry of a table, which can also be in a List.
 struct Node {
   Digest key;
-  uint32_t before, after;
-  uint32_t count;
-  uint8_t list, state;
+  uint32_t before, after;  // its neighbours in the list
+  uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
+  uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
 };
 
 // A hash table of nodes by their key. The constructor allocates all memory.
 class Table {
  public:
-  // Raises std::bad_alloc.
+  // May throw std::bad_alloc.
   explicit Table(size_t num_nodes);
 
   // The node of a key, or kNone.
   uint32_t find(const Digest& key) const { return find(key, hash(key)); }
-  // The nodes of many keys. Prefetches: the memory of many keys is on its way at once.
+  // The node of each key, or kNone. Faster than find() for many keys, because it prefetches.
   void find_all(const uint8_t* digests, size_t count, uint32_t* found) const;
 
   // The key must not be in the table, and the node must have no key.
   void insert(uint32_t node, const Digest& key);
   void erase(uint32_t node);
-  // `to`, which has no key, takes over the key of `from`.
+  // Moves the key of node `from` to node `to`, which has none.
   void rename(uint32_t from, uint32_t to);
 
   // Seeded at random, so that keys cannot be chosen to collide.
@@ -53,8 +53,9 @@ class Table {
     uint32_t hash, node;
   };
   uint32_t find(const Digest& key, uint32_t hash) const;
-  // The slot that has the node.
+  // The slot of a node that has a key.
   uint32_t slot_of(uint32_t node) const;
+  // The slot where the search for a hash begins.
   uint32_t home(uint32_t hash) const { return static_cast<uint32_t>(uint64_t{hash} >> shift_); }
 
   std::vector<Slot> slots_;
