@@ -53,13 +53,27 @@ class _Pages:
         """Their numbers in the pools."""
         return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
 
-    def select(self, keys: Any, gpu_block_ids: Any, key_indices: Any) -> Numbers | list[Numbers]:
+    def select(self, blocks: Sequence[array[int]], key_indices: Any) -> Numbers | list[Numbers]:
         """Of the GPU blocks of all keys those of some."""
-        return self._join([_select(*one) for one in self._split(keys, gpu_block_ids, key_indices)])
+        indices = key_indices if self._is_list else [key_indices]
+        return self._join(list(map(_select, self._pools, blocks, indices)))
 
-    def read(self, keys: Any, gpu_block_ids: Any) -> list[tuple[bytes, array[int]]]:
+    def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """The digests of each pool, and the GPU blocks."""
-        return [_read(*one) for one in self._split(keys, gpu_block_ids)]
+        split = self._split(keys, gpu_block_ids)
+        digests = [
+            read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
+            for group, (_, _, keys, _) in enumerate(split)
+        ]
+        blocks = [
+            _blocks_of(pool, name, len(of_pool) // DIGEST_BYTES, ids)
+            for of_pool, (pool, name, _, ids) in zip(digests, split, strict=True)
+        ]
+        return digests, blocks
+
+    def keys(self, digests: list[bytes]) -> Any:
+        """What a caller would pass as the keys."""
+        return digests if self._is_list else digests[0]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
@@ -89,29 +103,27 @@ class _Pages:
         return of_pools if self._is_list else of_pools[0]
 
 
-def _read(pool: HostPool, name: str, keys: Keys, ids: Ids) -> tuple[bytes, array[int]]:
-    digests = read_digests("keys", keys)
-    return digests, _blocks_of(pool, name, digests, ids)
-
-
-def _blocks_of(pool: HostPool, name: str, keys: Keys, ids: Ids) -> array[int]:
-    """blocks_per_page blocks of each key; the last key may have fewer."""
+def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
+    """blocks_per_page blocks of each of `count` keys; the last key may have fewer."""
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
-    if isinstance(keys, bytes | bytearray | memoryview):
-        count = memoryview(keys).nbytes // DIGEST_BYTES
-    else:
-        count = len(keys)
     if -(-len(blocks) // per_page) != count:
         raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
     return blocks
 
 
-def _select(pool: HostPool, name: str, keys: Keys, ids: Ids, key_indices: Any) -> Numbers:
-    # The manager has read the keys: digests of them all are not made again.
-    blocks = np.frombuffer(_blocks_of(pool, name, keys, ids), np.int64)
-    per_page = pool.blocks_per_page
+def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
+    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
+    if len(numbers) and numbers.max() >= count:
+        at = int(np.argmax(numbers >= count))
+        raise IndexError(
+            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}"
+        )
+
+
+def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Numbers:
+    numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
     slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
-    selected: Numbers = blocks[slots[slots < len(blocks)]]
+    selected: Numbers = numbers[slots[slots < len(numbers)]]
     return selected
 
 
@@ -209,7 +221,8 @@ class OffloadEngine(NotCopyable):
                 `Lookup.ready`.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
         """
-        load = self.manager.prepare_load(keys, prefix)
+        digests, blocks = self._pages.read(keys, gpu_block_ids)
+        load = self.manager.prepare_load(self._pages.keys(digests), prefix)
         if load is None:
             return None
 
@@ -222,7 +235,7 @@ class OffloadEngine(NotCopyable):
             copy_engines_only=copy_engines_only,
             tag=tag,
         )
-        return self._submit(load, keys, gpu_block_ids, start)
+        return self._submit(load, blocks, start)
 
     def store(
         self,
@@ -250,14 +263,15 @@ class OffloadEngine(NotCopyable):
                 )
             self._note_computed(keys, gpu_block_ids)
             return None
+        digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.prepare_store(keys)
+        store = self.manager.prepare_store(self._pages.keys(digests))
         if store is None or store.id == 0:
             return None
         start = functools.partial(
             self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
-        return self._submit(store, keys, gpu_block_ids, start)
+        return self._submit(store, blocks, start)
 
     def evict(
         self,
@@ -289,11 +303,12 @@ class OffloadEngine(NotCopyable):
                 with self._lock:
                     chains = lazy.chains_of(leaving[group])
                 for chain in chains:
-                    keys, blocks = (self._pages.only(group, its) for its in chain)
+                    keys, ids = (self._pages.only(group, its) for its in chain)
+                    digests, blocks = self._pages.read(keys, ids)
                     self._grow()
-                    store = self.manager.prepare_store(keys)
+                    store = self.manager.prepare_store(self._pages.keys(digests))
                     if store is not None and store.id:
-                        jobs.append(self._submit(store, keys, blocks, start))
+                        jobs.append(self._submit(store, blocks, start))
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -314,15 +329,16 @@ class OffloadEngine(NotCopyable):
     ) -> Preempted | None:
         """store(), of blocks that stay until release() is called; None when there is no room. To
         take them back: load(), then release()."""
+        digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.preempt(keys)
+        store = self.manager.preempt(self._pages.keys(digests))
         if store is None:
             return None
         start = functools.partial(
             self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
         try:
-            job = self._submit(store, keys, gpu_block_ids, start) if store.id else None
+            job = self._submit(store, blocks, start) if store.id else None
         except BaseException:
             self.manager.release(store)
             raise
@@ -358,36 +374,31 @@ class OffloadEngine(NotCopyable):
 
     def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Remembers what the blocks hold, for evict()."""
-        computed = self._pages.read(keys, gpu_block_ids)
-        for group, (_, blocks) in enumerate(computed):
-            self._check_blocks(group, blocks)
+        computed = self._read(keys, gpu_block_ids)
         with self._lock:
-            for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
+            for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
                 lazy.computed(digests, blocks)
 
-    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        count = self.handler.layouts[group].num_blocks
-        place = next((i for i, block in enumerate(blocks) if not 0 <= block < count), None)
-        if place is not None:
-            name = f"{self._pages.name(group)}[{place}]"
-            raise IndexError(
-                f"{name} is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
-            )
+    def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
+        """What is to be stored, checked in full: the native side sees only what is new."""
+        digests, several = self._pages.read(keys, gpu_block_ids)
+        for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
+            _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
+        return digests, several
 
     def _submit(
         self,
         job: Load | Store,
-        keys: Any,
-        gpu_block_ids: Any,
+        blocks: Sequence[array[int]],
         start: Callable[..., Job],
     ) -> Job:
         """Starts the copy that the manager has prepared; start: handler.load or handler.store with
         its options."""
         try:
-            blocks = self._pages.select(keys, gpu_block_ids, job.key_indices)
+            selected = self._pages.select(blocks, job.key_indices)
             pages = self._pages.in_pools(job.pages)
             with self._lock:  # poll() may see the end of the job before we have its number
-                submitted = start(gpu_block_ids=blocks, page_ids=pages)
+                submitted = start(gpu_block_ids=selected, page_ids=pages)
                 self._jobs[submitted.id] = job
         except BaseException:
             # Nothing was copied: what was to be loaded is what it was.

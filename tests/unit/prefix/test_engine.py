@@ -119,6 +119,43 @@ def test_a_refused_call_leaves_nothing_behind():
         assert engine.lookup(["b"]).found == 0
 
 
+@pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
+    engine, _ = make(store_policy=policy)
+    with engine.handler:
+        engine.preempt(["a", "b"], [0, 1])
+        engine.poll()
+        for call in (engine.store, engine.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
+                call(keys, [0, 999])
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -1; there are 16 GPU"):
+                call(keys, [-1, 0])
+            with pytest.raises(
+                ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"
+            ):
+                call(keys, [0])
+        with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"):
+            engine.load(keys, [0])
+        assert engine.manager.stats().filling_pages == 0
+
+
+def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
+    layouts = [PagedLayout([torch.zeros(4, 4)]), PagedLayout([torch.zeros(8, 4)])]
+    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)])
+        keys = [["a", "b"], ["a", "b"]]
+        engine.store(keys, [[0, 1], [0, 7]])
+        engine.poll()
+        for call in (engine.store, engine.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\]\[1\] is 7; there are 4 GPU"):
+                call(keys, [[0, 7], [0, 1]])
+            with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
+                call(keys, [[0, 1], [0, 1, 2]])
+            with pytest.raises(TypeError, match=r"^keys\[1\] is a NoneType; pass bytes"):
+                call([["a"], None], [[0], [0]])
+
+
 @stubbed
 def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
     steps = PinningSteps()

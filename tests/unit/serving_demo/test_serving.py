@@ -45,7 +45,8 @@ class LateHandler:
             local_pages=range(num_pages),
             num_ready_pages=num_pages,
         )
-        self.pools, self.layouts = (self.host,), (SimpleNamespace(block_bytes=8),)
+        self.pools = (self.host,)
+        self.layouts = (SimpleNamespace(block_bytes=8, num_blocks=cache[0].shape[1]),)
         self._native = SimpleNamespace(groups=SimpleNamespace(is_list=False))
         self.cache = cache
         slots = num_pages * blocks_per_page
