@@ -33,6 +33,7 @@ class NativeHandler(NotCopyable):
         self.groups = groups
         self.device = groups.device
         self._process = ForkGuard()
+        self._is_closed = False
         self._pointer: int | None = loader.call(
             "kvswap_handler_create",
             groups.structures,
@@ -63,6 +64,11 @@ class NativeHandler(NotCopyable):
         if self._pointer is None:
             raise RuntimeError("the handler is gone")
         return self._pointer
+
+    def check_open(self) -> None:
+        """Raises RuntimeError from the first close() on, also when that was interrupted."""
+        if self._is_closed:
+            raise RuntimeError("the handler is closed; make a new one")
 
     def check_process(self) -> None:
         self._process.check("handler")
@@ -153,7 +159,9 @@ class NativeHandler(NotCopyable):
         self.groups = groups
 
     def close(self) -> None:
-        while not loader.call("kvswap_handler_close", self.pointer, _PATIENCE):
+        pointer = self.pointer
+        self._is_closed = True
+        while not loader.call("kvswap_handler_close", pointer, _PATIENCE):
             pass
 
     def destroy(self, owner: weakref.ref[object]) -> None:

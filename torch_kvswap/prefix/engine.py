@@ -140,11 +140,19 @@ class OffloadEngine(NotCopyable):
     load(), store() and poll().
 
     A key stands for what one page holds, `blocks_per_page` GPU blocks. Pools may be pinned in the
-    background: pages are used as soon as they are ready. Nobody else may use the handler's pages,
-    or call its poll(). The engine holds the handler, and closes nothing: close the handler,
-    when all is done.
+    background: pages are used as soon as they are ready.
+
+    The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
+    poll() of the engine, since that of the handler raises. cancel(), synchronize() and metrics() of
+    the handler may be used. A handler has one engine at a time. The engine holds the handler, and
+    closes nothing: close the handler when all is done.
 
     Any thread may call any method. An engine cannot be copied or pickled.
+
+    Attributes:
+        handler (OffloadHandler): moves the blocks.
+        manager (BlockManager): knows which block is on which page. Its stats(), events(), touch(),
+            order(), lease() and reset() may be used; leave its jobs to the engine.
 
     Args:
         handler: moves the blocks.
@@ -156,7 +164,8 @@ class OffloadEngine(NotCopyable):
         policy, store_threshold, events, clock: see BlockManager.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument does not fit, or the handler has an engine already.
+        RuntimeError: the handler is closed.
     """
 
     def __init__(
@@ -192,6 +201,7 @@ class OffloadEngine(NotCopyable):
         # By job id: the tag of a job is the caller's.
         self._jobs: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # by an evict() that raised: the next one returns them
+        handler._assign_pages_to(self)
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """BlockManager.lookup()."""
@@ -354,7 +364,7 @@ class OffloadEngine(NotCopyable):
     def poll(self) -> list[Result]:
         """OffloadHandler.poll(). What was stored can be loaded from now on; what failed is
         forgotten. Call it at every step."""
-        results = self.handler.poll()
+        results = self.handler._take_results()
         for result in results:
             with self._lock:
                 job = self._jobs.pop(result.job_id, None)

@@ -119,6 +119,55 @@ def test_a_refused_call_leaves_nothing_behind():
         assert engine.lookup(["b"]).found == 0
 
 
+def test_a_handler_has_one_engine() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        assert_expected_inline(
+            error_text(OffloadEngine, handler),
+            """\
+ValueError: the handler has an engine already, which assigns its pages; make a handler
+and a pool for another one""",
+        )
+        job = engine.store(["a"], [1])
+        del engine
+        other = OffloadEngine(handler)
+        assert [result.job_id for result in other.poll()] == [job.id]
+        assert other.lookup(["a"]).found == 0  # it knows only what it has stored itself
+
+
+def test_an_engine_that_was_refused_does_not_keep_the_handler() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        del engine
+        with pytest.raises(ValueError, match="policy"):
+            OffloadEngine(handler, policy="never")
+        OffloadEngine(handler)
+
+
+def test_the_handler_of_an_engine_reports_no_results() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        assert_expected_inline(
+            error_text(handler.poll),
+            """\
+RuntimeError: an OffloadEngine uses this handler; call its poll()""",
+        )
+        assert [result.ok for result in engine.poll()] == [True]
+        assert engine.lookup(["a"]).ready == 1
+        del engine
+        assert handler.poll() == []
+
+
+def test_a_closed_handler_gets_no_engine() -> None:
+    engine, _ = make()
+    handler = engine.handler
+    del engine
+    handler.close()
+    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+        OffloadEngine(handler)
+
+
 @pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
@@ -375,9 +424,7 @@ def test_errors_say_what_was_wrong():
             error_text(engine.store, None, [1]),
             error_text(engine.lookup, {"a": 1}),
             error_text(engine.release, 5),
-            error_text(
-                OffloadEngine(engine.handler, store_policy="lazy").store, ["a"], [1, BLOCKS]
-            ),
+            error_text(make(per_page=2, store_policy="lazy")[0].store, ["a"], [1, BLOCKS]),
             error_text(copy.copy, engine),
             error_text(copy.deepcopy, engine),
             error_text(pickle.dumps, engine),
