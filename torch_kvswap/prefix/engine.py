@@ -337,8 +337,23 @@ class OffloadEngine(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Preempted | None:
-        """store(), of blocks that stay until release() is called; None when there is no room. To
-        take them back: load(), then release()."""
+        """Stores all blocks of a request, which stay until release() is called.
+
+        To take them back call load(), then release(), which may follow at once: the load itself
+        holds the pages until it has ended. When load() returns None and
+        `lookup(keys, again=True).pending` is not 0, try again after a later poll(). Otherwise the
+        blocks are lost, such as by a store that failed: call release(), and compute them again. A
+        load that fails later is reported by poll().
+
+        Args:
+            keys: of all blocks that are computed. PrefixHasher.partial_key() has the last one when
+                it is part full.
+            gpu_block_ids: of all the keys.
+            after, copy_engines_only, tag: see OffloadHandler.store().
+
+        Returns:
+            None when there is no room. Every other answer needs one release().
+        """
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
         store = self.manager.preempt(self._pages.keys(digests))
