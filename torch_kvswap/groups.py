@@ -57,9 +57,13 @@ class Groups:
         gpu: PagedLayout | Sequence[PagedLayout],
         host: HostPool | Sequence[HostPool],
     ) -> None:
+        _check_no_tensors(gpu)
         self.is_list = isinstance(gpu, Sequence)
         if self.is_list != isinstance(host, Sequence):
-            raise TypeError("pass a PagedLayout and a HostPool, or a list of each")
+            raise TypeError(
+                f"gpu is {_describe(gpu)}, host is {_describe(host)}; pass one of each, or a list "
+                "of each"
+            )
         self.layouts = tuple(gpu) if isinstance(gpu, Sequence) else (gpu,)
         self.pools = tuple(host) if isinstance(host, Sequence) else (host,)
         _check_match(self.layouts, self.pools)
@@ -95,7 +99,17 @@ class Groups:
             first_layer += len(layout.tensors)
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
-        """The same pools with other layouts. Raises ValueError when those do not fit."""
+        """The same pools with other layouts. Raises TypeError for what are no layouts, or not as
+        many, and ValueError when they do not fit."""
+        _check_no_tensors(gpu)
+        several = gpu if isinstance(gpu, Sequence) else [gpu]
+        if (
+            isinstance(gpu, Sequence) != self.is_list
+            or len(several) != len(self.layouts)
+            or not all(isinstance(layout, PagedLayout) for layout in several)
+        ):
+            wanted = f"list of {len(self.layouts)} PagedLayouts" if self.is_list else "PagedLayout"
+            raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.device != self.device:
             raise ValueError(f"the cache was on {self.device}, the new one is on {groups.device}")
@@ -108,6 +122,21 @@ class Groups:
     def _address(self, values: Int64Array) -> int:
         self._kept.append(np.ascontiguousarray(values, np.int64))
         return self._kept[-1].ctypes.data
+
+
+def _describe(value: object) -> str:
+    kind = type(value).__name__
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return f"a {kind}"
+    kinds = {type(item).__name__ for item in value}
+    return f"a {kind} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
+
+
+def _check_no_tensors(gpu: object) -> None:
+    if isinstance(gpu, torch.Tensor):
+        raise TypeError(f"gpu is {_describe(gpu)}; pass PagedLayout([tensor])")
+    if isinstance(gpu, Sequence) and any(isinstance(item, torch.Tensor) for item in gpu):
+        raise TypeError(f"gpu is {_describe(gpu)}; pass PagedLayout(tensors)")
 
 
 def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> None:

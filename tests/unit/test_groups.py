@@ -54,6 +54,10 @@ def test_what_does_not_belong_together_is_refused() -> None:
     meta = PagedLayout([torch.zeros(4, 6, device="meta")])
     calls = [
         lambda: Groups(pool, one),  # type: ignore[arg-type]
+        lambda: Groups(list(one.tensors), pool),  # type: ignore[arg-type]
+        lambda: Groups(one.tensors[0], pool),  # type: ignore[arg-type]
+        lambda: Groups([one], pool),
+        lambda: Groups(one, [pool, pool]),
         lambda: Groups([], []),
         lambda: Groups([one, one], [pool]),
         lambda: Groups(two, pool),
@@ -66,6 +70,12 @@ def test_what_does_not_belong_together_is_refused() -> None:
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; a HostPool is in the place of a PagedLayout
+TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a Tensor; pass PagedLayout([tensor])
+TypeError: gpu is a list of 1 PagedLayouts, host is a HostPool; pass one of each, or a
+list of each
+TypeError: gpu is a PagedLayout, host is a list of 2 HostPools; pass one of each, or a
+list of each
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
 ValueError: 2 layouts and 1 host pools: each layout needs one pool
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout

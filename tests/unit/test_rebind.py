@@ -90,15 +90,31 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
         halves = PagedLayout([cache[:, :20], cache[:, 20:]])
         assert_expected_inline(
             "\n".join(
-                error_text(handler.rebind, moved) for moved in (wider, halves, [layout, layout])
+                error_text(handler.rebind, moved)
+                for moved in (wider, halves, [layout, layout], [cache], cache, handler.pools[0])
             ),
             """\
 ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
 the pool from this layout
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
-TypeError: pass a PagedLayout and a HostPool, or a list of each""",
+TypeError: gpu is a list of 2 PagedLayouts; rebind() takes a PagedLayout for this
+handler
+TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a Tensor; pass PagedLayout([tensor])
+TypeError: gpu is a HostPool; rebind() takes a PagedLayout for this handler""",
         )
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
+
+
+def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
+    layouts = [PagedLayout([make_cache("cpu", number)]) for number in (1, 2)]
+    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
+        for wrong in (layouts[0], layouts[:1], [layouts[0], 5], []):
+            with pytest.raises(
+                TypeError, match=r"; rebind\(\) takes a list of 2 PagedLayouts for this handler$"
+            ):
+                handler.rebind(wrong)  # type: ignore[arg-type]
+        handler.rebind(layouts)
 
 
 def test_a_closed_handler_cannot_be_rebound() -> None:
