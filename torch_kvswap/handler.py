@@ -480,9 +480,7 @@ class OffloadHandler(NotCopyable):
             None if own is None else [job._native for job in own], timeout
         )
         if succeeded is None:
-            running = [job for job in own or () if not job.query()]
-            names = ": " + ", ".join(f"{job.direction} {job.id}" for job in running)
-            raise TimeoutError(f"after {timeout:g} s some jobs still run{names if running else ''}")
+            raise TimeoutError(f"after {timeout:g} s {self._describe_running(own)}")
         if succeeded:
             return
         if own is None:
@@ -594,6 +592,19 @@ class OffloadHandler(NotCopyable):
             )
         return groups
 
+    def _describe_running(self, jobs: Sequence[Job] | None) -> str:
+        """What synchronize() says of these jobs, None for all, that have not ended in time."""
+        if jobs is None:
+            metrics = self.metrics()
+            channels = (metrics.stores, metrics.loads, metrics.expedited)
+            count = sum(channel.queued + channel.running for channel in channels)
+            return f"{_count_jobs(count)} not ended"
+        running = [job for job in jobs if not job.query()]
+        if not running:  # they have ended since then
+            return f"{_count_jobs(len(jobs))} not all ended"
+        first = f"{running[0].direction} {running[0].id}"
+        return f"{len(running)} of {_count_jobs(len(jobs))} not ended; the first is {first}"
+
     def _own(self, job: object) -> Job:
         if not isinstance(job, Job):
             raise TypeError(f"store() and load() return Jobs, not {job!r}")
@@ -603,7 +614,13 @@ class OffloadHandler(NotCopyable):
 
 
 def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
+    if isinstance(jobs, int | float):
+        raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
     return jobs if isinstance(jobs, Iterable) else [jobs]
+
+
+def _count_jobs(count: int) -> str:
+    return "1 job has" if count == 1 else f"{count} jobs have"
 
 
 def _tagged(result: Result, tag: object) -> Result:

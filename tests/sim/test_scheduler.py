@@ -381,7 +381,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
                 sim.handler.synchronize(jobs, timeout=0.02)
             assert time.monotonic() - began >= 0.02
         assert error_text(sim.handler.synchronize, job, timeout=0) == (
-            f"TimeoutError: after 0 s some jobs still run: store {job.id}"
+            f"TimeoutError: after 0 s 1 of 1 job has not ended; the first is store {job.id}"
         )
         sim.release(hold)
         driver.set_mode("threaded")

@@ -426,10 +426,16 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) ->
     assert jobs[0].result is None
     assert_expected_inline(
         error_text(handler.synchronize, jobs, timeout=0.01),
-        """TimeoutError: after 0.01 s some jobs still run: store 0, load 1""",
+        """TimeoutError: after 0.01 s 2 of 2 jobs have not ended; the first is store 0""",
     )
-    with pytest.raises(TimeoutError):
-        handler.synchronize(timeout=0.01)
+    assert_expected_inline(
+        error_text(handler.synchronize, jobs[1], timeout=0.01),
+        """TimeoutError: after 0.01 s 1 of 1 job has not ended; the first is load 1""",
+    )
+    assert_expected_inline(
+        error_text(handler.synchronize, timeout=0.01),
+        """TimeoutError: after 0.01 s 2 jobs have not ended""",
+    )
     driver.run()
     handler.synchronize(jobs, timeout=0)
     assert [result.job_id for result in handler.poll()] == [0, 1]

@@ -259,12 +259,15 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
         lambda: handler.cancel([]),  # type: ignore[arg-type]
         lambda: handler.cancel(None),  # type: ignore[arg-type]
         lambda: handler.cancel(job.id),  # type: ignore[arg-type]
-        lambda: handler.synchronize(job.id),  # type: ignore[arg-type]
         lambda: handler.synchronize([job, None]),  # type: ignore[list-item]
         lambda: handler.synchronize("job"),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match=r"store\(\) and load\(\) return Jobs, not "):
             call()
+    with pytest.raises(TypeError, match=r"^jobs is 5; pass Jobs, or timeout=5$"):
+        handler.synchronize(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^jobs is 0\.5; pass Jobs, or timeout=0\.5$"):
+        handler.synchronize(0.5)  # type: ignore[arg-type]
     handler.synchronize(iter([job, other]))
 
 
