@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -86,11 +86,15 @@ class Result:
     queue_seconds: float
     copy_seconds: float
     error: TransferError | None = field(compare=False)  # made anew at each call
-    tag: Any = field(default=None, compare=False, repr=False)
+    tag: Any = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
         return self.state == "done"
+
+    def __repr__(self) -> str:
+        names = [one.name for one in fields(self) if one.name != "tag" or self.tag is not None]
+        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tag": None}
@@ -213,6 +217,15 @@ class Job(NotCopyable):
         self.nbytes: int = request.nbytes
         self.layer_groups: int = request.layer_groups
         self.tag: Any = tag
+
+    def __repr__(self) -> str:
+        try:
+            state = self.handler._native.job(self._native).state
+            name = _STATES.get(state, "queued" if state == abi.QUEUED else "running")
+        except RuntimeError:  # a fork has nothing of the handler
+            name = "unknown"
+        tag = "" if self.tag is None else f", tag={self.tag!r}"
+        return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={name}{tag})"
 
     def __del__(self) -> None:
         if hasattr(self, "_native"):  # else __init__ was not reached

@@ -103,6 +103,12 @@ class PagedLayout(Slabs):
                 "some bytes twice; pass tensors that do not overlap, each once"
             )
 
+    def __repr__(self) -> str:
+        return (
+            f"PagedLayout(tensors={len(self.tensors)}, num_blocks={self.num_blocks}, "
+            f"block_bytes={self.block_bytes}, device={self.device})"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return PagedLayout, (self.tensors, self.block_dim)  # whose copies lie elsewhere
 

@@ -43,6 +43,28 @@ def make_handler(
     return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
 
 
+@stubbed
+def test_what_is_printed_names_sizes_and_states(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    job = handler.store(gpu_block_ids=[0], page_ids=[0], tag="request 5")
+    before = repr(job)
+    driver.run()
+    handler.synchronize()
+    layout = PagedLayout([torch.zeros(8, 6, dtype=torch.int16)])
+    pool = HostPool(layout, 4, blocks_per_page=2)
+    printed = [before, repr(job), repr(layout), repr(pool)]
+    pool.close()
+    assert_expected_inline(
+        "\n".join([*printed, repr(pool)]),
+        """\
+Job(store 0, nbytes=12, state=running, tag='request 5')
+Job(store 0, nbytes=12, state=done, tag='request 5')
+PagedLayout(tensors=1, num_blocks=8, block_bytes=12, device=cpu)
+HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, 4 of 4 pages ready)
+HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, closed)""",
+    )
+
+
 # Bytes
 
 

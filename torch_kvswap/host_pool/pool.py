@@ -232,6 +232,15 @@ class HostPool(NotCopyable):
                 mapping.place(layout.device, pinning.numa_node, pages.local_bytes)
             self._memory.make_pinning(pages, layout.device).start(pinning)
 
+    def __repr__(self) -> str:
+        pages = len(self.local_pages)
+        is_open = self._memory.pages is not None
+        return (
+            f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
+            f"page_bytes={self.page_bytes}, device={self.device}, "
+            f"{f'{self.num_ready_pages} of {pages} pages ready' if is_open else 'closed'})"
+        )
+
     def share(self) -> PoolHandle:
         """What other processes attach() to. Send it to them.
 
