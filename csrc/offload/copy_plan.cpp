@@ -35,6 +35,9 @@ constexpr double kPageableSeconds = 1;  // the driver copies in the call
 // for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying them again too early costs several
 // times as much as trying too late. Two copies that share the link are both slower; the copy
 // engines then lose nothing.
+// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time are stored at 37 GB/s, without this rule at
+// 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after it: 48 GB/s instead of 54
+// (H200).
 constexpr double kCrowded = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
 constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
