@@ -20,6 +20,9 @@ constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", 
 
 // What the thread that submits a job submits itself; of a larger job it submits the beginning. To
 // wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
+// For 64 blocks of 160 x 8 KiB after 4 ms of idleness, against leaving such jobs to the worker: a
+// store has ended after 1.65 ms instead of 1.78, and Job.wait() returns after 0.17 ms instead of
+// 0.35; the call takes 0.2 ms instead of 0.1 (H200).
 constexpr double kSmallSeconds = 50e-6, kBeginningSeconds = 20e-6;
 
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
