@@ -1,11 +1,11 @@
-"""Host pages: memory of the exact size, registered with the CUDA driver."""
+"""Host pages for KV-cache blocks, pinned for the CUDA driver."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,44 +15,53 @@ from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, is_pinned, map_pool
 from torch_kvswap.host_pool.pages import Pages
-from torch_kvswap.host_pool.pinning import Pinning, Progress, check_pinned
+from torch_kvswap.host_pool.pinning import (
+    DEFAULT_CHUNK_BYTES,
+    ONE_CHUNK,
+    Pinning,
+    Progress,
+    check_pinned,
+)
 from torch_kvswap.host_pool.shared import PoolHandle, check_handle
 from torch_kvswap.layout import PagedLayout
 
 
 class User(Protocol):
-    """An OffloadHandler: what has to be closed before the memory may go."""
+    """What must be closed before the memory of a pool is freed: an OffloadHandler."""
 
     def close(self) -> None: ...
 
 
 class _Memory:
-    """The pages of a pool, which its views share: open or closed, pinned or not.
+    """The memory of a pool, shared with its views, and whether it is open and pinned.
 
-    They are unpinned when neither the pool nor a view of it lives any more, at the latest.
+    Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
     def __init__(self, mapping: Mapping, pages: Pages) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
         self.pages: Tensor | None = pages.view(mapping.tensor)
-        # The native side reads it at each job.
-        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, 1 << 62)
+        # The native side reads it at each submission.
+        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
+        """Makes the object that pins the pages, and unpins them when this memory is dropped."""
         self.pinning = Pinning(self.mapping, device, pages, self._ready_range)
         weakref.finalize(self, self.pinning.close)
         return self.pinning
 
     def check_open(self) -> Tensor:
+        """Returns the pages; raises RuntimeError if the pool is closed, or in a forked child."""
         self.process.check("host pool")
         if self.pages is None:
             raise RuntimeError("the host pool is closed; make a new one")
         return self.pages
 
     def close(self) -> None:
+        """Closes all users, then unpins and releases the memory."""
         self.process.check("host pool")
         with contextlib.ExitStack() as users:
             for user in list(self.users):
@@ -61,36 +70,59 @@ class _Memory:
             self.pinning.close()
         if self.pages is not None:
             self.pages = None
-            self.mapping.let_go()
+            self.mapping.release()
 
 
 class HostPool(NotCopyable):
-    """Host pages, each with `blocks_per_page` blocks one after another, each block with all slabs.
+    """Host pages, each with `blocks_per_page` blocks, each block with all its slabs in a row.
 
-    layout: the cache whose blocks come here. num_pages, blocks_per_page: at least 1. pinned: None
-    pins when the cache is on CUDA, and warns where the driver does not; True raises there; False
-    asks for pageable memory. The memory has exactly num_pages * page_bytes bytes (`nbytes`) and
-    starts as zeros; pinning commits it, pageable memory is committed as it is written.
+    The memory has exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros. Pinning
+    commits it; pageable memory is committed when it is written.
 
-    pin_in_background: returns when the first chunk is pinned; a thread pins the others. Pages
-    become usable from the front (`num_ready_pages`, `wait_ready`); a job with another page is
-    refused with IndexError. on_progress(ready, all) is called after each chunk, by the thread that
-    pins, and is held until all is pinned; an exception of it ends the pinning, and wait_ready()
-    raises. huge_pages: None takes what the kernel makes when asked, True what the machine has
-    reserved, False none (`huge_bytes` is what was got). numa_node: None is that of the GPU.
-    chunk_bytes: what the driver registers in one piece, at most.
+    With `world > 1`, several processes of one machine share the memory. One makes the pool, the
+    others attach() to the handle from share(). Each process pins and uses only its share
+    `local_pages`. With `replicated`, each process pins and uses all pages, and the caller must make
+    sure that no process reads a page while another one writes it.
 
-    world: processes of this machine that share the memory; one makes it, the others attach() to
-    what share() returns. Each pins the pages `local_pages`, its part by `rank`, and can use those
-    only; replicated: each pins and can use all, and the caller sees to it that nobody reads what
-    another one still writes.
+    Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
+    is dropped, or still open when the process exits, is closed. Not thread safe, except
+    num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
+    can be used; for a pool of one process they read as zeros there.
 
-    The attribute `layout` has the slabs of the pages: num_pages * blocks_per_page blocks. Several
-    handlers may use one pool. A pool that is dropped or left open at exit is closed. Not thread
-    safe, but for num_ready_pages and wait_ready. A context manager. In a forked child only views
-    can be used: of a pool of one process they are zeros there. Raises ValueError for a wrong size
-    and for more than the machine has room for, RuntimeError when the driver does not pin: then
-    nothing is left mapped.
+    Args:
+        layout (PagedLayout): the cache whose blocks are stored here.
+        num_pages (int): at least 1, and at least `world` unless replicated.
+        blocks_per_page (int): at least 1.
+        pinned (bool | None): None pins if the cache is on CUDA, and warns if the driver refuses;
+            True raises then; False uses pageable memory.
+        pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
+            Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
+            that is not ready raises IndexError.
+        on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
+            that pins. Held until all pages are pinned. If it raises, pinning stops and wait_ready()
+            raises.
+        huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
+            uses reserved huge pages; False uses none. `huge_bytes` is the result.
+        numa_node (int | None): NUMA node of the memory; None is the GPU's node.
+        chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
+        rank (int): this process, 0 to world - 1.
+        world (int): processes that share the memory.
+        replicated (bool): every process uses all pages.
+        handle (PoolHandle | None): memory of another process; see attach().
+
+    Attributes:
+        device (torch.device): the device of the cache.
+        num_pages (int): pages of the pool, in all processes.
+        blocks_per_page (int): blocks per page.
+        page_bytes (int): bytes per page.
+        nbytes (int): bytes of all pages.
+        local_pages (range): the pages that this process can use.
+        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range, or the machine does not have this much memory.
+        RuntimeError: the driver does not pin the memory. Nothing stays mapped.
     """
 
     def __init__(
@@ -104,7 +136,7 @@ class HostPool(NotCopyable):
         on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
-        chunk_bytes: int = 1 << 30,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         rank: int = 0,
         world: int = 1,
         replicated: bool = False,
@@ -127,41 +159,97 @@ class HostPool(NotCopyable):
         self.layout = pages.slabs(mapping.tensor, layout)
         self._memory = _Memory(mapping, pages)
         if layout.device.type == "cuda" and pinned is not False:
-            if handle is None or not replicated:  # what all of them pin, its maker has placed
+            if handle is None or not replicated:  # replicated pages were placed by rank 0
                 mapping.place(layout.device, numa_node, pages.local_bytes)
             pinning = self._memory.make_pinning(pages, layout.device)
             pinning.start(pinned is True, pin_in_background, chunk_bytes, on_progress)
 
     @classmethod
     def attach(
-        cls, layout: PagedLayout, handle: PoolHandle, rank: int, world: int, **options: Any
+        cls,
+        layout: PagedLayout,
+        handle: PoolHandle,
+        rank: int,
+        world: int,
+        *,
+        pinned: bool | None = None,
+        pin_in_background: bool = False,
+        on_progress: Progress | None = None,
+        huge_pages: bool | None = None,
+        numa_node: int | None = None,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> HostPool:
-        """A pool on the memory of another process, for pages of the same size. options: as of
-        HostPool. Raises ValueError when the handle is of other pages or of another world."""
+        """Makes a pool on the memory of another process's pool.
+
+        Args:
+            layout (PagedLayout): this process's cache, with the page size of the handle.
+            handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
+            rank (int): this process, 0 to world - 1.
+            world (int): as in the process that made the pool.
+            pinned, pin_in_background, on_progress, huge_pages, numa_node, chunk_bytes: see
+                HostPool.
+
+        Raises:
+            TypeError: handle is not a PoolHandle.
+            ValueError: the handle has another page size or world.
+            RuntimeError: the driver does not pin the memory, or the handle is closed.
+        """
         check_handle(handle)
-        options |= {"rank": rank, "world": world, "replicated": handle.replicated}
-        return cls(layout, handle.num_pages, handle.blocks_per_page, handle=handle, **options)
+        return cls(
+            layout,
+            handle.num_pages,
+            handle.blocks_per_page,
+            pinned,
+            pin_in_background=pin_in_background,
+            on_progress=on_progress,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            chunk_bytes=chunk_bytes,
+            rank=rank,
+            world=world,
+            replicated=handle.replicated,
+            handle=handle,
+        )
 
     def share(self) -> PoolHandle:
-        """What other processes attach to; send it to them. Raises ValueError for a pool that was
-        made for one process."""
+        """Makes a handle that other processes can attach to.
+
+        Returns:
+            PoolHandle: to be sent with PoolHandle.send(), and closed by the caller.
+
+        Raises:
+            ValueError: the pool was made with world=1.
+            RuntimeError: the pool is closed.
+        """
         self._memory.check_open()
         fd = self._memory.mapping.fd
         if fd is None:
-            raise ValueError("this pool is of one process; make it with world=, how many share it")
+            raise ValueError(
+                "this pool belongs to one process; make it with world= the number of processes "
+                "that share it"
+            )
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         return PoolHandle(os.dup(fd), *shape, *self._shares)
 
     def view_for(self, layout: PagedLayout) -> HostPool:
-        """The same pages for another group of layers, whose blocks are no larger: a page has a
-        block of one or the other. The view keeps the memory, and closing either closes both. Raises
-        ValueError for larger blocks, RuntimeError when the pool is closed."""
+        """Makes a view of the same pages for another group of layers.
+
+        A page then holds blocks of one group or the other. The view keeps the memory alive, and
+        closing the pool or a view closes all of them.
+
+        Args:
+            layout (PagedLayout): the other group, whose blocks are not larger than this pool's.
+
+        Raises:
+            ValueError: the blocks are larger.
+            RuntimeError: the pool is closed.
+        """
         self._memory.check_open()
         slot_bytes = self.page_bytes // self.blocks_per_page
         sizes = Pages(layout, self.num_pages, self.blocks_per_page)
         if layout.block_bytes > slot_bytes:
             raise ValueError(
-                f"blocks of {layout.block_bytes} bytes do not go into pages for blocks of "
+                f"blocks of {layout.block_bytes} bytes do not fit into pages for blocks of "
                 f"{slot_bytes}; make the pool from the layout with the largest blocks"
             )
         view = HostPool.__new__(HostPool)
@@ -171,28 +259,41 @@ class HostPool(NotCopyable):
 
     @property
     def pages(self) -> Tensor:
-        """The memory, uint8 [num_pages, blocks_per_page, block_bytes]; a view stays valid after
-        close(). Reading or writing it is ordered with no job: wait for them on the host first."""
+        """The memory, uint8 [num_pages, blocks_per_page, block_bytes].
+
+        Views of it stay valid after close(). Jobs do not order accesses to it: wait for them on the
+        host first. Raises RuntimeError if the pool is closed.
+        """
         return self._memory.check_open()
 
     @property
     def _ready_range(self) -> abi.ReadyRange:
-        """Which pages can be used now, as the native side reads it: one object for all views."""
+        """The pages that can be used now, as the native side reads them; shared by all views."""
         return self._memory._ready_range
 
     @property
     def num_ready_pages(self) -> int:
-        """How many of local_pages, from the front on, can be used now."""
+        """How many of local_pages, from the front, can be used now."""
         return int(self._ready_range.last_page - self._ready_range.first_page)
 
     @property
     def is_ready(self) -> bool:
+        """Whether all of local_pages can be used now."""
         return self.num_ready_pages == len(self.local_pages)
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
-        """Waits until this many pages of local_pages, all by default, can be used; False when that
-        takes more than `timeout` seconds. Raises RuntimeError when they never will: the driver pins
-        no more, or the pool is closed. Releases the GIL; any thread may wait."""
+        """Blocks until the first pages of local_pages can be used. Any thread may wait.
+
+        Args:
+            timeout (float | None): seconds; None waits forever.
+            pages (int | None): number of pages; None is all of local_pages.
+
+        Returns:
+            bool: False if the timeout passed first.
+
+        Raises:
+            RuntimeError: pinning has stopped, because the driver refused or the pool was closed.
+        """
         self._memory.process.check("host pool")
         own = self.local_pages
         wanted = len(own) if pages is None else min(read_int("pages", pages), len(own))
@@ -202,7 +303,7 @@ class HostPool(NotCopyable):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver says that all of local_pages are pinned."""
+        """Whether the driver reports all of local_pages as pinned."""
         memory = self._memory
         if memory.pages is None or not self.is_ready:
             return False
@@ -212,23 +313,28 @@ class HostPool(NotCopyable):
 
     @property
     def huge_bytes(self) -> int:
-        """How many bytes of the memory the kernel has put on huge pages so far."""
+        """Bytes of the memory that are on huge pages now.
+
+        Raises RuntimeError if the pool is closed.
+        """
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
     def check_open(self) -> None:
-        """Raises RuntimeError when the pool is closed, and in a forked child."""
+        """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
     def _register_user(self, user: User) -> None:
-        """Lets close() close the handler first; keeps only a weak reference to it."""
+        """Makes close() close this handler first. Holds only a weak reference to it."""
         self._memory.check_open()
         self._memory.users.add(user)
 
     def close(self) -> None:
-        """Closes the handlers that use the pool or a view of it, which waits for their jobs, then
-        unpins and lets the memory go: it is freed when the last tensor on it is, in all processes.
-        Idempotent."""
+        """Closes the handlers of the pool and its views, then unpins and releases the memory.
+
+        Closing a handler waits for its jobs. The memory is freed when the last tensor on it is
+        gone, in all processes. Idempotent.
+        """
         self._memory.close()
 
     def __enter__(self) -> HostPool:

@@ -1,4 +1,4 @@
-"""What a process needs to attach to the host pool of another one."""
+"""Handles with which a process attaches to another process's host pool."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ _NUMBERS = struct.Struct("=5q")
 
 
 class PoolHandle(NotCopyable):
-    """Memory that several processes of one machine share, and how many pages it has.
+    """The shared memory of a host pool, and its shape.
 
-    From `HostPool.share()`. send() and receive() take it through a connected Unix socket; the file
-    behind it has no name, and is gone when the last process that has it ends. close() lets it go;
-    pools that were attached stay, and every use of the handle raises RuntimeError.
+    Made by HostPool.share(). send() and receive() pass it through a connected Unix socket. The
+    memory is an unnamed file, which is freed when the last process that has it ends. close() closes
+    this process's descriptor, after which send(), fd and attaching raise RuntimeError; pools that
+    are already attached keep working.
+
+    Attributes:
+        num_pages (int): pages of the pool.
+        blocks_per_page (int): blocks per page.
+        page_bytes (int): bytes per page.
+        world (int): processes that share the pool.
+        replicated (bool): whether every process uses all pages.
     """
 
     _instead = "send() it through a Unix socket"
@@ -43,21 +51,37 @@ class PoolHandle(NotCopyable):
 
     @property
     def fd(self) -> int:
-        """The file. Raises RuntimeError after close(): another file may have its number then."""
+        """The file descriptor.
+
+        Raises RuntimeError after close(), when another file may have this number.
+        """
         if not self.close.alive:
             raise RuntimeError("the handle of the host pool is closed; share() the pool again")
         return self._fd
 
     def send(self, connection: socket.socket) -> None:
-        """Lets receive() at the other end have a handle of its own; this one stays open."""
+        """Sends the handle to a receive() at the other end. This handle stays open.
+
+        Args:
+            connection (socket.socket): a connected Unix stream socket.
+        """
         numbers = self.num_pages, self.blocks_per_page, self.page_bytes, self.world
         message = _NUMBERS.pack(*numbers, self.replicated)
         socket.send_fds(connection, [message], [self.fd])
 
     @classmethod
     def receive(cls, connection: socket.socket) -> PoolHandle:
-        """Waits for what send() sends at the other end. Raises ConnectionError when something else
-        comes, or nothing any more."""
+        """Waits for a handle from send() at the other end.
+
+        Args:
+            connection (socket.socket): a connected Unix stream socket.
+
+        Returns:
+            PoolHandle: with a descriptor of its own.
+
+        Raises:
+            ConnectionError: the connection was closed, or something else was sent.
+        """
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
         try:
             for fd in fds:
@@ -80,8 +104,15 @@ class PoolHandle(NotCopyable):
             raise
 
     def check(self, pages: Pages, world: int, replicated: bool) -> None:
-        """Raises ValueError unless it is of these pages and of this world, and its file is as large
-        as they are and stays so: a page beyond its end would kill the process."""
+        """Checks that the handle belongs to a pool of this shape.
+
+        The file must also be large enough and sealed against shrinking: an access beyond its end
+        would kill the process.
+
+        Raises:
+            ValueError: the shape differs, or the file is too small or can shrink.
+            RuntimeError: the handle is closed.
+        """
         if (pages.size, world) != (self.page_bytes, self.world):
             raise ValueError(
                 f"the handle is of pages of {self.page_bytes} bytes for world={self.world}; this "
@@ -99,7 +130,7 @@ class PoolHandle(NotCopyable):
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        except OSError:  # no memory file
+        except OSError:  # not a memory file
             is_fixed = 0
         if size < nbytes or not is_fixed:
             raise ValueError(
@@ -109,7 +140,7 @@ class PoolHandle(NotCopyable):
 
 
 def check_handle(handle: object) -> PoolHandle:
-    """Raises TypeError for what is no handle."""
+    """Returns the handle; raises TypeError if it is not a PoolHandle."""
     if not isinstance(handle, PoolHandle):
         raise TypeError(
             f"handle is a {type(handle).__name__}; it must be the PoolHandle that share() or "

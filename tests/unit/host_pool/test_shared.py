@@ -227,7 +227,9 @@ returned""",
     )
     assert_expected_inline(
         error_text(HostPool(layout(), 1).share),
-        """ValueError: this pool is of one process; make it with world=, how many share it""",
+        """\
+ValueError: this pool belongs to one process; make it with world= the number of
+processes that share it""",
     )
 
 
