@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import Int64Array, PagedLayout, block_spaces
+from torch_kvswap.layout import PagedLayout, block_spaces
 
 _native = loader.library()
 _has_moved, _release = _native.kvswap_cache_moved, _native.kvswap_cache_release

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT64_MIN, read_int
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class Slabs:

@@ -58,7 +58,7 @@ class Histogram:
             ValueError: q is not in 0 to 1.
         """
         if not 0 <= q <= 1:
-            raise ValueError(f"a quantile is asked for with a number from 0 to 1, not {q}")
+            raise ValueError(f"q is {q}; it must be 0 to 1")
         if not self.count:
             return math.nan
         rank, below, lower = q * self.count, 0, 0.0

@@ -313,7 +313,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     driver.fail("cuMemAlloc", 2, 2)  # the buffer, after the table of slabs
     with (
         figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
-        pytest.warns(RuntimeWarning, match="kernels would make some") as warned,
+        pytest.warns(RuntimeWarning, match="kernels would speed up some") as warned,
     ):
         taken = paths_taken(driver, layers=4, counts=(1,))
     assert taken == "1: strided strided strided strided"
@@ -321,7 +321,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     if loader.library().kvswap_kernel_version():
         assert_expected_inline(
             str(warning.message),
-            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/copy_methods.md)""",
+            """kernels would speed up some transfers, but are not available: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all transfers (docs/copy_methods.md)""",
         )
     else:
         assert "built without nvcc" in str(warning.message)

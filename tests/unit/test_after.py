@@ -47,8 +47,8 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: after= is an event that was never recorded, so that nothing would be waited
-for; record it behind the work that it stands for, or pass that stream
+ValueError: after= is an event that was never recorded, so the transfer would wait for
+nothing; record it behind the work it stands for, or pass that stream
 ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
 that stream and pass the event
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
@@ -63,6 +63,6 @@ TypeError: after= must be None or () for a cache on the CPU, whose transfers run
 the call and can wait for no stream; it is Event: wait for it first
 TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
 the call and can wait for no stream; it is int: wait for it first
-TypeError: a torch.cuda.Stream (or None) can wait, int cannot
-TypeError: a torch.cuda.Stream (or None) can wait, Event cannot""",
+TypeError: stream is a int; pass a torch.cuda.Stream or None
+TypeError: stream is a Event; pass a torch.cuda.Stream or None""",
     )
