@@ -138,7 +138,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             if not isinstance(item, kind):
                 raise TypeError(
                     "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
-                    f"each; a {type(item).__name__} is in the place of a {kind.__name__}"
+                    f"each; got a {type(item).__name__} instead of a {kind.__name__}"
                 )
     if not layouts or len(layouts) != len(pools):
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             )
         if layout.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"a cache on {layout.device} cannot be moved; its tensors must be on cuda or cpu"
+                f"a cache on {layout.device} is not supported; its tensors must be on cuda or cpu"
             )
         if layout.device.type != pool.device.type:
             raise ValueError(

@@ -255,7 +255,8 @@ class Job(NotCopyable):
         """Makes work submitted to the stream after this call wait for the job.
 
         The host does not wait for the GPU. If the job is still in the software queue, this call
-        first gives it, and everything ahead of it in its channel, to the driver.
+        first gives it, and everything ahead of it in its channel, to the driver; the host waits
+        only until the driver has accepted them.
 
         Args:
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
@@ -296,7 +297,7 @@ class Job(NotCopyable):
         layers = self.handler._native.groups.num_layers
         layer = read_int("layer", layer, INT64_MIN)
         if not 0 <= layer < layers:
-            raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
+            raise IndexError(f"layer is {layer}; the cache has layers 0 to {layers - 1}")
         return layer * self.layer_groups // layers
 
 
@@ -545,6 +546,9 @@ class OffloadHandler(NotCopyable):
         end, and its destination is undefined. The pages of a cancelled store are invalid until they
         are stored again.
 
+        Args:
+            job (Job): a job of this handler.
+
         Returns:
             bool: True if the job is or will be reported as cancelled; False if it had already
                 ended.
@@ -628,7 +632,7 @@ class OffloadHandler(NotCopyable):
                 f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
             )
         if gate is not None and gate._handler is not self._native:
-            raise ValueError("the gate was made by another handler than this load's")
+            raise ValueError("the gate belongs to another handler")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
         groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
@@ -642,7 +646,7 @@ class OffloadHandler(NotCopyable):
         if not isinstance(job, Job):
             raise TypeError(f"store() and load() return Jobs, not {job!r}")
         if job.handler is not self:
-            raise ValueError(f"{job.direction} {job.id} is of another handler")
+            raise ValueError(f"{job.direction} {job.id} belongs to another handler")
         return job
 
 

@@ -103,8 +103,8 @@ def _check_torch() -> None:
     missing = [name for name, is_there in needed.items() if not is_there]
     if missing:
         raise ImportError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, by which torch_kvswap tells "
-            "autograd what its ops write; install another version of torch or of torch_kvswap"
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which torch_kvswap needs to "
+            "tell autograd what its ops write; install another version of torch or torch_kvswap"
         )
 
 

@@ -192,7 +192,9 @@ def test_patch_ops_comes_too_late_when_the_worker_was_built(ops):
 
     before = ops.swap_blocks_batch
     built = object.__new__(gpu_worker.SingleDirectionOffloadingHandler)
-    with pytest.raises(RuntimeError, match="must be called before vLLM builds its offloading worker"):
+    with pytest.raises(
+        RuntimeError, match="must be called before vLLM builds its offloading worker"
+    ):
         patch_ops()
     assert ops.swap_blocks_batch is before
     del built

@@ -57,12 +57,12 @@ TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
 torch.cuda.Event or () for nothing, not list
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
 torch.cuda.Event or () for nothing, not tuple
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is Stream: wait for it first
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is Event: wait for it first
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is int: wait for it first
+TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is a Event, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is a int, but transfers of a cache on the CPU run inside the call and
+cannot wait for a stream; wait on the host first, and pass None or ()
 TypeError: stream is a int; pass a torch.cuda.Stream or None
 TypeError: stream is a Event; pass a torch.cuda.Stream or None""",
     )

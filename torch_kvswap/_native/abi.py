@@ -31,6 +31,8 @@ _Int64s = ctypes.c_void_p  # pointer to an array of int64
 
 
 class ReadyRange(ctypes.Structure):
+    """kvswap_ready_range"""
+
     _fields_ = (
         ("first_page", ctypes.c_int64),
         ("last_page", ctypes.c_int64),
@@ -39,6 +41,8 @@ class ReadyRange(ctypes.Structure):
 
 
 class Group(ctypes.Structure):
+    """kvswap_group"""
+
     _fields_ = (
         ("gpu_bases", _Int64s),
         ("gpu_strides", _Int64s),
@@ -58,6 +62,8 @@ class Group(ctypes.Structure):
 
 
 class CopyMethodCosts(ctypes.Structure):
+    """kvswap_copy_method_costs"""
+
     _fields_ = (
         ("start_seconds", ctypes.c_double),
         ("block_seconds", ctypes.c_double),
@@ -66,6 +72,8 @@ class CopyMethodCosts(ctypes.Structure):
 
 
 class CopyMethodOptions(ctypes.Structure):
+    """kvswap_copy_method_options"""
+
     _fields_ = (
         ("copy_method", ctypes.c_int32),
         ("staging_bytes", ctypes.c_uint64),
@@ -74,6 +82,8 @@ class CopyMethodOptions(ctypes.Structure):
 
 
 class Request(ctypes.Structure):
+    """kvswap_request"""
+
     _fields_ = (
         ("began", ctypes.c_double),
         ("channel", ctypes.c_int32),
@@ -92,6 +102,8 @@ class Request(ctypes.Structure):
 
 
 class JobResult(ctypes.Structure):
+    """kvswap_result"""
+
     _fields_ = (
         ("id", ctypes.c_int64),
         ("nbytes", ctypes.c_uint64),
@@ -109,10 +121,14 @@ class JobResult(ctypes.Structure):
 
 
 class Histogram(ctypes.Structure):
+    """kvswap_histogram"""
+
     _fields_ = (("counts", ctypes.c_uint64 * BUCKETS), ("sum", ctypes.c_double))
 
 
 class Metrics(ctypes.Structure):
+    """kvswap_metrics"""
+
     _fields_ = (
         *(
             (name, ctypes.c_uint64)
@@ -127,6 +143,8 @@ class Metrics(ctypes.Structure):
 
 
 class BlocksGroup(ctypes.Structure):
+    """kvswap_blocks_group"""
+
     _fields_ = (
         ("num_pages", ctypes.c_int64),
         ("ratio", ctypes.c_int64),
@@ -135,6 +153,8 @@ class BlocksGroup(ctypes.Structure):
 
 
 class BlocksOptions(ctypes.Structure):
+    """kvswap_blocks_options"""
+
     _fields_ = (
         ("policy", ctypes.c_int32),
         ("events", ctypes.c_int32),
@@ -144,6 +164,8 @@ class BlocksOptions(ctypes.Structure):
 
 
 class BlocksFound(ctypes.Structure):
+    """kvswap_blocks_found"""
+
     _fields_ = (
         ("found", ctypes.c_int64),
         ("ready", ctypes.c_int64),
@@ -152,6 +174,8 @@ class BlocksFound(ctypes.Structure):
 
 
 class BlocksStats(ctypes.Structure):
+    """kvswap_blocks_stats"""
+
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in (

@@ -52,10 +52,12 @@ class NativeBlocks(NotCopyable):
 
     @property
     def pointer(self) -> int:
+        """The native manager; raises RuntimeError in a forked child."""
         self._process.check("block manager")
         return self._pointer
 
     def grow(self, num_ready_pages: Sequence[int]) -> None:
+        """Makes this many pages of each group usable."""
         ready = array("q", num_ready_pages)
         loader.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
 
@@ -117,6 +119,7 @@ class NativeBlocks(NotCopyable):
             _call_without_gil(answer, "order", self.pointer, digests, place, renew)
 
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
+        """Returns the lease, 0 if a block is not cached."""
         place = counts.buffer_info()[0]
         lease: int = _lease(self.pointer, digests, place, now, seconds, False)
         if lease < 0:
@@ -124,6 +127,7 @@ class NativeBlocks(NotCopyable):
         return lease
 
     def release(self, lease: int) -> bool:
+        """Returns whether the lease had not ended yet."""
         released: int = _release(self.pointer, lease, False)
         if released < 0:
             released = _call_without_gil(released, "release", self.pointer, lease)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 class TransferError(RuntimeError):
     """Jobs failed or were cancelled. Can be pickled.
 
+    Args:
+        message (str): the text of the error.
+        results (Sequence[Result]): the results of these jobs.
+
     Attributes:
         results (list[Result]): the results of these jobs. Empty in the error of a single Result.
     """

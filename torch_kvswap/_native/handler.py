@@ -68,7 +68,7 @@ class NativeHandler(NotCopyable):
         """The native handler; raises RuntimeError if it was destroyed."""
         self._process.check("handler")
         if self._pointer is None:
-            raise RuntimeError("the handler is gone")
+            raise RuntimeError("the handler was destroyed")
         return self._pointer
 
     def check_process(self) -> None:
@@ -155,9 +155,11 @@ class NativeHandler(NotCopyable):
         loader.call("kvswap_job_wait", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: int) -> bool:
+        """Returns whether the job is or will be reported as cancelled."""
         return bool(loader.call("kvswap_job_cancel", self.pointer, job))
 
     def make_gate(self, layer_groups: int) -> int:
+        """Makes a native gate, to be released with release_gate()."""
         gate: int = loader.call("kvswap_gate_create", self.pointer, layer_groups)
         return gate
 
@@ -171,6 +173,7 @@ class NativeHandler(NotCopyable):
         return bool(loader.call("kvswap_handler_metrics", self.pointer, channel, out))
 
     def rebind(self, groups: Groups) -> None:
+        """Replaces the groups while no job is outstanding."""
         count = len(groups.structures)
         loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
         self.groups = groups

@@ -129,6 +129,6 @@ class ForkGuard:
         """
         if os.getpid() != self.pid:
             raise RuntimeError(
-                f"this {noun} is of process {self.pid} and cannot be used in process "
+                f"this {noun} belongs to process {self.pid} and cannot be used in process "
                 f"{os.getpid()}, forked from it; make a {noun} in each process"
             )

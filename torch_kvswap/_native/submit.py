@@ -45,8 +45,8 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
         return abi.AFTER_NOTHING, None
     if device.type == "cpu":
         raise TypeError(
-            "after= must be None or () for a cache on the CPU, whose transfers run inside the "
-            f"call and can wait for no stream; it is {type(after).__name__}: wait for it first"
+            f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
+            "the call and cannot wait for a stream; wait on the host first, and pass None or ()"
         )
     if isinstance(after, torch.cuda.Event):
         if not after.cuda_event:  # created when first recorded; CUDA would ignore a wait before

@@ -60,7 +60,7 @@ class Pages:
             )
         if count < world and not replicated:
             raise ValueError(
-                f"num_pages={count} for world={world}: each process needs a page at least"
+                f"num_pages={count} for world={world}: each process needs at least one page"
             )
         self.count = count
         self.blocks_per_page = blocks_per_page

@@ -91,13 +91,13 @@ class PoolHandle(NotCopyable):
                 message = message + more if more else b""
             if len(fds) != 1 or len(message) != _NUMBERS.size:
                 raise ConnectionError(
-                    f"{len(message)} bytes and {len(fds)} files came where the handle of a host "
-                    "pool was expected; send it with PoolHandle.send"
+                    f"received {len(message)} bytes and {len(fds)} files instead of the handle of "
+                    "a host pool; send it with PoolHandle.send"
                 )
             try:
                 return cls(fds[0], *_NUMBERS.unpack(message))
             except ValueError as error:
-                raise ConnectionError(f"no handle of a host pool came: {error}") from error
+                raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal
             for fd in fds:
                 os.close(fd)
@@ -115,7 +115,7 @@ class PoolHandle(NotCopyable):
         """
         if (pages.size, world) != (self.page_bytes, self.world):
             raise ValueError(
-                f"the handle is of pages of {self.page_bytes} bytes for world={self.world}; this "
+                f"the handle is for pages of {self.page_bytes} bytes and world={self.world}; this "
                 f"layout has pages of {pages.size}, and world={world}"
             )
         asked = pages.count, pages.blocks_per_page, bool(replicated)
@@ -126,7 +126,7 @@ class PoolHandle(NotCopyable):
                 ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
                 for values in (has, asked)
             ]
-            raise ValueError(f"the handle is of a pool with {said[0]}, not {said[1]}")
+            raise ValueError(f"the handle is for a pool with {said[0]}, not {said[1]}")
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -134,8 +134,8 @@ class PoolHandle(NotCopyable):
             is_fixed = 0
         if size < nbytes or not is_fixed:
             raise ValueError(
-                f"the file of the handle has {size} bytes, and {self.num_pages} pages need "
-                f"{nbytes} that nobody can take away; pass what HostPool.share() returns"
+                f"the handle's file has {size} bytes; {self.num_pages} pages need {nbytes}, in a "
+                "file that is sealed against shrinking; pass what HostPool.share() returns"
             )
 
 

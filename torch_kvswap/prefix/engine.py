@@ -197,7 +197,11 @@ class OffloadEngine(NotCopyable):
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
-        """Finds the longest cached prefix. See BlockManager.lookup()."""
+        """Finds the longest cached prefix.
+
+        Args:
+            keys, again: see BlockManager.lookup().
+        """
         return self.manager.lookup(keys, again=again)
 
     def load(
@@ -286,9 +290,7 @@ class OffloadEngine(NotCopyable):
                 return None
             return self._store(store, gpu_block_ids, keys, after, copy_engines_only, tag)
         if after is not None or copy_engines_only:
-            raise TypeError(
-                "with lazy storing evict() takes the options after and copy_engines_only"
-            )
+            raise TypeError('with store_policy="lazy", pass after and copy_engines_only to evict()')
         computed = self._pages.read(keys, gpu_block_ids)
         for group, (_, blocks) in enumerate(computed):
             self._check_blocks(group, blocks)
@@ -378,11 +380,14 @@ class OffloadEngine(NotCopyable):
     def release(self, preempted: Preempted) -> bool:
         """Lets the blocks of a preempted request be evicted.
 
+        Args:
+            preempted (Preempted): from preempt().
+
         Returns:
             bool: False if they were not held any more.
 
         Raises:
-            TypeError: preempted is not what preempt() returned.
+            TypeError: preempted is something else.
         """
         if not isinstance(preempted, Preempted):
             kind = type(preempted).__name__

@@ -59,7 +59,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
         )
     several = [groups] if isinstance(groups, BlockGroup) else groups
     if not several:
-        raise ValueError("there are no groups; name one at least")
+        raise ValueError("groups is empty; pass at least one BlockGroup")
     read = tuple(_read_group(index, group) for index, group in enumerate(several))
     if unit_tokens(read) > INT64_MAX:
         tokens = [group.block_tokens for group in read]

@@ -374,7 +374,7 @@ def cut_digests(
     for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
         if not 0 <= blocks.stop <= count:
             raise ValueError(
-                f"the prefix takes {blocks.stop} blocks of group {group}, which has {count} keys"
+                f"the prefix needs {blocks.stop} blocks of group {group}, which has {count} keys"
             )
         first, end = start + blocks.start, start + blocks.stop
         parts.append(view[first * DIGEST_BYTES : end * DIGEST_BYTES])

@@ -213,7 +213,7 @@ class BlockManager(NotCopyable):
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         if not callable(clock):
             raise TypeError(
-                f"clock is a {type(clock).__name__}; pass a function that gives seconds"
+                f"clock is a {type(clock).__name__}; pass a function that returns seconds"
             )
         ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
@@ -312,6 +312,9 @@ class BlockManager(NotCopyable):
 
         Stored blocks become ready, loaded blocks can be evicted again.
 
+        Args:
+            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+
         Raises:
             ValueError: the job has already ended.
         """
@@ -322,6 +325,9 @@ class BlockManager(NotCopyable):
 
         The blocks of a failed load are forgotten because their pages may be invalid.
 
+        Args:
+            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+
         Raises:
             ValueError: the job has already ended.
         """
@@ -331,6 +337,9 @@ class BlockManager(NotCopyable):
         """Counts a use of the blocks, such as a hit in the GPU cache.
 
         Ready blocks become the last to be evicted.
+
+        Args:
+            keys: keys of the blocks.
         """
         self._native.touch(*self._digests(keys))
 
@@ -426,7 +435,9 @@ class BlockManager(NotCopyable):
             kind = type(keys).__name__
             raise TypeError(f"keys is a {kind}; pass a list with the keys of each group")
         if len(keys) != len(self.groups):
-            raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
+            raise ValueError(
+                f"keys must be a list with one entry for each of {len(self.groups)} groups"
+            )
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 

@@ -206,13 +206,13 @@ def test_a_handle_of_something_else_is_refused() -> None:
     assert_expected_inline(
         error_text(HostPool.attach, layout(), handle, 0, 4),
         """\
-ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
+ValueError: the handle is for pages of 4096 bytes and world=2; this layout has pages of
 4096, and world=4""",
     )
     assert_expected_inline(
         error_text(HostPool.attach, layout(8), handle, 0, 2),
         """\
-ValueError: the handle is of pages of 4096 bytes for world=2; this layout has pages of
+ValueError: the handle is for pages of 4096 bytes and world=2; this layout has pages of
 8, and world=2""",
     )
     assert_expected_inline(
@@ -240,13 +240,13 @@ def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> No
     assert_expected_inline(
         error_text(HostPool.attach, layout(), small, 0, 2),
         """\
-ValueError: the file of the handle has 24576 bytes, and 7 pages need 28672 that nobody
-can take away; pass what HostPool.share() returns""",
+ValueError: the handle's file has 24576 bytes; 7 pages need 28672, in a file that is
+sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
     loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False)
-    with pytest.raises(ValueError, match="that nobody can take away"):
+    with pytest.raises(ValueError, match="sealed against shrinking"):
         HostPool.attach(layout(), loose, 0, 2)
 
 
@@ -258,14 +258,14 @@ def test_what_is_no_handle_is_refused_at_the_socket() -> None:
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
-ConnectionError: 5 bytes and 0 files came where the handle of a host pool was expected;
-send it with PoolHandle.send""",
+ConnectionError: received 5 bytes and 0 files instead of the handle of a host pool; send
+it with PoolHandle.send""",
         )
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
-ConnectionError: 0 bytes and 0 files came where the handle of a host pool was expected;
-send it with PoolHandle.send""",
+ConnectionError: received 0 bytes and 0 files instead of the handle of a host pool; send
+it with PoolHandle.send""",
         )
 
 

@@ -34,10 +34,12 @@ class Cache(ABC):
         """transformers' allocators in their order, each with a block_table."""
 
     @abstractmethod
-    def tokens_per_block(self, group: Any) -> int: ...
+    def tokens_per_block(self, group: Any) -> int:
+        """Tokens per block of a group."""
 
     @abstractmethod
-    def units_per_block(self, group: Any) -> int: ...
+    def units_per_block(self, group: Any) -> int:
+        """Units per block of a group."""
 
     @abstractmethod
     def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
@@ -59,7 +61,8 @@ class Cache(ABC):
         """
 
     @abstractmethod
-    def free(self, request_id: str) -> None: ...
+    def free(self, request_id: str) -> None:
+        """Frees the blocks of a request."""
 
     @abstractmethod
     def mark_restored(self, future: Any) -> None:

@@ -81,11 +81,17 @@ class KVSwapManager(base.OffloadingManager):
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
+        """The state of a key: a miss, a hit, or a hit that is still being stored."""
         return self._states.get(key, _MISS)
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.LoadStoreSpec:
+        """Holds the pages of the keys for a load.
+
+        Raises:
+            RuntimeError: a key is not stored.
+        """
         if not keys:
             return CPULoadStoreSpec([])
         digests = self._known(keys)
@@ -213,11 +219,13 @@ class KVSwapManager(base.OffloadingManager):
         self._usage = None
 
     def take_events(self) -> Iterable[Any]:
+        """The events since the last call."""
         taken, self._events = self._events or [], None if self._events is None else []
         return taken
 
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # 0.26 has and needs it not
+        # vLLM 0.26 does not have this module, and does not call this method.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.HOST
 
