@@ -5,8 +5,8 @@ from importlib import import_module
 
 # Imported only when run: a command must not fail because another one cannot be imported.
 COMMANDS = {
-    "calibrate": ("torch_kvswap.cli.calibrate", "measure which way of copying is best here"),
-    "doctor": ("torch_kvswap.cli.doctor", "say what this installation can do on this machine"),
+    "calibrate": ("torch_kvswap.cli.calibrate", "measure the copy methods on this machine"),
+    "doctor": ("torch_kvswap.cli.doctor", "report what this installation can do on this machine"),
 }
 
 

@@ -112,7 +112,7 @@ STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 class Machine:
     """Measures transfers on a device, which should be otherwise idle.
 
-    Allocates two times 24 MiB on the device, and up to as much on the host.
+    Allocates 48 MiB on the device, and up to as much on the host.
 
     Args:
         device (torch.device): a CUDA device.

@@ -391,8 +391,12 @@ class OffloadHandler(NotCopyable):
         GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
         `(first_block + j) % k`, where k is `HostPool.blocks_per_page`.
 
-        Until the job has ended, no one may write the blocks or access the pages, except work on a
+        Until the job has ended, nothing may write the blocks or access the pages, except work on a
         stream that waits for the job (`Job.wait`).
+
+        If the call raises, there is no job and nothing is in flight. Any later failure ends the
+        returned job as failed. A store also fails if a load into one of its blocks failed or was
+        cancelled and poll() has not reported that load yet.
 
         Args:
             gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
@@ -420,10 +424,6 @@ class OffloadHandler(NotCopyable):
             RuntimeError: the handler is closed, a tensor of the cache has moved, or the stream is
                 being captured into a CUDA graph.
             MemoryError: host memory is exhausted.
-
-        If the call raises, no job exists and nothing is in flight. Any later failure ends the
-        returned job as failed. A store also fails if a load into one of its blocks failed or was
-        cancelled and poll() has not reported that load yet.
         """
         ids = gpu_block_ids, page_ids, first_block
         groups = self._native.groups

@@ -190,7 +190,8 @@ class Pinning:
         except BaseException as error:  # also SystemExit, or wait() would wait forever
             self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            if self._stopping:  # a finalizer in this thread cannot join it, so close() did nothing
+            # close() in a finalizer that ran in this thread did not wait for the last chunk.
+            if self._stopping:
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:
