@@ -342,7 +342,7 @@ class OffloadHandler(NotCopyable):
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
-        ValueError: gpu and host do not match, or an option is invalid.
+        ValueError: gpu and host do not match, or an option is invalid or not available here.
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
