@@ -92,7 +92,7 @@ class _Pages:
         return list(zip(self._pools, map(self.name, range(count)), *of_pools, strict=True))
 
     def _join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
-        """In the form in which the caller passes ids."""
+        """Joins the parts of all pools into the form in which the caller passes ids."""
         return of_pools if self._is_list else of_pools[0]
 
 

@@ -174,7 +174,7 @@ class ParkedRequests:
         return ready
 
     def _outcome(self, load: Job | None) -> int:
-        """How the load has ended, as far as it is known: nothing asks the device here."""
+        """The outcome of a load as of the last collect(); does not ask the device."""
         result = None if load is None else load.result
         if result is None:
             return RUNNING
