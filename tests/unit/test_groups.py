@@ -65,14 +65,14 @@ def test_what_does_not_belong_together_is_refused() -> None:
         "\n".join(error_text(call) for call in calls),
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; a HostPool is in the place of a PagedLayout
+each; got a HostPool instead of a PagedLayout
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
 ValueError: 2 layouts and 1 host pools: each layout needs one pool
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
 ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
-ValueError: a cache on meta cannot be moved; its tensors must be on cuda or cpu""",
+ValueError: a cache on meta is not supported; its tensors must be on cuda or cpu""",
     )
 
 
