@@ -35,7 +35,7 @@ constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 // The copy method that a result names: that of the first part which is no unstaged head or tail.
 CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   for (const TransferPart& part : transfer.parts) {
-    if (!part.is_unstaged) return part.method;
+    if (!part.is_head_or_tail) return part.method;
   }
   return planned;
 }
@@ -179,7 +179,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double secon
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
     job->work->submission_started = true;
-    const Reason reason = table_.failed_source(*job);
+    const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
   if (!ready.empty() && !try_submit(lock, queue, ready, seconds)) {
@@ -476,7 +476,7 @@ void Scheduler::retire_first(Queue& queue) {
   }
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
-    const Reason reason = error.empty() ? table_.failed_source(job) : error;
+    const Reason reason = error.empty() ? table_.source_failure(job) : error;
     const State state = job.work->cancelled ? State::kCancelled
                         : reason.empty()    ? State::kDone
                                             : State::kFailed;
