@@ -359,6 +359,8 @@ class OffloadHandler(NotCopyable):
         self._ranges = Ranges()
         self._tags: dict[int, object] = {}  # by job id, until poll() has reported the job
         self._tags_lock = threading.Lock()
+        self._engine: weakref.ref[object] | None = None
+        self._engine_lock = threading.Lock()
         options = copy_method_options(copy_method, staging_bytes, groups.device)
         self._native = NativeHandler(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
@@ -425,6 +427,7 @@ class OffloadHandler(NotCopyable):
                 being captured into a CUDA graph.
             MemoryError: host memory is exhausted.
         """
+        self._native.check_open()
         ids = gpu_block_ids, page_ids, first_block
         groups = self._native.groups
         request = Request(groups, abi.STORES, *ids, after, copy_engines_only=copy_engines_only)
@@ -472,6 +475,7 @@ class OffloadHandler(NotCopyable):
             IndexError, TypeError, ValueError, DeviceLostError, RuntimeError, MemoryError: see
                 store().
         """
+        self._native.check_open()
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
         num_groups = self._read_layer_groups(layer_groups, gate)
@@ -489,7 +493,17 @@ class OffloadHandler(NotCopyable):
         Returns:
             list[Result]: in the order in which the jobs ended. Each job is reported once, to one
                 caller.
+
+        Raises:
+            RuntimeError: an OffloadEngine uses this handler and must see the results; call the
+                engine's poll().
         """
+        if self._get_engine() is not None:
+            raise RuntimeError("an OffloadEngine uses this handler; call its poll()")
+        return self._take_results()
+
+    def _take_results(self) -> list[Result]:
+        """poll(), for the engine too."""
         results = self._native.poll(result_of)
         for result in results:
             self._ranges.end(result.job_id)
@@ -600,10 +614,26 @@ class OffloadHandler(NotCopyable):
         self._native.close()
 
     def __enter__(self) -> OffloadHandler:
+        self._native.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _assign_pages_to(self, engine: object) -> None:
+        """Gives all pages to the engine, until it is dropped. Raises ValueError when another one
+        has them, RuntimeError when the handler is closed."""
+        self._native.check_open()
+        with self._engine_lock:
+            if self._get_engine() is not None:
+                raise ValueError(
+                    "the handler has an engine already, which assigns its pages; make a handler "
+                    "and a pool for another one"
+                )
+            self._engine = weakref.ref(engine)
+
+    def _get_engine(self) -> object | None:
+        return None if self._engine is None else self._engine()
 
     def _submit(self, request: Request, tag: object) -> Job:
         if not self._ranges.enabled:

@@ -313,6 +313,23 @@ def test_a_closed_handler_takes_no_jobs_but_still_reports(device: str) -> None:
     handler.synchronize(job)
 
 
+def test_a_closed_handler_cannot_be_entered(device: str) -> None:
+    handler = make_handler(device)
+    handler.close()
+    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"), handler:
+        pass
+
+
+def test_a_closed_handler_says_so_before_it_looks_at_anything_else(device: str) -> None:
+    handler = make_handler(device)
+    handler.close()
+    (tensor,) = handler.layouts[0].tensors
+    tensor.data = tensor.data.clone()
+    for call in (handler.store, handler.load):
+        with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+            call(gpu_block_ids=None, page_ids=[0])  # type: ignore[operator]
+
+
 def test_a_closed_pool_takes_no_handler(device: str) -> None:
     handler = make_handler(device)
     handler.pools[0].close()

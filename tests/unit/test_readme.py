@@ -1,6 +1,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_kvswap as kvs
@@ -28,7 +29,7 @@ def test_the_readmes_example_runs_without_a_gpu(capsys):
 
 def test_the_examples_of_the_prefixes_run_without_a_gpu():
     page = README.parent / "docs" / "prefixes.md"
-    code, lazy = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    code, _, _, lazy = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
     names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
     exec(code, names)
@@ -38,6 +39,30 @@ def test_the_examples_of_the_prefixes_run_without_a_gpu():
         exec(lazy, {"engine": engine, "keys": names["keys"], "gpu_block_ids": range(4, 10)})
         engine.poll()
         assert engine.lookup(names["keys"]).ready == 6
+
+
+@pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
+def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypatch):
+    page = README.parent / "docs" / "prefixes.md"
+    _, preempt, resume, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    rows = torch.arange(12)[:, None].repeat(1, 5)
+    gpu = kvs.PagedLayout([rows])
+    hasher = kvs.PrefixHasher("my-model", "bfloat16", block_tokens=16)
+    with kvs.OffloadHandler(gpu, kvs.HostPool(gpu, num_pages=7)) as handler:
+        engine = kvs.OffloadEngine(handler)
+        names = {"engine": engine, "hasher": hasher, "tokens": list(range(100))}
+        names |= {"num_computed": 99, "gpu_block_ids": range(7)}
+        exec(preempt, names)
+        assert engine.preempt(["other"], [0]) is None
+        if becomes == "pending":
+            monkeypatch.setattr(engine, "poll", lambda: [])
+        if becomes == "lost":
+            engine.manager.reset()
+        exec(resume, names)
+        assert (names["job"] is not None) == (becomes == "loaded")
+        first = 0 if becomes == "loaded" else 5
+        assert rows[5:, 0].tolist() == list(range(first, first + 7))
+        assert engine.release(names["held"]) == (becomes == "pending")
 
 
 def test_the_readme_is_short():

@@ -37,6 +37,7 @@ class NativeHandler(NotCopyable):
         self.groups = groups
         self.device = groups.device
         self._process = ForkGuard()
+        self._is_closed = False
         self._pointer: int | None = loader.call(
             "kvswap_handler_create",
             groups.structures,
@@ -68,6 +69,11 @@ class NativeHandler(NotCopyable):
         if self._pointer is None:
             raise RuntimeError("the handler was destroyed")
         return self._pointer
+
+    def check_open(self) -> None:
+        """Raises RuntimeError from the first close() on, also when that was interrupted."""
+        if self._is_closed:
+            raise RuntimeError("the handler is closed; make a new one")
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child."""
@@ -178,7 +184,9 @@ class NativeHandler(NotCopyable):
 
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
-        while not loader.call("kvswap_handler_close", self.pointer, _WAIT_SECONDS):
+        pointer = self.pointer
+        self._is_closed = True
+        while not loader.call("kvswap_handler_close", pointer, _WAIT_SECONDS):
             pass
 
     def destroy(self, owner: weakref.ref[object]) -> None:

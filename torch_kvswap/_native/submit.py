@@ -115,10 +115,17 @@ def read_ids(name: str, ids: Ids) -> array[int]:
             raise TypeError(f"{name} is a {kind}; pass a list, numpy array or CPU tensor")
     try:
         if len(ids) < _FEW:
-            return array("q", ids)
-        return array("q", struct.pack(f"{len(ids)}q", *ids))
+            packed = array("q", ids)
+            is_wrong = bool in map(type, ids)
+        else:
+            packed = array("q", struct.pack(f"{len(ids)}q", *ids))
+            maybe = np.flatnonzero(np.frombuffer(packed, np.uint64) < 2)  # few: bools are 0 and 1
+            is_wrong = any(isinstance(ids[at], bool) for at in maybe.tolist())
     except (TypeError, ValueError, OverflowError, struct.error):
+        is_wrong = True
+    if is_wrong:
         return array("q", [_read_id(f"{name}[{at}]", id_) for at, id_ in enumerate(ids)])
+    return packed
 
 
 def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
@@ -126,7 +133,8 @@ def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
         raise ValueError(
             f"{name} is on {ids.device}, but ids are read on the host; pass {name}.cpu()"
         )
-    if ids.is_floating_point() or ids.is_complex():  # numpy lacks some of these types
+    # numpy lacks some of these types, and names others differently
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} is of {ids.dtype}; ids must be integers")
     of_tensor: npt.NDArray[Any] = ids.numpy()
     return of_tensor
@@ -135,6 +143,8 @@ def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
 def _read_id(name: str, value: object) -> int:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{name} is a {type(value).__name__}; the ids must have one dimension")
+    if isinstance(value, bool):  # part of a mask
+        raise TypeError(f"{name} is a bool; it must be an integer")
     try:
         return read_int(name, value, INT64_MIN)
     except ValueError:

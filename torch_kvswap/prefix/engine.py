@@ -59,14 +59,28 @@ class _Pages:
         return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
 
     def select(
-        self, keys: Any, gpu_block_ids: Any, key_indices: Any
+        self, blocks: Sequence[array[int]], key_indices: Any
     ) -> Int64Array | list[Int64Array]:
         """Selects the GPU blocks of the keys with these indices."""
-        return self._join([_select(*one) for one in self._split(keys, gpu_block_ids, key_indices)])
+        indices = key_indices if self._is_list else [key_indices]
+        return self._join(list(map(_select, self._pools, blocks, indices)))
 
-    def read(self, keys: Any, gpu_block_ids: Any) -> list[tuple[bytes, array[int]]]:
-        """The digests and the GPU blocks of each pool."""
-        return [_read(*one) for one in self._split(keys, gpu_block_ids)]
+    def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
+        """The digests of each pool, and the GPU blocks."""
+        split = self._split(keys, gpu_block_ids)
+        digests = [
+            read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
+            for group, (_, _, keys, _) in enumerate(split)
+        ]
+        blocks = [
+            _blocks_of(pool, name, len(of_pool) // DIGEST_BYTES, ids)
+            for of_pool, (pool, name, _, ids) in zip(digests, split, strict=True)
+        ]
+        return digests, blocks
+
+    def keys(self, digests: list[bytes]) -> Any:
+        """The keys in the form in which a caller passes them."""
+        return digests if self._is_list else digests[0]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
@@ -96,29 +110,27 @@ class _Pages:
         return of_pools if self._is_list else of_pools[0]
 
 
-def _read(pool: HostPool, name: str, keys: Keys, ids: Ids) -> tuple[bytes, array[int]]:
-    digests = read_digests("keys", keys)
-    return digests, _blocks_of(pool, name, digests, ids)
-
-
-def _blocks_of(pool: HostPool, name: str, keys: Keys, ids: Ids) -> array[int]:
-    """The GPU blocks: blocks_per_page for each key; the last key may have fewer."""
+def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
+    """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
-    if isinstance(keys, bytes | bytearray | memoryview):
-        count = memoryview(keys).nbytes // DIGEST_BYTES
-    else:
-        count = len(keys)
     if -(-len(blocks) // per_page) != count:
         raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
     return blocks
 
 
-def _select(pool: HostPool, name: str, keys: Keys, ids: Ids, key_indices: Any) -> Int64Array:
-    # The manager has already checked the keys, so no digests are made here.
-    blocks = np.frombuffer(_blocks_of(pool, name, keys, ids), np.int64)
-    per_page = pool.blocks_per_page
+def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
+    numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
+    if len(numbers) and numbers.max() >= count:
+        at = int(np.argmax(numbers >= count))
+        raise IndexError(
+            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}"
+        )
+
+
+def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
+    numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
     slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
-    selected: Int64Array = blocks[slots[slots < len(blocks)]]
+    selected: Int64Array = numbers[slots[slots < len(numbers)]]
     return selected
 
 
@@ -142,9 +154,19 @@ class OffloadEngine(NotCopyable):
     is, of `blocks_per_page` GPU blocks. Pools may be pinned in the background: pages are used as
     soon as they are ready.
 
+    The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
+    the engine's poll(), since that of the handler raises. The handler's cancel(), synchronize() and
+    metrics() may be used. A handler has one engine at a time. The engine holds the handler and does
+    not close it.
+
     Nobody else may use the handler's pages or call its poll(). The engine holds the handler, but
     does not close it: close the handler when the engine is no longer used. Any thread may call any
     method. An engine cannot be copied or pickled.
+
+    Attributes:
+        handler (OffloadHandler): moves the blocks.
+        manager (BlockManager): knows which block is on which page. Its stats(), events(), touch(),
+            order(), lease() and reset() may be used; leave its jobs to the engine.
 
     Args:
         handler (OffloadHandler): copies the blocks.
@@ -160,7 +182,9 @@ class OffloadEngine(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or the groups do not match the handler.
+        ValueError: an argument is out of range, the groups do not match the handler, or the handler
+            has an engine already.
+        RuntimeError: the handler is closed.
     """
 
     def __init__(
@@ -196,6 +220,7 @@ class OffloadEngine(NotCopyable):
         # By job id: the tag of a job is the caller's.
         self._jobs: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
+        handler._assign_pages_to(self)
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """Finds the longest cached prefix.
@@ -237,7 +262,8 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
-        load = self.manager.prepare_load(keys, prefix)
+        digests, blocks = self._pages.read(keys, gpu_block_ids)
+        load = self.manager.prepare_load(self._pages.keys(digests), prefix)
         if load is None:
             return None
 
@@ -250,7 +276,7 @@ class OffloadEngine(NotCopyable):
             copy_engines_only=copy_engines_only,
             tag=tag,
         )
-        return self._submit(load, keys, gpu_block_ids, start)
+        return self._submit(load, blocks, start)
 
     def store(
         self,
@@ -286,14 +312,15 @@ class OffloadEngine(NotCopyable):
                 )
             self._note_computed(keys, gpu_block_ids)
             return None
+        digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.prepare_store(keys)
+        store = self.manager.prepare_store(self._pages.keys(digests))
         if store is None or store.id == 0:
             return None
         start = functools.partial(
             self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
-        return self._submit(store, keys, gpu_block_ids, start)
+        return self._submit(store, blocks, start)
 
     def evict(
         self,
@@ -329,11 +356,12 @@ class OffloadEngine(NotCopyable):
                 with self._lock:
                     chains = lazy.chains_of(leaving[group])
                 for chain in chains:
-                    keys, blocks = (self._pages.only(group, its) for its in chain)
+                    keys, ids = (self._pages.only(group, its) for its in chain)
+                    digests, blocks = self._pages.read(keys, ids)
                     self._grow()
-                    store = self.manager.prepare_store(keys)
+                    store = self.manager.prepare_store(self._pages.keys(digests))
                     if store is not None and store.id:
-                        jobs.append(self._submit(store, keys, blocks, start))
+                        jobs.append(self._submit(store, blocks, start))
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -354,25 +382,32 @@ class OffloadEngine(NotCopyable):
     ) -> Preempted | None:
         """Stores all blocks of a request and keeps them on the host until release().
 
-        To restore the request, call load(), then release().
+        To restore the request, call load(), then release(), which may follow at once: the load
+        holds the pages until it has ended. If load() returns None and
+        `lookup(keys, again=True).pending` is not 0, try again after a later poll(). Otherwise the
+        blocks are lost, for example because their store failed: call release() and compute them
+        again. poll() reports a load that fails later.
 
         Args:
-            keys: keys of all blocks of the request, in order.
-            gpu_block_ids: their GPU blocks.
+            keys: keys of all computed blocks of the request, in order. PrefixHasher.partial_key()
+                makes the last one if that block is partly filled.
+            gpu_block_ids: GPU blocks of all keys.
             after, copy_engines_only, tag: see OffloadHandler.store().
 
         Returns:
-            Preempted | None: None if there is not enough room.
+            Preempted | None: None if there is not enough room. Each other result needs one
+                release().
         """
+        digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.preempt(keys)
+        store = self.manager.preempt(self._pages.keys(digests))
         if store is None:
             return None
         start = functools.partial(
             self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
         try:
-            job = self._submit(store, keys, gpu_block_ids, start) if store.id else None
+            job = self._submit(store, blocks, start) if store.id else None
         except BaseException:
             self.manager.release(store)
             raise
@@ -400,7 +435,7 @@ class OffloadEngine(NotCopyable):
 
         Stored blocks can be loaded from now on. Blocks of failed jobs are forgotten.
         """
-        results = self.handler.poll()
+        results = self.handler._take_results()
         for result in results:
             with self._lock:
                 job = self._jobs.pop(result.job_id, None)
@@ -420,28 +455,22 @@ class OffloadEngine(NotCopyable):
 
     def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
-        computed = self._pages.read(keys, gpu_block_ids)
-        for group, (_, blocks) in enumerate(computed):
-            self._check_blocks(group, blocks)
+        computed = self._read(keys, gpu_block_ids)
         with self._lock:
-            for lazy, (digests, blocks) in zip(self._lazy, computed, strict=True):
+            for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
                 lazy.computed(digests, blocks)
 
-    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        """Raises IndexError if the GPU cache does not have one of the blocks."""
-        count = self.handler.layouts[group].num_blocks
-        place = next((i for i, block in enumerate(blocks) if not 0 <= block < count), None)
-        if place is not None:
-            name = f"{self._pages.name(group)}[{place}]"
-            raise IndexError(
-                f"{name} is {blocks[place]}; there are {count} GPU blocks, 0 to {count - 1}"
-            )
+    def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
+        """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
+        digests, several = self._pages.read(keys, gpu_block_ids)
+        for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
+            _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
+        return digests, several
 
     def _submit(
         self,
         job: Load | Store,
-        keys: Any,
-        gpu_block_ids: Any,
+        blocks: Sequence[array[int]],
         start: Callable[..., Job],
     ) -> Job:
         """Submits a job that the manager has prepared, and records it for poll().
@@ -454,10 +483,10 @@ class OffloadEngine(NotCopyable):
             start: handler.load or handler.store, with its options.
         """
         try:
-            blocks = self._pages.select(keys, gpu_block_ids, job.key_indices)
+            selected = self._pages.select(blocks, job.key_indices)
             pages = self._pages.in_pools(job.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
-                submitted = start(gpu_block_ids=blocks, page_ids=pages)
+                submitted = start(gpu_block_ids=selected, page_ids=pages)
                 self._jobs[submitted.id] = job
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.

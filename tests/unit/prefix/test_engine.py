@@ -119,6 +119,92 @@ def test_a_refused_call_leaves_nothing_behind():
         assert engine.lookup(["b"]).found == 0
 
 
+def test_a_handler_has_one_engine() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        assert_expected_inline(
+            error_text(OffloadEngine, handler),
+            """\
+ValueError: the handler has an engine already, which assigns its pages; make a handler
+and a pool for another one""",
+        )
+        job = engine.store(["a"], [1])
+        del engine
+        other = OffloadEngine(handler)
+        assert [result.job_id for result in other.poll()] == [job.id]
+        assert other.lookup(["a"]).found == 0  # it knows only what it has stored itself
+
+
+def test_an_engine_that_was_refused_does_not_keep_the_handler() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        del engine
+        with pytest.raises(ValueError, match="policy"):
+            OffloadEngine(handler, policy="never")
+        OffloadEngine(handler)
+
+
+def test_the_handler_of_an_engine_reports_no_results() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        assert_expected_inline(
+            error_text(handler.poll),
+            """\
+RuntimeError: an OffloadEngine uses this handler; call its poll()""",
+        )
+        assert [result.ok for result in engine.poll()] == [True]
+        assert engine.lookup(["a"]).ready == 1
+        del engine
+        assert handler.poll() == []
+
+
+def test_a_closed_handler_gets_no_engine() -> None:
+    engine, _ = make()
+    handler = engine.handler
+    del engine
+    handler.close()
+    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+        OffloadEngine(handler)
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], ["x", "y"]], ids=["stored", "new"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: str) -> None:
+    engine, _ = make(store_policy=policy)
+    with engine.handler:
+        engine.preempt(["a", "b"], [0, 1])
+        engine.poll()
+        for call in (engine.store, engine.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
+                call(keys, [0, 999])
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -1; there are 16 GPU"):
+                call(keys, [-1, 0])
+            with pytest.raises(
+                ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"
+            ):
+                call(keys, [0])
+        with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"):
+            engine.load(keys, [0])
+        assert engine.manager.stats().filling_pages == 0
+
+
+def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
+    layouts = [PagedLayout([torch.zeros(4, 4)]), PagedLayout([torch.zeros(8, 4)])]
+    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(4), BlockGroup(4)])
+        keys = [["a", "b"], ["a", "b"]]
+        engine.store(keys, [[0, 1], [0, 7]])
+        engine.poll()
+        for call in (engine.store, engine.preempt):
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\]\[1\] is 7; there are 4 GPU"):
+                call(keys, [[0, 7], [0, 1]])
+            with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
+                call(keys, [[0, 1], [0, 1, 2]])
+            with pytest.raises(TypeError, match=r"^keys\[1\] is a NoneType; pass bytes"):
+                call([["a"], None], [[0], [0]])
+
+
 @stubbed
 def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
     steps = PinningSteps()
@@ -338,9 +424,7 @@ def test_errors_say_what_was_wrong():
             error_text(engine.store, None, [1]),
             error_text(engine.lookup, {"a": 1}),
             error_text(engine.release, 5),
-            error_text(
-                OffloadEngine(engine.handler, store_policy="lazy").store, ["a"], [1, BLOCKS]
-            ),
+            error_text(make(per_page=2, store_policy="lazy")[0].store, ["a"], [1, BLOCKS]),
             error_text(copy.copy, engine),
             error_text(copy.deepcopy, engine),
             error_text(pickle.dumps, engine),

@@ -109,12 +109,12 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
     reason = OSError("the link fell off")
 
     class FailingLoads(demo.OffloadHandler):
-        def poll(self):
+        def _take_results(self):
             return [
                 replace(result, state="failed", error=reason)
                 if result.direction == "load"
                 else result
-                for result in super().poll()
+                for result in super()._take_results()
             ]
 
     monkeypatch.setattr(demo, "OffloadHandler", FailingLoads)

@@ -45,7 +45,8 @@ class LateHandler:
             local_pages=range(num_pages),
             num_ready_pages=num_pages,
         )
-        self.pools, self.layouts = (self.host,), (SimpleNamespace(block_bytes=8),)
+        self.pools = (self.host,)
+        self.layouts = (SimpleNamespace(block_bytes=8, num_blocks=cache[0].shape[1]),)
         self._native = SimpleNamespace(groups=SimpleNamespace(is_list=False))
         self.cache = cache
         slots = num_pages * blocks_per_page
@@ -86,7 +87,10 @@ class LateHandler:
         nbytes = len(slots) * 8
         self.results.append(ended(job.id, job.direction, nbytes, job.tag))
 
-    def poll(self):
+    def _assign_pages_to(self, engine):
+        pass
+
+    def _take_results(self):
         for direction, jobs in self.pending.items():
             while jobs and self.random.random() < self.rate:
                 self.run_next(direction)
@@ -218,7 +222,7 @@ def test_the_others_are_decoded_while_a_request_moves():
     requests = make_requests([8, 8, 8], 24, block_size=8)
     model = ExactModel(block_size=8, max_blocks=4)
     handler = LateHandler(model.new_cache(8), 12)
-    handler.poll = handler.take_results  # nothing ends by itself
+    handler._take_results = handler.take_results  # nothing ends by itself
     server = Server(model, handler.cache, Swapper(OffloadEngine(handler), 8), requests)
     steps_beside = 0
     while server.is_busy:
@@ -265,7 +269,7 @@ def test_a_failed_transfer_stops_the_server_and_names_the_request(direction):
     requests = make_requests([8, 8, 8], 24, block_size=8)
     model = ExactModel(block_size=8, max_blocks=4)
     handler = LateHandler(model.new_cache(5), num_pages=12)
-    finished = handler.poll
+    finished = handler._take_results
     reason = OSError("the link fell off")
 
     def fail():
@@ -274,7 +278,7 @@ def test_a_failed_transfer_stops_the_server_and_names_the_request(direction):
             for r in finished()
         ]
 
-    handler.poll = fail
+    handler._take_results = fail
     with pytest.raises(
         RuntimeError, match=rf"the {direction} of request \d failed: the link fell off"
     ) as caught:
