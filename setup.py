@@ -205,7 +205,7 @@ def write_build(folder: Path, torch: Torch, cxx: list[str], cuda: Cuda | None) -
     """
     place, headers = ninja.escape(str(folder)), {"depfile": "$out.d", "deps": "gcc"}
     with (folder / "build.ninja").open("w") as file:
-        build = ninja.Writer(file, width=sys.maxsize)  # to wrap lines spoils spaces in quotes
+        build = ninja.Writer(file, width=sys.maxsize)  # wrapped lines lose spaces in quotes
         build.variable("builddir", place)
         build.rule("compile_cpp", cpp_command(torch, cxx, cuda), "compiling $in", **headers)
         objects = []

@@ -3,14 +3,22 @@
 import sys
 from importlib import import_module
 
-# Imported only when asked for: a command must not fail because another one cannot be imported.
+# Imported only when run: a command must not fail because another one cannot be imported.
 COMMANDS = {
-    "calibrate": ("torch_kvswap.cli.calibrate", "measure which way of copying is best here"),
-    "doctor": ("torch_kvswap.cli.doctor", "say what this installation can do on this machine"),
+    "calibrate": ("torch_kvswap.cli.calibrate", "measure the copy methods on this machine"),
+    "doctor": ("torch_kvswap.cli.doctor", "report what this installation can do on this machine"),
 }
 
 
 def main(arguments: list[str]) -> int:
+    """Runs a command.
+
+    Args:
+        arguments (list[str]): the command's name, then its arguments.
+
+    Returns:
+        int: the exit code; 2 for an unknown command.
+    """
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
         module, _ = COMMANDS[name]

@@ -1,4 +1,4 @@
-"""Measures what the ways of copying cost on this machine, for the choice between them."""
+"""Measures the costs of the copy methods on this machine."""
 
 from __future__ import annotations
 
@@ -9,28 +9,36 @@ from statistics import median
 
 import torch
 
-from torch_kvswap.copy_method import DIRECTIONS, CopyMethodCosts, Costs
-from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.copy_method import DIRECTIONS, SMALLEST_FRAGMENT, CopyMethodCosts, Costs
+from torch_kvswap.handler import AFTER_NOTHING, OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
-SIZES = tuple(512 << power for power in range(13))  # of fragments, in bytes
-# A kernel that writes to the host all but stops the compute beside it: no choice falls on it.
+SIZES = tuple(SMALLEST_FRAGMENT << power for power in range(13))  # of fragments, in bytes
+# Without "kernel" for stores: a kernel that writes to the host nearly stops the compute beside it.
 COPY_METHODS = {
     "store": ("strided", "batch", "staged"),
     "load": ("strided", "batch", "staged", "kernel"),
 }
-_SAMPLES = 5  # after one to warm up
+_SAMPLES = 5  # after one warm-up
 _BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
 
-_FASTEST = 0.97  # of the time that the link's share of a fragment takes
+_FASTEST = 0.97  # no fragment is predicted to take less than this share of its time on the link
 
-# Seconds of a transfer: copy_method, direction, bytes of a fragment, slabs, blocks.
+# Measures the seconds of a transfer: copy method, direction, fragment bytes, slabs, blocks.
 Seconds = Callable[[str, str, int, int, int], float]
 
 
 def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -> Costs:
-    """The costs of all copy methods. progress: is called STEPS times."""
+    """Computes the costs of all copy methods from measured transfers.
+
+    Args:
+        seconds: measures one transfer, such as Machine.seconds().
+        progress: called STEPS times.
+
+    Returns:
+        Costs: by direction, then by copy method.
+    """
     times = {}
     for size, slabs, blocks in _SHAPES:
         for direction in DIRECTIONS:
@@ -56,7 +64,7 @@ def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -
 
 
 def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float, float]]) -> float:
-    """Seconds for a byte, of the best copy_method with the largest fragments."""
+    """Seconds per byte of the fastest copy method with the largest fragments."""
     size, slabs = SIZES[-1], _slabs(SIZES[-1])
     blocks = (
         times[direction, copy_method, size, slabs][1] for copy_method in COPY_METHODS[direction]
@@ -65,12 +73,17 @@ def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float,
 
 
 def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> CopyMethodCosts:
-    """From what one block takes, and each one more, by fragment bytes and slabs."""
-    # What a block of few fragments takes, and one of many: block + slabs * fragment.
+    """Fits the costs of one copy method.
+
+    Args:
+        times: (fragment bytes, slabs) to (seconds of one block, seconds of each further block).
+        link: seconds per byte of the link.
+    """
+    # A block takes block + slabs * fragment seconds. Two numbers of slabs give both unknowns.
     few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _slabs(_SPLIT_SIZE)][1]
     share = _FEW / _slabs(_SPLIT_SIZE)
     block = (few - share * many) / (1 - share)
-    # No fragment is much faster than the link, whatever a disturbed measurement says.
+    # No fragment is much faster than the link. Disturbed measurements may suggest otherwise.
     least = _FASTEST * link
     block = min([block, *(more - least * math.prod(key) for key, (_, more) in times.items())])
     block = max(block, 0.0)
@@ -89,7 +102,7 @@ def _blocks(size: int) -> int:
     return max(2, min(_MOST_BLOCKS, _TRANSFER_BYTES // (size * _slabs(size))))
 
 
-# Of blocks of both kinds the link is busy for longer than a copy takes to start.
+# With either number of slabs, a block keeps the link busy for longer than a copy takes to start.
 _SPLIT_SIZE, _FEW = 4096, 32
 _SHAPES = [(size, _slabs(size), _blocks(size)) for size in SIZES]
 _SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
@@ -97,8 +110,13 @@ STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 
 
 class Machine:
-    """Measures transfers on `device`, which should have nothing else to do. Its memory, and that of
-    the host, take _TRANSFER_BYTES twice."""
+    """Measures transfers on a device, which should be otherwise idle.
+
+    Allocates 48 MiB on the device, and up to as much on the host.
+
+    Args:
+        device (torch.device): a CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._bytes = torch.zeros(2 * _TRANSFER_BYTES, dtype=torch.uint8, device=device)
@@ -108,8 +126,18 @@ class Machine:
     def seconds(
         self, copy_method: str, direction: str, size: int, slabs: int, blocks: int
     ) -> float:
-        """From the call until the host sees the end, scattered ids; the fastest, because what
-        disturbs only ever adds to it."""
+        """Measures a transfer with scattered ids, from the call until the host sees its end.
+
+        Args:
+            copy_method (str): see copy_method.CHOICES.
+            direction (str): "store" or "load".
+            size (int): bytes per fragment.
+            slabs (int): fragments per block.
+            blocks (int): blocks per transfer.
+
+        Returns:
+            float: seconds of the fastest of several transfers, because disturbances only add time.
+        """
         handler = self._handler(copy_method, size, slabs)
         count = handler.layouts[0].num_blocks
         samples = []
@@ -117,15 +145,16 @@ class Machine:
             block_ids, page_ids = (torch.randperm(count)[:blocks].tolist() for _ in range(2))
             start = time.perf_counter()
             if direction == "store":
-                job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=())
+                job = handler.store(gpu_block_ids=block_ids, page_ids=page_ids, after=AFTER_NOTHING)
             else:
-                job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=())
+                job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=AFTER_NOTHING)
             handler.synchronize(job)
             samples.append(time.perf_counter() - start)
             handler.poll()
         return min(samples[1:])
 
     def close(self) -> None:
+        """Closes the handlers and pools; seconds() makes new ones."""
         for handler in self._handlers.values():
             handler.close()
         for pool in {id(h.pools[0]): h.pools[0] for h in self._handlers.values()}.values():

@@ -1,4 +1,4 @@
-"""Copy methods: what the caller asks for, and the measured costs that the choice is made by."""
+"""Copy methods: the caller's choice, and the measured costs behind the automatic choice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ from torch_kvswap.metrics import COPY_METHODS
 
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
-GENERIC = "NVIDIA H200"  # of the shipped figures, for a GPU that has none
-_SMALLEST = 512  # bytes of a fragment: the first entry of the native table
+GENERIC = "NVIDIA H200"  # GPU whose shipped costs are used for a GPU without costs of its own
+SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
+DEFAULT_STAGING_BYTES = 32 << 20
 _MOST_MICROSECONDS = 1e12
 
 
 @dataclass(frozen=True)
 class CopyMethodCosts:
-    """Predicted seconds of a transfer: start, and so much for each block and for each fragment.
+    """The predicted time of a transfer by one copy method.
 
-    fragment: seconds by size in bytes, at least one size. In between they are interpolated in the
-    logarithm of the size; above the largest size they grow with it, below the smallest they stay.
+    Attributes:
+        start (float): seconds per transfer.
+        block (float): seconds per block.
+        fragment (Mapping[int, float]): seconds per fragment, by fragment size in bytes; at least
+            one size. Interpolated in the logarithm of the size; proportional to the size above the
+            largest entry, constant below the smallest.
     """
 
     start: float
@@ -39,6 +44,7 @@ class CopyMethodCosts:
     fragment: Mapping[int, float]
 
     def fragment_seconds(self, nbytes: int) -> float:
+        """Predicted seconds for one fragment of `nbytes` bytes."""
         sizes = sorted(self.fragment)
         if nbytes <= sizes[0]:
             return self.fragment[sizes[0]]
@@ -50,23 +56,26 @@ class CopyMethodCosts:
         return self.fragment[low] * (1 - share) + self.fragment[high] * share
 
     def seconds(self, blocks: int, slabs: int, fragment_bytes: int) -> float:
+        """Predicted seconds of a transfer of `blocks` blocks with `slabs` fragments each."""
         fragments = blocks * slabs * self.fragment_seconds(fragment_bytes)
         return self.start + blocks * self.block + fragments
 
     def native(self) -> abi.CopyMethodCosts:
-        sizes = (_SMALLEST << power for power in range(abi.FRAGMENT_SIZES))
+        """The costs as the structure that the native side reads."""
+        sizes = (SMALLEST_FRAGMENT << power for power in range(abi.FRAGMENT_SIZES))
         table = (ctypes.c_double * abi.FRAGMENT_SIZES)(*map(self.fragment_seconds, sizes))
         return abi.CopyMethodCosts(self.start, self.block, table)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:
-        """The costs that to_json() has written.
+        """Reads costs that to_json() has written.
 
         Args:
-            name (str): where they are in the file, for errors.
+            content (Mapping[str, Any]): the parsed JSON.
+            name (str): position in the file, for error messages.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: they cannot be read.
+            KeyError, TypeError, ValueError, AttributeError: the content is malformed.
         """
         start, block = (
             _read_microseconds(f"{name}.{field}", content[field]) / 1e6
@@ -82,6 +91,7 @@ class CopyMethodCosts:
         return cls(start, block, fragment)
 
     def to_json(self) -> dict[str, Any]:
+        """The costs in microseconds, rounded, as JSON content."""
         return {
             "start_us": round(self.start * 1e6, 3),
             "block_us": round(self.block * 1e6, 4),
@@ -97,11 +107,12 @@ Costs = dict[str, dict[str, CopyMethodCosts]]  # by direction, then by copy meth
 
 @dataclass(frozen=True)
 class Figures:
-    """The costs of all copy methods that were measured.
+    """Measured costs of the copy methods.
 
     Attributes:
-        source (str): where they are from, for people.
-        is_generic (bool): they are of another GPU than the one that was asked for.
+        costs (Costs): by direction, then by copy method.
+        source (str): where the costs are from, for messages.
+        is_generic (bool): whether they were measured on another GPU than the given one.
     """
 
     costs: Costs
@@ -110,13 +121,18 @@ class Figures:
 
 
 def read_figures(gpu: str) -> Figures:
-    """The costs for a GPU, from the first of these that exists: the file that
-    KVSWAP_COPY_METHOD_COSTS names, the user's cache, what is shipped for this GPU, what is shipped
-    for GENERIC. A cache that cannot be read is skipped, with a warning in the log.
+    """Reads the costs for a GPU from the first source that exists.
+
+    The sources are: the file named by KVSWAP_COPY_METHOD_COSTS, the user's cache, the shipped costs
+    for this GPU, the shipped costs for GENERIC. An unreadable cache file is skipped with a warning
+    in the log.
+
+    Args:
+        gpu (str): the GPU's name.
 
     Raises:
-        ValueError: KVSWAP_COPY_METHOD_COSTS names a file that cannot be opened, or a file has no
-            costs.
+        ValueError: the file named by KVSWAP_COPY_METHOD_COSTS cannot be opened, or a file is
+            malformed.
     """
     given = os.environ.get("KVSWAP_COPY_METHOD_COSTS")
     if given:
@@ -129,8 +145,8 @@ def read_figures(gpu: str) -> Figures:
         cached = cache_file(gpu)
         content = cached.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # nothing was measured here
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        pass  # `calibrate` has not run on this machine
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         log.warning(
             "shipped costs of the copy methods are used, the cache cannot be read: %s", error
         )
@@ -142,7 +158,19 @@ def read_figures(gpu: str) -> Figures:
 
 
 def write_figures(gpu: str, costs: Costs) -> Path:
-    """Keeps them in the cache, for every process from now on."""
+    """Writes costs to the user's cache, for all later processes.
+
+    Args:
+        gpu (str): the GPU's name.
+        costs (Costs): by direction, then by copy method.
+
+    Returns:
+        Path: the file.
+
+    Raises:
+        OSError: the file cannot be written.
+        RuntimeError: there is no home directory.
+    """
     content = {
         direction: {
             copy_method: of_method.to_json() for copy_method, of_method in costs[direction].items()
@@ -154,7 +182,7 @@ def write_figures(gpu: str, costs: Costs) -> Path:
     part = file.with_suffix(f".{os.getpid()}")
     try:
         part.write_text(json.dumps(content, indent=1) + "\n")
-        part.rename(file)  # at once: another process may read it
+        part.rename(file)  # atomically: another process may read the file
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -162,7 +190,11 @@ def write_figures(gpu: str, costs: Costs) -> Path:
 
 
 def cache_file(gpu: str) -> Path:
-    """Of this GPU and this driver, in XDG_CACHE_HOME. Raises RuntimeError when there is no home."""
+    """The cache file for this GPU and driver, in XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = loader.library().kvswap_driver_version()
@@ -196,28 +228,31 @@ def _parse(content: Mapping[str, Any]) -> Costs:
 def _read_microseconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of microseconds")
-    if not 0 <= value <= _MOST_MICROSECONDS:  # nor is NaN
+    if not 0 <= value <= _MOST_MICROSECONDS:  # also rejects NaN
         raise ValueError(f"{name} is {value}; it must be 0 to {_MOST_MICROSECONDS:g} microseconds")
     return float(value)
 
 
 AUTO = "auto"
-CHOICES = (AUTO, "batch", "strided", "staged", "kernel")
-_UNKNOWN = -1.0  # seconds
+CHOICES = (AUTO, *(method for method in COPY_METHODS if method != "host"))
+_UNKNOWN = -1.0  # start_seconds of a method without costs: it is not chosen
 
 
 def copy_method_options(
     copy_method: str | None, staging_bytes: int, device: torch.device
 ) -> abi.CopyMethodOptions:
-    """The choice of a copy method, for a native handler.
+    """The options of a native handler that choose the copy method.
 
     Args:
-        copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, "auto" by default.
+        copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, which defaults to
+            "auto".
         staging_bytes (int): GPU memory for staged copies.
-        device (torch.device): of the cache.
+        device (torch.device): the device of the cache.
 
     Raises:
-        ValueError: there is no such method, or the costs cannot be read.
+        TypeError: staging_bytes is not an integer.
+        ValueError: the method does not exist, staging_bytes is negative, or the costs cannot be
+            read.
     """
     name = "copy_method" if copy_method is not None else "KVSWAP_COPY_METHOD"
     copy_method = (
@@ -242,5 +277,5 @@ def copy_method_options(
 
 
 def figures_of(device: torch.device) -> Figures:
-    """The costs for the GPU of a cache."""
+    """The costs for a device; the generic ones if torch sees no GPU."""
     return read_figures(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "")

@@ -1,4 +1,4 @@
-"""The groups of a handler: layouts, each with its host pool, as the native side knows them."""
+"""The groups of a handler: layouts with their host pools, as the native side needs them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy as np
 import torch
 
 from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.layout import Int64Array, PagedLayout, block_spaces
+from torch_kvswap.layout import PagedLayout, block_spaces
 
 _native = loader.library()
 _has_moved, _release = _native.kvswap_cache_moved, _native.kvswap_cache_release
 
 
 class AddressGuard:
-    """Looks at the tensors of some layouts before each submission.
+    """Checks before each submission that the tensors of the layouts have not moved.
 
-    `.data =`, `set_()`, `resize_()` of the tensor or of its storage, and `share_memory_()` give a
-    tensor other memory and tell nobody; only `set_()` and `resize_()` count its version up. So
-    every address and the size of every storage are read every time (a storage that shrank twice
-    may be back at its address): by the native side, from references of its own, in nanoseconds a
-    tensor, where `Tensor.data_ptr` takes 70. Does not keep the memory when it is dropped.
+    `.data =`, `set_()`, `share_memory_()`, and `resize_()` of a tensor or its storage give a tensor
+    other memory. Only `set_()` and `resize_()` increment its version, so every check reads every
+    address and storage size (a storage that shrank and grew again may be back at its address). The
+    native side reads them through references of its own, in a few nanoseconds per tensor;
+    `Tensor.data_ptr` from Python takes 70 ns. The references end when the guard is dropped.
     """
 
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
@@ -34,11 +35,11 @@ class AddressGuard:
         ends = [end for layout in layouts for end in layout.storage_ends]
         watch_cache = loader.ops.torch_kvswap._watch_cache
         self._native: int = watch_cache(tensors, addresses, ends)
-        # Not at exit: other threads may still submit.
+        # Not at exit, when other threads may still submit.
         weakref.finalize(self, _release, self._native).atexit = False
 
     def check(self) -> None:
-        """Raises RuntimeError, which names the tensor, when one has moved."""
+        """Raises RuntimeError that names the tensor if one has moved."""
         if _has_moved(self._native):
             for layout in self._layouts:
                 layout.check_unmoved()
@@ -47,9 +48,26 @@ class AddressGuard:
 class Groups:
     """Layouts and their pools, checked against each other.
 
-    is_list: whether the caller passed lists, and so passes lists of ids. num_layers: tensors of all
-    layouts, in their order. check_unmoved() raises RuntimeError when a tensor has other memory than
-    its layout says. Holds the memory of both.
+    Holds the memory of both.
+
+    Args:
+        gpu: the layout, or a list of layouts.
+        host: the pool, or a list with one pool per layout.
+
+    Attributes:
+        is_list (bool): whether the caller passed lists, and so passes lists of ids.
+        layouts (tuple[PagedLayout, ...]): the layouts.
+        pools (tuple[HostPool, ...]): the pools, one per layout.
+        device (torch.device): the device of all layouts.
+        num_layers (int): tensors of all layouts, numbered in order.
+        structures (ctypes.Array[abi.Group]): the groups for the native side. They point into memory
+            that this object holds.
+        check_unmoved: AddressGuard.check of the layouts.
+
+    Raises:
+        TypeError: gpu or host is not a layout or pool, or only one of them is a list.
+        ValueError: they do not match, or the device is not supported.
+        RuntimeError: a pool is closed, or a tensor has moved since its layout was made.
     """
 
     def __init__(
@@ -72,8 +90,8 @@ class Groups:
         self.device: torch.device = self.layouts[0].device
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = AddressGuard(self.layouts).check
-        self.check_unmoved()  # before anything is taken
-        self._kept: list[Int64Array] = []  # whose addresses the structures have
+        self.check_unmoved()  # before the addresses are read
+        self._kept: list[Int64Array] = []  # the arrays that `structures` points to
         self.structures = (abi.Group * len(self.layouts))()
         self._fill_structures()
 
@@ -99,8 +117,13 @@ class Groups:
             first_layer += len(layout.tensors)
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
-        """The same pools with other layouts. Raises TypeError for what are no layouts, or not as
-        many, and ValueError when they do not fit."""
+        """Combines the same pools with other layouts.
+
+        Raises:
+            TypeError: these are no layouts, or not as many.
+            ValueError: the layouts do not match the pools, or the device or number of tensors
+                changed.
+        """
         _check_no_tensors(gpu)
         several = gpu if isinstance(gpu, Sequence) else [gpu]
         if (
@@ -120,6 +143,7 @@ class Groups:
         return groups
 
     def _address(self, values: Int64Array) -> int:
+        """Keeps the values and returns their address."""
         self._kept.append(np.ascontiguousarray(values, np.int64))
         return self._kept[-1].ctypes.data
 
@@ -145,7 +169,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             if not isinstance(item, kind):
                 raise TypeError(
                     "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
-                    f"each; a {type(item).__name__} is in the place of a {kind.__name__}"
+                    f"each; got a {type(item).__name__} instead of a {kind.__name__}"
                 )
     if not layouts or len(layouts) != len(pools):
         raise ValueError(
@@ -159,7 +183,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             )
         if layout.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"a cache on {layout.device} cannot be moved; its tensors must be on cuda or cpu"
+                f"a cache on {layout.device} is not supported; its tensors must be on cuda or cpu"
             )
         if layout.device.type != pool.device.type:
             raise ValueError(

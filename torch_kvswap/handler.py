@@ -1,4 +1,4 @@
-"""Stores and loads between a paged cache and host pages, as jobs."""
+"""Transfers between a paged KV cache and host pages, as jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, rea
 from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
-from torch_kvswap.copy_method import copy_method_options
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -36,6 +36,7 @@ __all__ = [
 Direction = Literal["store", "load"]
 State = Literal["done", "failed", "cancelled"]
 
+# Value of after=: start at once, wait for no stream.
 AFTER_NOTHING: Final[tuple[()]] = ()
 
 _STATES: dict[int, State] = {
@@ -43,8 +44,8 @@ _STATES: dict[int, State] = {
     abi.FAILED: "failed",
     abi.CANCELLED: "cancelled",
 }
-_release = loader.library().kvswap_job_release  # __del__ may run when modules are gone
-
+# Looked up here because __del__ may run at exit, when the loader module is gone.
+_release = loader.library().kvswap_job_release
 
 _ERRORS: dict[int, type[TransferError]] = {
     abi.OTHER_ERROR: TransferError,
@@ -55,26 +56,25 @@ _ERRORS: dict[int, type[TransferError]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """How a job has ended.
+    """The outcome of one job.
 
     Attributes:
         job_id (int): Job.id.
-        direction: "store" or "load".
-        state: "done", "failed" or "cancelled". What a job that is not done has written is
-            undefined.
-        nbytes (int): bytes that it was to copy.
-        copy_method (str): "strided" (copy engine, a driver call for a block), "batch" (copy engine,
-            one call for all fragments, or one for each where doctor says so), "staged" (kernels
-            pack, the copy engine moves whole pages), "kernel" (it reads and writes host pages
-            itself) or "host" (memcpy).
-        submit_seconds (float): host time in the call that submitted it.
-        queue_seconds (float): time until it was given to the driver.
-        copy_seconds (float): time on the device without the waits before it. Of a job that was
-            joined with others it is that of all of them; 0 when it was never copied.
-        error (TransferError | None): why it failed: a DeviceLostError, a SourceFailedError or a
-            plain TransferError. Does not take part in comparisons.
-        tag: what store() or load() was given. Does not take part in comparisons, and is left out
-            when the result is pickled.
+        direction (str): "store" or "load".
+        state (str): "done", "failed" or "cancelled". If it is not "done", the contents of the
+            destination are undefined.
+        nbytes (int): size of the transfer in bytes.
+        copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
+            one driver call for all fragments, or one call per fragment on older drivers), "staged"
+            (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
+            kernel reads and writes host pages directly) or "host" (memcpy).
+        submit_seconds (float): host time spent in the submitting call.
+        queue_seconds (float): time from submission until the driver got the copy.
+        copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
+            merged into one copy all report the time of that copy. 0 if nothing was copied.
+        error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError or
+            a plain TransferError. Ignored in comparisons.
+        tag: the object passed to store() or load(). Ignored in comparisons; None after unpickling.
     """
 
     job_id: int
@@ -85,11 +85,12 @@ class Result:
     submit_seconds: float
     queue_seconds: float
     copy_seconds: float
-    error: TransferError | None = field(compare=False)  # made anew at each call
+    error: TransferError | None = field(compare=False)  # exceptions compare by identity
     tag: Any = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
+        """Whether the job is done, that is, neither failed nor cancelled."""
         return self.state == "done"
 
     def __repr__(self) -> str:
@@ -97,12 +98,15 @@ class Result:
         return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
+        # The tag may be any object, also one that cannot be pickled.
         return {**self.__dict__, "tag": None}
 
 
 def error_of(results: Sequence[Result]) -> TransferError:
-    """The error for these jobs, all of which have failed or were cancelled. It is of a kind of its
-    own when all of theirs are of that kind."""
+    """One error for several jobs that failed or were cancelled.
+
+    Its type is the common type of the jobs' errors, or TransferError if they differ.
+    """
     kinds = {type(result.error) for result in results}
     kind = kinds.pop() if len(kinds) == 1 else TransferError
     kind = kind if issubclass(kind, TransferError) else TransferError
@@ -119,11 +123,12 @@ def _sentence(result: Result) -> str:
 
 
 def direction_of(channel: int) -> Direction:
+    """The direction of a native channel."""
     return "store" if channel == abi.STORES else "load"
 
 
 def result_of(native: abi.JobResult, tag: object = None) -> Result:
-    """Of a job that has ended."""
+    """The Result of a job that has ended."""
     error = None
     if native.error is not None:
         error = _ERRORS[native.error_kind](native.error.decode())
@@ -144,17 +149,18 @@ def result_of(native: abi.JobResult, tag: object = None) -> Result:
 class Gate(NotCopyable):
     """Makes a captured CUDA graph wait on each replay until a load has landed.
 
-    Capture `wait(layer_group)` in front of the kernels that read loaded layers.
-    `load(..., gate=gate)` closes all groups in the order of the current stream, on which the graph
-    must be replayed afterwards, and opens each group as soon as its layers have landed, failed or
-    been cancelled. Without a load the graph does not wait. Any thread may call.
+    Made by OffloadHandler.gate(). Capture `gate.wait(layer_group)` in front of the kernels that
+    read loaded layers. `load(..., gate=gate)` closes all layer groups in the order of the current
+    stream, and opens each group as soon as its layers have landed, failed or been cancelled. Replay
+    the graph on that stream after load() has returned. While no load holds the gate closed, the
+    graph does not wait. Any thread may call any method.
 
-    Graphs may outlive the gate and its handler: eight bytes of pinned memory for each group are
-    never freed. The gate has a stream and two events. They are freed after the gate was dropped, as
-    soon as the handler makes another gate or is dropped too.
+    Graphs may outlive the gate and its handler: the gate's flags, eight bytes of pinned memory per
+    layer group, are never freed. A gate also owns a stream and two events. They are freed after the
+    gate was dropped, when the handler makes its next gate or is dropped.
 
     Attributes:
-        layer_groups (int): number of groups of layers.
+        layer_groups (int): number of layer groups.
     """
 
     _native: int | None = None
@@ -174,18 +180,19 @@ class Gate(NotCopyable):
             self._handler.release_gate(self._native)
 
     def wait(self, layer_group: int = 0, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes work given to the stream from now on wait until the group of layers is open.
+        """Makes work submitted to the stream after this call wait until a layer group is open.
 
-        In a captured stream, each replay waits there.
+        In a captured stream, each replay waits at this point.
 
         Args:
             layer_group (int): 0 to layer_groups - 1.
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
-                the cache's GPU. A stream other than the one on which a load closes the gate passes
-                as long as the gate is open: order it behind the closing, with an event.
+                the cache's GPU. A stream other than the one on which a load closes the gate must be
+                ordered behind the closing with an event, or it may see the gate still open.
 
         Raises:
-            IndexError: the gate has no such group.
+            IndexError: the gate has no such layer group.
+            TypeError: stream is not a torch.cuda.Stream.
         """
         layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
         self._handler.check_process()
@@ -193,14 +200,18 @@ class Gate(NotCopyable):
 
 
 class Job(NotCopyable):
-    """A store or a load, from its submission on. Any thread may call. Keeps its handler.
+    """A submitted store or load.
+
+    Returned by OffloadHandler.store() and load(). Any thread may call any method. A job keeps its
+    handler alive.
 
     Attributes:
-        id (int): number within the handler, in the order of submission.
-        direction: "store" or "load".
-        nbytes (int): bytes that it copies.
-        layer_groups (int): groups in which the layers of a load are moved, 1 if not asked for.
-        tag: what store() or load() was given.
+        id (int): number of the job within its handler, in order of submission.
+        direction (str): "store" or "load".
+        nbytes (int): size of the transfer in bytes.
+        layer_groups (int): number of groups in which the layers of a load are moved; 1 by default.
+        handler (OffloadHandler): the handler that runs the job.
+        tag: the object passed to store() or load().
     """
 
     __slots__ = (
@@ -228,42 +239,52 @@ class Job(NotCopyable):
         return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={name}{tag})"
 
     def __del__(self) -> None:
-        if hasattr(self, "_native"):  # else __init__ was not reached
+        if hasattr(self, "_native"):  # False if __init__ did not run
             _release(self._native)
 
     @property
     def result(self) -> Result | None:
-        """How it ended; None until query(), synchronize() or poll() has found that it has."""
+        """The outcome, or None until query(), synchronize() or poll() has seen the job end."""
         answer = self.handler._native.job(self._native)
         return result_of(answer, self.tag) if answer.state in _STATES else None
 
     def query(self) -> bool:
-        """Whether the job has ended, done or not. Does not wait."""
+        """Returns whether the job has ended (done, failed or cancelled), without waiting."""
         return self.handler._native.query(self._native)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host until the job has ended: OffloadHandler.synchronize(self, timeout)."""
+        """Blocks the host until the job has ended. See OffloadHandler.synchronize().
+
+        Args:
+            timeout (float | None): seconds; None waits forever.
+
+        Raises:
+            TransferError: the job failed or was cancelled.
+            TimeoutError: the job still runs after the timeout.
+        """
         self.handler.synchronize(self, timeout)
 
     def wait(self, stream: torch.cuda.Stream | None = None, layer_group: int | None = None) -> None:
-        """Makes work given to the stream from now on wait for the job; the host goes on.
+        """Makes work submitted to the stream after this call wait for the job.
 
-        A job that is still queued is first given to the driver, with all that is queued ahead of
-        it; the host waits for that, but for nothing on the GPU.
+        The host does not wait for the GPU. If the job is still in the software queue, this call
+        first gives it, and everything ahead of it in its channel, to the driver; the host waits
+        only until the driver has accepted them.
 
         Args:
             stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
                 the cache's GPU.
-            layer_group (int | None): waits only until the layers of this group, and of those
-                before it, have landed. Layer l of n is in group l * layer_groups // n, see
-                layer_group_of(). None waits for all.
+            layer_group (int | None): wait only until the layers of this group, and of the groups
+                before it, have landed. None waits for the whole job. layer_group_of() maps a layer
+                to its group.
 
         Raises:
-            IndexError: the job has no such group.
-            TransferError: the job has failed or was cancelled. A failure that comes later is
-                reported by poll() and synchronize().
-            RuntimeError: the stream is capturing a CUDA graph, which could not hold the wait.
-                Raised whether or not the job has ended.
+            IndexError: the job has no such layer group.
+            TypeError: stream is not a torch.cuda.Stream.
+            TransferError: the job has already failed or been cancelled. poll() and synchronize()
+                report a later failure.
+            RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
+                wait. Raised even if the job has ended.
         """
         group = -1
         if layer_group is not None:
@@ -274,10 +295,14 @@ class Job(NotCopyable):
             raise error_of([result])
 
     def layer_group_of(self, layer: int) -> int:
-        """The group of layers that has this layer.
+        """The layer group that contains a layer: layer * layer_groups // number of layers.
 
         Args:
-            layer (int): position of its tensor in the layout, or in all layouts one after another.
+            layer (int): index of the layer's tensor in the layout, or in all layouts of the handler
+                one after another.
+
+        Returns:
+            int: 0 to layer_groups - 1.
 
         Raises:
             IndexError: the cache has no such layer.
@@ -285,7 +310,7 @@ class Job(NotCopyable):
         layers = self.handler._native.groups.num_layers
         layer = read_int("layer", layer, INT64_MIN)
         if not 0 <= layer < layers:
-            raise IndexError(f"layer {layer} of a cache with layers 0 to {layers - 1}")
+            raise IndexError(f"layer is {layer}; the cache has layers 0 to {layers - 1}")
         return layer * self.layer_groups // layers
 
 
@@ -297,34 +322,41 @@ def _read_layer_group(layer_group: object, layer_groups: int, owner: str) -> int
 
 
 class OffloadHandler(NotCopyable):
-    """Stores blocks of a paged cache into host pages and loads them back, without blocking.
+    """Stores blocks of a paged cache into host pages and loads them back, asynchronously.
 
-    A hybrid model has a list of layouts, one for each group of layers, and a pool for each; then
-    every argument with ids is a list too, with an entry for each group, empty for groups that have
-    no blocks in the job. The handler holds layouts and pools while it lives.
+    A hybrid model passes a list of layouts, one per group of layers, and a pool for each. Every
+    argument with ids is then a list too, with one entry per group; the entry is empty for a group
+    without blocks in the job. The handler keeps layouts and pools alive.
 
-    Stores run in the order of submission, so do loads and expedited loads, and so do two jobs that
-    share a block or a page which one of them writes; others overlap. docs/ordering.md has the
-    rules.
+    Ordering: stores run in order of submission, and so do loads and expedited loads. Two jobs that
+    share a block or a page also run in order if one of them writes it. Other jobs may overlap.
+    docs/ordering.md has the rules.
 
-    Any thread may call any method. A signal handler or a __del__ must not: it can run inside of
-    another call and would wait for its lock. A context manager, which closes it. A handler that is
-    dropped or left open at exit is closed. In a forked child every call raises RuntimeError. With a
-    cache on the CPU the same calls copy before they return.
+    Threads: any thread may call any method, except from a signal handler or `__del__`, which could
+    interrupt another call and deadlock on its lock. In a forked child every call raises
+    RuntimeError.
+
+    Lifetime: a context manager that closes the handler on exit. A handler that is dropped, or still
+    open when the process exits, is closed.
+
+    With a cache on the CPU, store() and load() return after the copy.
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
-        host (HostPool | Sequence[HostPool]): pages for blocks of the same slabs.
-        copy_method (str | None): "auto" takes for each transfer the one that is predicted to end
-            first; "strided", "batch", "staged" or "kernel" is always taken. None reads
-            KVSWAP_COPY_METHOD, "auto" by default.
-        staging_bytes (int): GPU memory for staged copies, half for stores, half for loads, taken at
-            once where some transfer could be staged.
-        submit_thread (bool): a thread for each channel gives all copies to the driver, 40 to 250 us
-            after it was woken up.
+        host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
+            layout.
+        copy_method (str | None): "auto" chooses the method with the lowest predicted time for each
+            transfer; "strided", "batch", "staged" and "kernel" force one method. None reads
+            KVSWAP_COPY_METHOD, which defaults to "auto".
+        staging_bytes (int): GPU memory for staged copies, half for stores and half for loads.
+            Allocated at construction if any transfer could be staged.
+        submit_thread (bool): give every copy to the driver from one thread per channel, which takes
+            40 to 250 us to wake up. By default the calling thread submits small copies itself.
 
     Raises:
-        ValueError: gpu and host differ, or an option cannot be had.
+        TypeError: gpu or host is not a layout or pool, or only one of them is a list.
+        ValueError: gpu and host do not match, or an option is invalid or not available here.
+        RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
     def __init__(
@@ -333,28 +365,30 @@ class OffloadHandler(NotCopyable):
         host: HostPool | Sequence[HostPool],
         *,
         copy_method: str | None = None,
-        staging_bytes: int = 32 << 20,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self._tags: dict[int, object] = {}  # of jobs that were not polled, by their ids
+        self._tags: dict[int, object] = {}  # by job id, until poll() has reported the job
         self._tags_lock = threading.Lock()
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
         options = copy_method_options(copy_method, staging_bytes, groups.device)
         self._native = NativeHandler(groups, submit_thread, options)
-        # Holds the cache and pools: neither may go before the jobs have ended.
+        # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool._register_user(self)
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
+        """The layouts of the cache; after rebind(), the new ones."""
         return self._native.groups.layouts
 
     @property
     def pools(self) -> tuple[HostPool, ...]:
+        """The host pools, one per layout."""
         return self._native.groups.pools
 
     def store(
@@ -367,34 +401,44 @@ class OffloadHandler(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Job:
-        """Copies GPU block gpu_block_ids[j] to host page page_ids[(first_block + j) // k], slot
-        (first_block + j) % k, where k is host.blocks_per_page.
+        """Copies blocks of the cache to host pages.
 
-        Until the job has ended, only work on a stream that waits for it (`Job.wait`) may write the
-        blocks or touch the pages.
+        GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
+        `(first_block + j) % k`, where k is `HostPool.blocks_per_page`.
+
+        Until the job has ended, nothing may write the blocks or access the pages, except work on a
+        stream that waits for the job (`Job.wait`).
+
+        If the call raises, there is no job and nothing is in flight. Any later failure ends the
+        returned job as failed. A store also fails if a load into one of its blocks failed or was
+        cancelled and poll() has not reported that load yet.
 
         Args:
-            gpu_block_ids, page_ids: 1-D lists, numpy arrays or CPU tensors of integers, copied
-                before this returns.
-            first_block (int | Sequence[int]): slot of the first block in its page. The last page
-                may be used in part, too.
-            after: the copy starts behind all work given to this stream so far, or behind this
-                event. None is the calling thread's current stream on the cache's device, which has
-                the kernels that wrote the blocks. AFTER_NOTHING starts at once.
-            copy_engines_only (bool): kernels beside the copy are slowed down no more than by one
-                big copy, but their launches may wait, since the driver is busier. The copy may take
-                longer.
-            tag: any object, for Result.tag. It is held until poll() has reported the job.
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
+                returns.
+            page_ids: host pages, in the same form as gpu_block_ids.
+            first_block (int | Sequence[int]): slot of the first block in the first page. The last
+                page may be partly filled, too.
+            after (torch.cuda.Stream | torch.cuda.Event | tuple[()] | None): what the copy waits
+                for: all work submitted to this stream so far, or this event. None is the calling
+                thread's current stream on the cache's device, which orders the copy behind the
+                kernels that wrote the blocks. AFTER_NOTHING starts at once.
+            copy_engines_only (bool): use no kernels, so that compute running beside the copy is
+                slowed down no more than by one large copy. Kernel launches may wait longer because
+                the driver is busier, and the copy may take longer.
+            tag: any object; returned in Result.tag and held until poll() has reported the job.
+
+        Returns:
+            Job: the submitted job.
 
         Raises:
-            IndexError, TypeError, ValueError: an argument is wrong.
+            IndexError: an id is out of range, or its page is not pinned yet.
+            TypeError: an argument has a wrong type.
+            ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.
-            RuntimeError: the handler is closed, or the stream is being captured into a CUDA graph.
-            MemoryError: there is too little host memory.
-
-        If it raises, there is no job. Any other failure ends the returned job as failed. A store
-        fails when a load was to fill one of its blocks and failed or was cancelled, unless poll()
-        has reported that load.
+            RuntimeError: the handler is closed, a tensor of the cache has moved, or the stream is
+                being captured into a CUDA graph.
+            MemoryError: host memory is exhausted.
         """
         self._native.check_open()
         ids = gpu_block_ids, page_ids, first_block
@@ -415,44 +459,57 @@ class OffloadHandler(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Job:
-        """store() the other way round. Whoever uses the loaded blocks waits for the job.
+        """Copies host pages to blocks of the cache: store() in the other direction.
 
-        A load fails when a store was to fill one of its pages and failed or was cancelled: such a
-        page is invalid until it is stored again.
+        Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
+        stream. A load fails if the store into one of its pages failed or was cancelled: such a page
+        is invalid until it is stored again.
 
         Args:
-            page_ids, gpu_block_ids, first_block, copy_engines_only, tag: see store().
-            after: as of store(); stands for the work that read or wrote the GPU blocks before.
-            layer_groups (int | None): the layers are moved in so many groups, one after another,
-                and `Job.wait` can wait for one of them.
-            expedited (bool): goes ahead of the loads that are queued or running, in a channel of
-                its own.
-            gate (Gate | None): is closed, in the order of the current stream, until the load has
-                landed. It has as many groups of layers as the load. The call returns when the load
-                is on the device.
+            page_ids: host pages, as in store().
+            gpu_block_ids: blocks of the cache to overwrite, as in store().
+            first_block (int | Sequence[int]): as in store().
+            after (torch.cuda.Stream | torch.cuda.Event | tuple[()] | None): as in store(). None
+                orders the copy behind the kernels that read or wrote the blocks before.
+            layer_groups (int | None): move the layers in this many groups, one after another, so
+                that `Job.wait(layer_group=...)` can wait for one group. None is 1, or the
+                gate's number of layer groups.
+            expedited (bool): use a separate channel that overtakes queued and running loads.
+            gate (Gate | None): close this gate in the order of the current stream until the load
+                has landed. Its number of layer groups must be that of the load. The call returns
+                when the load has been given to the device.
+            copy_engines_only (bool): as in store().
+            tag: as in store().
+
+        Returns:
+            Job: the submitted job.
 
         Raises:
-            IndexError, TypeError, ValueError, RuntimeError, MemoryError, DeviceLostError: see
+            IndexError, TypeError, ValueError, DeviceLostError, RuntimeError, MemoryError: see
                 store().
         """
         self._native.check_open()
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        parts = self._read_layer_groups(layer_groups, gate)
-        closed = None if gate is None else gate._native
+        num_groups = self._read_layer_groups(layer_groups, gate)
+        native_gate = None if gate is None else gate._native
         groups = self._native.groups
-        request = Request(groups, channel, *ids, after, parts, closed, copy_engines_only)
+        request = Request(groups, channel, *ids, after, num_groups, native_gate, copy_engines_only)
         return self._submit(request, tag)
 
     def poll(self) -> list[Result]:
-        """The jobs that have ended since the last call, in the order in which they ended.
+        """Returns the jobs that have ended since the last call, without waiting.
 
-        Each job is in one answer only. Does not wait. Call it now and then: until then the handler
-        remembers every job's result, in 120 bytes each, and its tag.
+        Call it regularly: until it has reported a job, the handler keeps the job's result (120
+        bytes) and its tag.
+
+        Returns:
+            list[Result]: in the order in which the jobs ended. Each job is reported once, to one
+                caller.
 
         Raises:
-            RuntimeError: an OffloadEngine uses this handler, and has to see the results: call its
-                poll().
+            RuntimeError: an OffloadEngine uses this handler and must see the results; call the
+                engine's poll().
         """
         if self._get_engine() is not None:
             raise RuntimeError("an OffloadEngine uses this handler; call its poll()")
@@ -465,7 +522,7 @@ class OffloadHandler(NotCopyable):
             self._ranges.end(result.job_id)
         if not results:
             return results
-        with self._tags_lock:  # store() and load() hold it until the tag is there
+        with self._tags_lock:  # store() and load() hold it until the tag is recorded
             if not self._tags:
                 return results
             tags = [self._tags.pop(result.job_id, None) for result in results]
@@ -474,20 +531,21 @@ class OffloadHandler(NotCopyable):
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
     ) -> None:
-        """Blocks the host until the jobs have ended; poll() still reports them.
+        """Blocks the host until jobs have ended. poll() still reports them.
 
-        Signals are handled meanwhile.
+        Python signal handlers run while it waits.
 
         Args:
-            jobs: None is every job that poll() has not reported.
-            timeout (float | None): seconds; None is for ever.
+            jobs (Job | Iterable[Job] | None): None is every job that poll() has not reported.
+            timeout (float | None): seconds; None waits forever.
 
         Raises:
-            TransferError: some of them failed or were cancelled; it has their results.
-            TimeoutError: some still run after the timeout.
-            ValueError: a job is of another handler.
+            TransferError: some of the jobs failed or were cancelled; its `results` are theirs.
+            TimeoutError: some of the jobs still run after the timeout.
+            TypeError: jobs contains something that is not a Job.
+            ValueError: a job belongs to another handler.
         """
-        own = None if jobs is None else [self._own(job) for job in _several(jobs)]
+        own = None if jobs is None else [self._check_own(job) for job in _as_iterable(jobs)]
         timeout = read_timeout("timeout", timeout)
         succeeded = self._native.synchronize(
             None if own is None else [job._native for job in own], timeout
@@ -503,38 +561,54 @@ class OffloadHandler(NotCopyable):
         else:
             ended = [job.result for job in own]
             failed = [result for result in ended if result and not result.ok]
-        if failed:  # else another thread has been told
+        if failed:  # empty if another thread has polled the failed jobs meanwhile
             raise error_of(failed)
 
     def cancel(self, job: Job) -> bool:
-        """Whether the job is, or will be, reported as cancelled; False when it has ended before.
+        """Cancels a job that has not ended.
 
-        A job that is queued ends at once and copies nothing. One that the driver has runs to its
-        end; what it wrote is undefined. Pages that a cancelled store was to fill are invalid.
+        A queued job ends at once and copies nothing. A job that the driver already has runs to its
+        end, and its destination is undefined. The pages of a cancelled store are invalid until they
+        are stored again.
+
+        Args:
+            job (Job): a job of this handler.
+
+        Returns:
+            bool: True if the job is or will be reported as cancelled; False if it had already
+                ended.
 
         Raises:
-            TypeError: it is no Job.
+            TypeError: job is not a Job.
+            ValueError: the job belongs to another handler.
         """
-        return self._native.cancel(self._own(job)._native)
+        return self._native.cancel(self._check_own(job)._native)
 
     def gate(self, layer_groups: int = 1) -> Gate:
-        """A gate, open, with so many groups of layers: 1 to the number of tensors of the cache."""
+        """Makes an open gate for load(gate=...).
+
+        Args:
+            layer_groups (int): 1 to the number of tensors of the cache.
+
+        Raises:
+            ValueError: layer_groups is out of range, or the cache is on the CPU.
+        """
         return Gate(self._native, layer_groups)
 
     def metrics(self) -> Metrics:
-        """What the handler has done and has to do, now."""
+        """Returns a snapshot of the counters, gauges and histograms of all channels."""
         return read_metrics(self._native.fill_metrics)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
-        """Waits for all jobs, and goes on with a cache that has moved.
+        """Waits for all jobs, then continues with a cache at other addresses.
 
-        If it raises, the old cache stays.
+        If it raises, the handler keeps the old cache.
 
         Args:
-            gpu: new layouts, with blocks of the same sizes.
+            gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
 
         Raises:
-            ValueError: the sizes differ.
+            ValueError: the new cache does not match the pools, or is on another device.
             RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
                 needs.
         """
@@ -542,11 +616,11 @@ class OffloadHandler(NotCopyable):
         self._native.rebind(self._native.groups.moved_to(gpu))
 
     def close(self) -> None:
-        """Takes no more jobs, waits for those it has, frees threads, streams and events.
+        """Refuses new jobs, waits for all jobs, and frees threads, streams and events.
 
-        poll() still reports what it has not reported yet. Idempotent; returns at once when the
-        device is lost. Ctrl-C interrupts the wait: no more jobs are taken then, and another close()
-        goes on.
+        poll() still reports the remaining results. Idempotent. Returns at once if the device is
+        lost. Ctrl-C interrupts the wait; the handler then accepts no more jobs, and another close()
+        continues.
         """
         self._native.close()
 
@@ -583,19 +657,19 @@ class OffloadHandler(NotCopyable):
     def _submit_tagged(self, request: Request, tag: object) -> Job:
         if tag is None:
             return Job(self, self._native.submit(request), request.native, tag)
-        with self._tags_lock:  # poll() may see the job before this thread goes on
+        with self._tags_lock:  # poll() in another thread may see the job before its tag is recorded
             job = Job(self, self._native.submit(request), request.native, tag)
             self._tags[job.id] = tag
         return job
 
     def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
-        """In how many groups of layers a load is moved."""
+        """The number of layer groups of a load, checked against its gate."""
         if gate is not None and not isinstance(gate, Gate):
             raise TypeError(
                 f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
             )
         if gate is not None and gate._handler is not self._native:
-            raise ValueError("the gate was made by another handler than this load's")
+            raise ValueError("the gate belongs to another handler")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
         groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
@@ -618,15 +692,15 @@ class OffloadHandler(NotCopyable):
         first = f"{running[0].direction} {running[0].id}"
         return f"{len(running)} of {_count_jobs(len(jobs))} not ended; the first is {first}"
 
-    def _own(self, job: object) -> Job:
+    def _check_own(self, job: object) -> Job:
         if not isinstance(job, Job):
             raise TypeError(f"store() and load() return Jobs, not {job!r}")
         if job.handler is not self:
-            raise ValueError(f"{job.direction} {job.id} is of another handler")
+            raise ValueError(f"{job.direction} {job.id} belongs to another handler")
         return job
 
 
-def _several(jobs: Job | Iterable[Job]) -> Iterable[Job]:
+def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     if isinstance(jobs, int | float):
         raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
     return jobs if isinstance(jobs, Iterable) else [jobs]

@@ -1,4 +1,4 @@
-"""What a paged cache is: slabs of blocks, with base addresses, strides and sizes in bytes."""
+"""The memory layout of a paged cache: slabs of blocks, and layouts that alias each other."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT64_MIN, read_int
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class Slabs:
-    """Blocks spread over slabs: block b has sizes[p] bytes at bases[p] + b * strides[p].
+    """Slabs of equally many blocks: block b has sizes[s] bytes at bases[s] + b * strides[s].
 
-    bases, strides, sizes: int64 [slabs], in bytes. num_blocks: what every slab has. block_bytes:
-    one block in all slabs. Has the addresses only, and keeps no memory alive.
+    A slab is one layer's K or V (or another tensor part) of all blocks. Holds addresses only and
+    keeps no memory alive.
+
+    Attributes:
+        bases (np.ndarray): int64 [slabs], address of block 0.
+        strides (np.ndarray): int64 [slabs], bytes from one block to the next.
+        sizes (np.ndarray): int64 [slabs], bytes of a block in the slab.
+        num_blocks (int): blocks per slab.
+        block_bytes (int): bytes of a block in all slabs together.
     """
 
     def __init__(
@@ -33,7 +38,11 @@ class Slabs:
         self.block_bytes = int(sizes.sum())
 
     def check_same_blocks(self, host: Slabs) -> None:
-        """Raises ValueError unless a block here has the slabs of a block of a host pool."""
+        """Checks that a block here has the slab sizes of a block in a host pool.
+
+        Raises:
+            ValueError: the number of slabs or a slab size differs.
+        """
         if len(self.sizes) != len(host.sizes):
             raise ValueError(
                 f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; make "
@@ -49,17 +58,35 @@ class Slabs:
 
 
 class PagedLayout(Slabs):
-    """The slabs of a paged cache that lives in tensors.
+    """The layout of a paged cache that is stored in tensors.
 
-    tensors: any dtypes, one device, the same number of blocks in dimension `block_dim` of each.
-    The dimensions before `block_dim` make slabs, one for each of their indices (K and V split:
-    shape [2, num_blocks, ...], block_dim=1, two slabs a tensor). The dimensions after it are one
-    block: they must be dense in some order of dimensions; blocks may lie apart (padded strides).
+    The dimensions before `block_dim` become slabs, one per index: K and V split as [2, num_blocks,
+    ...] with block_dim=1 give two slabs per tensor. The dimensions after it are one block. They
+    must be dense in some order of dimensions; the blocks themselves may lie apart (padded strides).
+    No two slabs may share a byte.
 
-    No two slabs may have a byte in common. The layout holds the tensors; nothing else may free or
-    move their memory while it is in use. Immutable, so any thread may read it; a copy, or what was
-    pickled, is made anew from its tensors. Raises TypeError for what is no list of tensors and
-    ValueError, naming the tensor, for what cannot be described.
+    The layout holds the tensors. Nothing may free or move their memory while the layout is in use.
+    Immutable, so any thread may read it. A copy or an unpickled layout is built from its own
+    tensors.
+
+    Args:
+        tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
+            the same number of blocks in dimension `block_dim`.
+        block_dim (int): the dimension that counts blocks; not negative.
+
+    Attributes:
+        tensors (tuple[Tensor, ...]): the tensors.
+        block_dim (int): the dimension that counts blocks.
+        device (torch.device): the device of all tensors.
+        tensor_of_slab (np.ndarray): int64 [slabs], index of the slab's tensor.
+        storages (np.ndarray): int64 [slabs], address of the storage of the slab's tensor.
+        addresses (list[int]): address of each tensor.
+        storage_ends (list[int]): for each tensor, bytes of its storage up to its last element.
+
+    Raises:
+        TypeError: tensors is not a list of strided tensors, or block_dim is not an integer.
+        ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
+            in device or number of blocks, or two of them share memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
@@ -99,8 +126,8 @@ class PagedLayout(Slabs):
         if overlap := _overlapping_slabs(self):
             first, second = (int(self.tensor_of_slab[slab]) for slab in overlap)
             raise ValueError(
-                f"tensors[{first}] and tensors[{second}] share memory, so that a load would write "
-                "some bytes twice; pass tensors that do not overlap, each once"
+                f"tensors[{first}] and tensors[{second}] share memory, so a load would write some "
+                "bytes twice; pass each tensor once, and none that overlap"
             )
 
     def __repr__(self) -> str:
@@ -110,10 +137,14 @@ class PagedLayout(Slabs):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PagedLayout, (self.tensors, self.block_dim)  # whose copies lie elsewhere
+        return PagedLayout, (self.tensors, self.block_dim)  # copied tensors have other addresses
 
     def check_unmoved(self) -> None:
-        """Raises RuntimeError when a tensor no longer has the memory that it had here."""
+        """Checks that every tensor still has the memory it had at construction.
+
+        Raises:
+            RuntimeError: a tensor has moved, or its storage was freed or shrunk.
+        """
         for index, tensor in enumerate(self.tensors):
             problem = _storage_problem(tensor, self.storage_ends[index])
             if problem is None and tensor.data_ptr() != self.addresses[index]:
@@ -126,7 +157,7 @@ class PagedLayout(Slabs):
 
 
 def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
-    """What keeps the tensor out of a layout, and what to do about it; None when nothing does."""
+    """Why the tensor cannot be part of the layout, and what to do; None if it can."""
     if not 0 <= block_dim < tensor.dim():
         return (
             f"has no dimension block_dim={block_dim}; name the dimension that counts blocks, "
@@ -147,7 +178,7 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
     if not _is_dense(tensor, block_dim):
         return (
             f"is not dense within a block (dimensions {block_dim + 1} to {tensor.dim() - 1}); "
-            "make it so, or put the dimension with the gaps before block_dim"
+            "make it contiguous, or put the dimension with the gaps before block_dim"
         )
     if problem := _storage_problem(tensor, _storage_end(tensor)):
         return f"{problem}: bring its memory back first"
@@ -155,13 +186,14 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
 
 
 def _storage_end(tensor: Tensor) -> int:
-    """The bytes of its storage up to the last one of the tensor."""
+    """Bytes of the tensor's storage up to its last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     return int(last + 1) * tensor.element_size()
 
 
 def _storage_problem(tensor: Tensor, end: int) -> str | None:
+    """What is wrong if the storage has fewer bytes than `end`."""
     storage = tensor.untyped_storage().nbytes()
     if storage >= end:
         return None
@@ -169,7 +201,7 @@ def _storage_problem(tensor: Tensor, end: int) -> str | None:
 
 
 def _overlapping_slabs(slabs: Slabs) -> tuple[int, int] | None:
-    """Two slabs that have a byte in common."""
+    """The indices of two slabs that share a byte, or None."""
     order = np.argsort(slabs.bases, kind="stable")
     bases, strides, sizes = slabs.bases[order], slabs.strides[order], slabs.sizes[order]
     ends = bases + (slabs.num_blocks - 1) * strides + sizes
@@ -178,8 +210,8 @@ def _overlapping_slabs(slabs: Slabs) -> tuple[int, int] | None:
         others = slice(slab + 1, begin_before[slab])
         shared = np.ones(others.stop - others.start, bool)
         if slabs.num_blocks > 1:
-            # Blocks may lie between those of another slab, as K and V in turn. All distances
-            # between blocks of the two slabs are the same, modulo what divides both strides.
+            # Blocks of two slabs may interleave, like K and V. The distances between their blocks
+            # are all equal modulo the greatest common divisor of the two strides.
             unit = np.gcd(strides[slab], strides[others])
             offset = (bases[others] - bases[slab]) % unit
             shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
@@ -202,6 +234,7 @@ def _is_dense(tensor: Tensor, block_dim: int) -> bool:
 
 
 def _overlap(tensor: Tensor, block_dim: int) -> str | None:
+    """What is wrong if blocks of the tensor overlap."""
     extent = _block_numel(tensor, block_dim)
     for stride, size in _strides_and_sizes(tensor, range(block_dim + 1)):
         if stride < extent:
@@ -214,11 +247,12 @@ def _overlap(tensor: Tensor, block_dim: int) -> str | None:
 
 
 def _strides_and_sizes(tensor: Tensor, dims: range) -> list[tuple[int, int]]:
-    """The dimensions from the innermost in memory outwards, without those of one index."""
+    """Stride and size of each dimension with more than one index, innermost in memory first."""
     return sorted((tensor.stride(d), tensor.shape[d]) for d in dims if tensor.shape[d] > 1)
 
 
 def _slab_bases(tensor: Tensor, block_dim: int) -> Int64Array:
+    """int64 [slabs], the address of block 0 in each slab of the tensor."""
     offsets = np.zeros(1, np.int64)
     for dim in range(block_dim):
         steps = np.arange(tensor.shape[dim], dtype=np.int64) * tensor.stride(dim)
@@ -227,11 +261,16 @@ def _slab_bases(tensor: Tensor, block_dim: int) -> Int64Array:
 
 
 def block_spaces(layouts: Sequence[Slabs]) -> list[int]:
-    """A number for each layout, equal for those that share blocks.
+    """Finds layouts whose blocks are the same memory.
 
-    Hybrid models let several groups of layers use the same tensors in turn: a block of one group
-    was, some time before, a block of another. Raises ValueError for layouts that share memory in
-    another way.
+    Hybrid models let several groups of layers use the same tensors in turn, so a block of one group
+    may have been a block of another.
+
+    Returns:
+        list[int]: a number per layout, equal for layouts that share their blocks.
+
+    Raises:
+        ValueError: layouts share memory, but block i of one is not block i of the other.
     """
     spaces = list(range(len(layouts)))
     for later, layout in enumerate(layouts):
@@ -242,7 +281,7 @@ def block_spaces(layouts: Sequence[Slabs]) -> list[int]:
             if shifts.any():
                 raise ValueError(
                     f"layouts {earlier} and {later} share memory, but the same id is not the same "
-                    "block in both; make them of the same rows with the same distance"
+                    "block in both; make them from the same blocks with the same stride"
                 )
             joined, left = spaces[earlier], spaces[later]
             spaces = [joined if space == left else space for space in spaces]
@@ -250,14 +289,16 @@ def block_spaces(layouts: Sequence[Slabs]) -> list[int]:
 
 
 def _shifts(one: Slabs, other: Slabs) -> Int64Array:
-    """For each pair of slabs that share bytes: by how many blocks `other` is ahead; 1 where the
-    distances between blocks differ."""
+    """By how many blocks `other` is ahead of `one`, for each pair of slabs that share bytes.
+
+    1 where the strides differ, so that any nonzero value means the blocks do not coincide.
+    """
     ahead = np.subtract.outer(other.bases, one.bases)
     one_extent = (one.num_blocks - 1) * one.strides + one.sizes
     other_extent = (other.num_blocks - 1) * other.strides + other.sizes
     meet = (ahead < one_extent) & (-ahead < other_extent[:, None])
     same_stride = np.equal.outer(other.strides, one.strides)
-    # Rows of slabs that lie side by side take turns, and share no byte.
+    # Slabs with interleaved blocks overlap as ranges, but share no byte.
     blocks, offset = np.divmod(ahead, one.strides)
     inside = offset < one.sizes
     reaches_next = offset + other.sizes[:, None] > one.strides

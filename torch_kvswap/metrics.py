@@ -1,4 +1,4 @@
-"""What a handler has counted: a snapshot."""
+"""Snapshots of what a handler has counted and timed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from torch_kvswap import prometheus
 from torch_kvswap._native import abi
 
 COPY_METHODS, BUCKETS = abi.COPY_METHODS, abi.BUCKETS
-# Seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
+# In seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
 
-
-Fill = Callable[[int, Any], bool]  # a channel's number and a pointer to abi.Metrics
+# Fills in the metrics of a channel, given its number and a pointer to abi.Metrics.
+Fill = Callable[[int, Any], bool]
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often which duration was seen.
+    """A histogram of durations.
 
-    bounds: the upper bounds of the buckets in seconds, included; a last bucket has all that is
-    longer. counts: of each bucket, one more than bounds. sum: of all values, in seconds.
+    Attributes:
+        bounds (tuple[float, ...]): inclusive upper bounds of the buckets, in seconds. One more
+            bucket counts all longer durations.
+        counts (tuple[int, ...]): durations per bucket; one entry more than bounds.
+        sum (float): sum of all durations, in seconds.
     """
 
     bounds: tuple[float, ...]
@@ -33,19 +36,29 @@ class Histogram:
 
     @property
     def count(self) -> int:
+        """Number of durations."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """In seconds; NaN when nothing was seen."""
+        """Mean duration in seconds; NaN if there is none."""
         return self.sum / self.count if self.count else math.nan
 
     def quantile(self, q: float) -> float:
-        """An estimate in seconds, as if the values of a bucket lay evenly in it: it is off by less
-        than the width of a bucket. NaN when nothing was seen, the last bound when the value is
-        beyond it. q: 0 to 1, else ValueError."""
+        """Estimates a quantile, assuming that durations are spread evenly within a bucket.
+
+        Args:
+            q (float): 0 to 1.
+
+        Returns:
+            float: seconds, off by less than the width of the bucket. NaN if there is no duration;
+                the last bound if the quantile is beyond it.
+
+        Raises:
+            ValueError: q is not in 0 to 1.
+        """
         if not 0 <= q <= 1:
-            raise ValueError(f"a quantile is asked for with a number from 0 to 1, not {q}")
+            raise ValueError(f"q is {q}; it must be 0 to 1")
         if not self.count:
             return math.nan
         rank, below, lower = q * self.count, 0, 0.0
@@ -58,12 +71,23 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ChannelMetrics:
-    """One channel since the handler was made.
+    """The metrics of one channel since the handler was made.
 
-    submitted, done, failed, cancelled: jobs. bytes: of the jobs done. queued, running: jobs now in
-    the software queue and on the device. transfers: copies given to the device, jobs merged into
-    one counted once. streams, events: that exist now. jobs_by_copy_method: jobs done by each way of
-    copying. submit, queue, copy: seconds in the call, in the software queue, and copying.
+    Attributes:
+        submitted (int): jobs submitted.
+        done (int): jobs that ended as done.
+        failed (int): jobs that ended as failed.
+        cancelled (int): jobs that ended as cancelled.
+        bytes (int): bytes of the jobs done.
+        queued (int): jobs now in the software queue.
+        running (int): jobs now on the device.
+        transfers (int): copies given to the device. Jobs that were merged count as one copy.
+        streams (int): streams that exist now.
+        events (int): events that exist now.
+        jobs_by_copy_method (dict[str, int]): jobs done, by copy method.
+        submit (Histogram): host time in the submitting call.
+        queue (Histogram): time in the software queue.
+        copy (Histogram): time copying, without the waits before the copy.
     """
 
     submitted: int
@@ -84,23 +108,42 @@ class ChannelMetrics:
 
 @dataclass(frozen=True)
 class Metrics:
-    """A handler's channels, read one after another."""
+    """The metrics of a handler. Channels are read one after another, not at one instant.
+
+    Attributes:
+        stores (ChannelMetrics): the channel of stores.
+        loads (ChannelMetrics): the channel of loads.
+        expedited (ChannelMetrics): the channel of expedited loads.
+    """
 
     stores: ChannelMetrics
     loads: ChannelMetrics
     expedited: ChannelMetrics
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """The text that a Prometheus server scrapes (format 0.0.4). labels: names and values that
-        every sample gets beside its own; TypeError for what is no string, ValueError for a name
-        that a label cannot have."""
+        """Formats the metrics for a Prometheus server (text format 0.0.4).
+
+        Args:
+            labels (Mapping[str, str] | None): labels to add to every sample.
+
+        Raises:
+            TypeError: a label name or value is not a string.
+            ValueError: a label name is invalid or already in use.
+        """
         channels = {"store": self.stores, "load": self.loads, "expedited": self.expedited}
         return prometheus.text_of(channels, labels or {})
 
 
 def read_metrics(fill: Fill) -> Metrics:
-    """fill: writes the metrics of channel 0, 1 or 2 (store, load, expedited load) to a pointer to
-    abi.Metrics, and says whether it did. Raises RuntimeError when it did not."""
+    """Reads the metrics of all channels.
+
+    Args:
+        fill: fills in a channel's metrics, and returns whether it did. Channels 0, 1 and 2 are
+            stores, loads and expedited loads.
+
+    Raises:
+        RuntimeError: fill returned False.
+    """
     return Metrics(*(_read_channel(fill, channel) for channel in range(3)))
 
 

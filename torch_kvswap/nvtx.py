@@ -1,4 +1,4 @@
-"""Ranges that profilers show, when the environment asks for them with KVSWAP_NVTX=1."""
+"""NVTX ranges for profilers, enabled by KVSWAP_NVTX=1."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 VARIABLE = "KVSWAP_NVTX"
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
 class Ranges:
-    """The ranges of a handler: one around the native part of each submission, and one for each job
-    from its submission until it is reported. Off, every method does nothing.
+    """The NVTX ranges of a handler.
 
-    Reads KVSWAP_NVTX when it is made: ValueError for what is neither 0 nor 1, RuntimeError when
-    this torch has no NVTX. Any thread may call the methods. Keeps the jobs that are not reported.
+    One range covers the native part of each submission, and one covers each job from its submission
+    until poll() reports it. If disabled, every method does nothing. Any thread may call any method.
+
+    Raises:
+        ValueError: KVSWAP_NVTX is neither 0 nor 1.
+        RuntimeError: NVTX is enabled, but this torch has none.
     """
 
     def __init__(self) -> None:
-        asked = os.environ.get(VARIABLE) or "0"
-        if asked not in ("0", "1"):
-            raise ValueError(f"{VARIABLE} is {asked!r}; set it to 1 for NVTX ranges, or to 0")
-        self.enabled = asked == "1"
+        value = os.environ.get(VARIABLE) or "0"
+        if value not in ("0", "1"):
+            raise ValueError(f"{VARIABLE} is {value!r}; set it to 1 for NVTX ranges, or to 0")
+        self.enabled = value == "1"
         self._lock = threading.Lock()
-        self._open: dict[int, int] = {}  # the ranges of jobs, by job id
+        self._open: dict[int, int] = {}  # range ids by job id
         if self.enabled:
             _check()
 
     def submit(self, direction: str) -> AbstractContextManager[None]:
-        """Around the native call that submits, and begin(). No other thread can end a range
-        meanwhile: none ends before it has begun."""
-        return self._submit(direction) if self.enabled else _NOTHING
+        """A context manager around the native call that submits a job, and around begin().
+
+        No other thread can end a range meanwhile, so no range ends before it has begun.
+        """
+        return self._submit(direction) if self.enabled else _NO_RANGE
 
     @contextmanager
     def _submit(self, direction: str) -> Iterator[None]:
@@ -42,13 +47,13 @@ class Ranges:
             yield
 
     def begin(self, job_id: int, direction: str, nbytes: int) -> None:
-        """The job was submitted. Once for each job, inside submit()."""
+        """Opens the range of a submitted job. Called once per job, inside submit()."""
         if self.enabled:
             name = f"{direction} {job_id}: {nbytes} bytes"
             self._open[job_id] = torch.cuda.nvtx.range_start(name)
 
     def end(self, job_id: int) -> None:
-        """The job is reported. Once for each job."""
+        """Closes the range of a reported job. Called once per job."""
         if not self.enabled:
             return
         with self._lock:

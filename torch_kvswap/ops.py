@@ -1,21 +1,21 @@
-"""The ops of torch_kvswap: schemas, what they mean to a compiler, and typed wrappers.
+"""The ops of torch_kvswap: schemas, fake implementations for compilers, and typed wrappers.
 
 =====================  =================================  ============================
 op                     takes                              in a compiled graph
 =====================  =================================  ============================
-``swap_blocks``        tensors and a mapping of blocks    yes
+``swap_blocks``        tensors and a block mapping        yes
 ``swap_kv_blocks``     the tensors of all layers and ids  yes
 ``expand_block_ids``   ids                                yes
 ``swap_blocks_batch``  addresses                          never: it breaks the graph
 =====================  =================================  ============================
 
-The ops on tensors declare what they write, and with a host tensor among their operands they return
-only after the host bytes were read or written: compilers hand such ops clones of host tensors,
-which are freed or copied back as soon as the op returns.
+The ops on tensors declare what they write. If one of their operands is a host tensor, they return
+only after the host bytes were read or written: compilers pass clones of host tensors, which are
+freed or copied back as soon as the op returns.
 
-``swap_blocks_batch`` writes memory that its schema cannot name. A compiler that held it in a graph
-would delete it or move reads across it, so it is registered without a fake implementation: tracing
-stops in front of it and goes on behind it, and ``fullgraph=True`` and ``torch.export`` say so.
+``swap_blocks_batch`` writes memory that its schema cannot name. A compiler that kept it in a graph
+could delete it or move reads across it. It is therefore registered without a fake implementation:
+tracing breaks the graph at the call, and ``fullgraph=True`` and ``torch.export`` raise.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch.utils import _pytree as pytree
 
 from torch_kvswap._native import loader
 
-# First, so that a library that cannot be loaded leaves nothing behind for the next try.
+# First, so that a failed import registers nothing and can be tried again.
 loader.load()
 
-_torch: Any = torch  # these parts of it have no types
+_torch: Any = torch  # torch.library and torch._ops lack type annotations
 _library = _torch.library.Library("torch_kvswap", "DEF")
 
-# Exact strides, because the distance between blocks is part of what these ops mean. Not inside CUDA
-# graphs, because ids and host operands are read at the call, not at the replay.
+# Exact strides, because the distance between blocks is part of the meaning of these ops. Unsafe in
+# CUDA graphs, because ids and host operands are read at the call and not at the replay.
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.needs_exact_strides,
@@ -70,8 +70,9 @@ _library.define(
 
 
 def _fake_write(*operands: Any, out: Any = None) -> None:
+    """The fake of an op that writes an operand and returns nothing."""
     tensors = [t for t in pytree.tree_leaves((operands, out)) if isinstance(t, Tensor)]
-    if len({tensor.is_meta for tensor in tensors}) > 1:  # else a real tensor would stay unwritten
+    if len({tensor.is_meta for tensor in tensors}) > 1:  # a real destination would stay unwritten
         raise RuntimeError("some operands are meta tensors and some are not; expected all or none")
 
 
@@ -83,12 +84,12 @@ def _fake_expand(
 
 
 def _check_torch() -> None:
-    """Raises ImportError when this torch lacks what _register_write() needs.
+    """Raises ImportError if this torch lacks what _register_write() needs.
 
-    torch.library registers a kernel that counts versions up, but has no public name for what lies
-    below that kernel, where the call has to go on. PyTorch's own mutable ops in Python
-    (torch/_library/custom_ops.py) name it as we do, so the names change together with the way it
-    is done, and not alone. A torch that lacks one is refused at import, not at the first call.
+    torch.library can register a kernel that increments tensor versions, but it has no public way to
+    call the kernels below that one. PyTorch's own mutable Python ops (torch/_library/custom_ops.py)
+    use the same private names, so a torch that renames them changes that mechanism as a whole.
+    Checked at import so that an unsupported torch is reported there, not at the first call.
     """
     needed = {
         "torch._C._AutoDispatchBelowADInplaceOrView": hasattr(
@@ -102,13 +103,13 @@ def _check_torch() -> None:
     missing = [name for name, is_there in needed.items() if not is_there]
     if missing:
         raise ImportError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, by which torch_kvswap tells "
-            "autograd what its ops write; install another version of torch or of torch_kvswap"
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which torch_kvswap needs to "
+            "tell autograd what its ops write; install another version of torch or torch_kvswap"
         )
 
 
 def _check_no_leaf(tensor: Tensor) -> None:
-    """In PyTorch's words for its own in-place ops (check_inplace)."""
+    """Raises the errors of PyTorch's own in-place ops (check_inplace), with the same text."""
     if not tensor.requires_grad:
         return
     if tensor.is_leaf:
@@ -122,7 +123,12 @@ def _check_no_leaf(tensor: Tensor) -> None:
 
 
 def _register_write(name: str, written: int | str) -> None:
-    """An op that writes its operand `written`: autograd is told, as of every in-place op."""
+    """Registers an op's fake, and the kernel that tells autograd that the op writes an operand.
+
+    Args:
+        name (str): the op, with its overload if it has one.
+        written (int | str): position or name of the operand that the op writes.
+    """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_torch.ops.torch_kvswap, packet), overload or "default")
 
@@ -147,7 +153,7 @@ _torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib
 
 
 def _refuse_none(**operands: object) -> NoReturn:
-    """PyTorch hands None to an op as a tensor without memory, and names no argument."""
+    """Raises TypeError that names the operand: PyTorch itself treats None as an empty tensor."""
     name = next(name for name, operand in operands.items() if operand is None)
     raise TypeError(f"{name} is None; it must be a tensor")
 
@@ -155,21 +161,28 @@ def _refuse_none(**operands: object) -> NoReturn:
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
     """Copies blocks of one tensor into blocks of another, byte by byte.
 
-    ``src`` and ``dst`` hold blocks along dimension 0, on the CPU or a CUDA device each. The blocks
-    of a tensor may lie apart (padding, or K and V in turn), but each is dense and has
-    ``block_size_in_bytes`` bytes on both sides. ``block_mapping`` is an int64 CPU tensor of shape
-    ``[n, 2]``: block ``block_mapping[i, 0]`` of ``src`` becomes block ``block_mapping[i, 1]`` of
-    ``dst``. The copies run in any order: no block may be written twice, or read and written.
-
-    Runs on the current stream of the device of ``dst``, or of ``src`` where ``dst`` is on the CPU;
-    between two GPUs both current streams are ordered around the copy as in ``Tensor.copy_``. With a
-    CPU tensor on either side the call returns when the bytes have been read or written; for
+    The copies of one call run in any order: no block may be written twice, or read and written.
+    Runs on the current stream of the device of ``dst``, or of ``src`` if ``dst`` is on the CPU.
+    Between two GPUs both current streams are ordered around the copy, as in ``Tensor.copy_``. With
+    a CPU tensor on either side, the call returns after the bytes were read or written; for
     asynchronous copies use :class:`OffloadHandler` or :func:`swap_blocks_batch`. Any thread may
     call.
 
-    Raises RuntimeError, before anything is copied, for ids out of range, blocks that overlap, sizes
-    that differ and tensors that are not as described; and for errors of the driver. Nothing is
-    differentiable: autograd sees an in-place write, and refuses one into a leaf that requires grad.
+    Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
+    grad.
+
+    Args:
+        src (Tensor): blocks along dimension 0, on the CPU or a CUDA device. Blocks may lie apart
+            (padding, or K and V interleaved), but each is dense.
+        dst (Tensor): as src.
+        block_size_in_bytes (int): bytes per block, equal on both sides.
+        block_mapping (Tensor): int64 ``[n, 2]`` on the CPU; block ``block_mapping[i, 0]`` of
+            ``src`` is copied to block ``block_mapping[i, 1]`` of ``dst``.
+
+    Raises:
+        TypeError: an operand is None.
+        RuntimeError: an id is out of range, blocks overlap, sizes differ, or a tensor is not as
+            described (before anything is copied); or the driver reports an error.
     """
     if src is None or dst is None or block_mapping is None:
         _refuse_none(src=src, dst=dst, block_mapping=block_mapping)
@@ -181,11 +194,15 @@ def swap_kv_blocks(
 ) -> None:
     """Copies the same blocks between all layers of two caches in one call.
 
-    ``src[l]`` and ``dst[l]`` are as in :func:`swap_blocks`; layers may differ in shape, strides and
-    dtype, but all of ``src`` are on one device, and all of ``dst``. ``src_block_ids`` and
-    ``dst_block_ids`` are int64 CPU tensors of shape ``[n]``: in every layer block
-    ``src_block_ids[i]`` becomes block ``dst_block_ids[i]``. Streams, threads and errors are as in
-    :func:`swap_blocks`.
+    Streams, threads and errors are those of :func:`swap_blocks`.
+
+    Args:
+        src (Sequence[Tensor]): one tensor per layer, all on one device, each as in
+            :func:`swap_blocks`. Layers may differ in shape, strides and dtype.
+        dst (Sequence[Tensor]): as src, with as many layers.
+        src_block_ids (Tensor): int64 ``[n]`` on the CPU; in every layer, block ``src_block_ids[i]``
+            of ``src`` is copied to block ``dst_block_ids[i]`` of ``dst``.
+        dst_block_ids (Tensor): int64 ``[n]`` on the CPU.
     """
     if src_block_ids is None or dst_block_ids is None:
         _refuse_none(src_block_ids=src_block_ids, dst_block_ids=dst_block_ids)
@@ -197,28 +214,34 @@ def swap_blocks_batch(
 ) -> None:
     """Copies ``sizes[i]`` bytes from address ``src_ptrs[i]`` to address ``dst_ptrs[i]``, for all i.
 
-    The three are contiguous int64 CPU tensors of shape ``[n]``; the caller may change or free them
-    when the call returns. All device addresses lie on one device. The copies run on that device's
-    current stream, whichever device is current, and the call does not wait for them: what they read
-    and write stays alive and unchanged until the stream has passed them. Pageable host memory is
-    the exception: with any of it the call waits for the stream. A batch without any device address
-    is copied before the call returns and ordered with no stream. Copies of one call run in any
-    order and must not overlap. Any thread may call.
+    The copies run on the current stream of the device that the addresses are on, whichever device
+    is current. The call does not wait for them: source and destination must stay alive, and the
+    source unchanged, until the stream has passed the copies. If any host memory is pageable, the
+    call waits for the stream. A batch without device addresses is copied before the call returns
+    and is not ordered with any stream. The copies of one call run in any order and must not
+    overlap. Any thread may call.
 
-    ``is_src_access_order_any`` lets the copy engine read host sources before earlier work in the
-    stream has ended, for sources that are complete already. Device sources are always read in
-    stream order.
+    While the stream is captured into a CUDA graph, the copies are recorded with these addresses;
+    pageable memory is refused then.
 
-    While the stream is captured into a CUDA graph the copies are recorded, with these addresses;
-    pageable memory is refused there.
+    Environment: ``KVSWAP_BATCH_LIMIT`` is the number of fragments per driver call (8192).
+    ``KVSWAP_BATCH=0`` copies with one driver call per fragment. ``KVSWAP_CHECK_ADDRESSES=1`` checks
+    every range against the allocations, and for overlaps, before anything is copied.
 
-    Environment: ``KVSWAP_BATCH_LIMIT`` fragments per driver call (8192); ``KVSWAP_BATCH=0`` copies
-    one by one; ``KVSWAP_CHECK_ADDRESSES=1`` checks every range against the allocations, and for
-    overlaps, before anything is copied.
+    Args:
+        src_ptrs (Tensor): contiguous int64 ``[n]`` on the CPU; may be changed or freed after the
+            call. All device addresses of a call are on one device.
+        dst_ptrs (Tensor): as src_ptrs.
+        sizes (Tensor): as src_ptrs; bytes.
+        is_src_access_order_any (bool): let the copy engine read host sources before earlier work in
+            the stream has ended. For sources that are already complete. Device sources are always
+            read in stream order.
 
-    Raises RuntimeError with the index for negative sizes, null addresses and addresses on a second
-    device, before anything is copied; and for errors of the driver, after which what came before
-    the index may have been copied.
+    Raises:
+        TypeError: an operand is None.
+        RuntimeError: a negative size, a null address or an address on a second device, with its
+            index (before anything is copied); or the driver reports an error, with an index: copies
+            before it may have run.
     """
     if src_ptrs is None or dst_ptrs is None or sizes is None:
         _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
@@ -233,15 +256,26 @@ def expand_block_ids(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Numbers the small blocks inside large ones: id ``b`` becomes ``b * f + 0 ... b * f + f - 1``.
+    """Expands ids of large blocks into ids of the small blocks inside them.
 
-    ``block_ids`` is an int64 tensor of shape ``[n]`` on the CPU or a CUDA device. Of the
-    ``n * block_size_factor`` ids the first ``skip_count`` are left out and at most ``count`` come
-    back, so that both ends of a chunk can be partial. The result, or ``out``, is an int64 tensor on
-    the same device. On CUDA it is written on the current stream, and negative ids, refused on the
-    CPU, are not looked for.
+    With ``f = block_size_factor``, id ``b`` becomes ``b * f, ..., b * f + f - 1``. On CUDA the
+    result is written on the current stream, and negative ids are not detected.
 
-    Raises RuntimeError for a factor below 1 and for counts out of range.
+    Args:
+        block_ids (Tensor): int64 ``[n]`` on the CPU or a CUDA device.
+        block_size_factor (int): small blocks per large block, 1 or more.
+        skip_count (int): number of leading ids to leave out, for a chunk that starts inside a large
+            block.
+        count (int | None): the largest number of ids to return; None returns all.
+        out (Tensor | None): int64 tensor on the same device to write into.
+
+    Returns:
+        Tensor: int64 ids on the device of ``block_ids``; ``out`` if it was given.
+
+    Raises:
+        TypeError: block_ids is None.
+        RuntimeError: the factor is below 1, a count is out of range, or an id on the CPU is
+            negative.
     """
     if block_ids is None:
         _refuse_none(block_ids=block_ids)

@@ -1,4 +1,4 @@
-"""The text that a Prometheus server scrapes (format 0.0.4)."""
+"""The Prometheus text format (0.0.4) of a handler's metrics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -> str:
-    """All samples of the channels.
+    """Formats the samples of all channels.
 
     Args:
-        channels: by the value of their label "direction".
-        labels: names and values that every sample gets beside its own.
+        channels (Mapping[str, ChannelMetrics]): by the value of the label "direction".
+        labels (Mapping[str, str]): labels to add to every sample.
 
     Raises:
-        TypeError: a label is no string.
-        ValueError: a label cannot have such a name.
+        TypeError: a label name or value is not a string.
+        ValueError: a label name is invalid or already in use.
     """
     for name, text in labels.items():
         if not isinstance(name, str) or not isinstance(text, str):
@@ -40,12 +40,13 @@ def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -
     return "\n".join(lines) + "\n"
 
 
-Sample = tuple[str, dict[str, str], float]  # a suffix of the name, labels of its own, the value
+Sample = tuple[str, dict[str, str], float]  # suffix of the metric's name, extra labels, value
 Samples = Callable[["ChannelMetrics"], Iterator[Sample]]
 _TAKEN = ("direction", "state", "copy_method", "le")
 
 
 def _one(field: str) -> Samples:
+    """A sampler of one field."""
     return lambda channel: iter([("", {}, getattr(channel, field))])
 
 
@@ -60,6 +61,8 @@ def _copy_methods(channel: ChannelMetrics) -> Iterator[Sample]:
 
 
 def _histogram(field: str) -> Samples:
+    """A sampler of one histogram, with cumulative buckets."""
+
     def samples(channel: ChannelMetrics) -> Iterator[Sample]:
         histogram: Histogram = getattr(channel, field)
         bounds = [*map(repr, histogram.bounds), "+Inf"]
@@ -74,16 +77,16 @@ def _histogram(field: str) -> Samples:
 _FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
     ("jobs_submitted_total", "counter", "Jobs submitted.", _one("submitted")),
     ("jobs_ended_total", "counter", "Jobs ended, by how they ended.", _states),
-    ("jobs_copied_total", "counter", "Jobs done, by the way of copying.", _copy_methods),
+    ("jobs_copied_total", "counter", "Jobs done, by copy method.", _copy_methods),
     ("copied_bytes_total", "counter", "Bytes of the jobs done.", _one("bytes")),
     ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
     ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),
     ("jobs_running", "gauge", "Jobs on the device.", _one("running")),
-    ("streams", "gauge", "Streams that exist.", _one("streams")),
-    ("events", "gauge", "Events that exist.", _one("events")),
-    ("submit_seconds", "histogram", "Host time in the call that submits.", _histogram("submit")),
+    ("streams", "gauge", "Existing CUDA streams.", _one("streams")),
+    ("events", "gauge", "Existing CUDA events.", _one("events")),
+    ("submit_seconds", "histogram", "Host time in the submitting call.", _histogram("submit")),
     ("queue_seconds", "histogram", "Time in the software queue.", _histogram("queue")),
-    ("copy_seconds", "histogram", "Time copying, without the waits.", _histogram("copy")),
+    ("copy_seconds", "histogram", "Copy time, without the waits.", _histogram("copy")),
 )
 
 

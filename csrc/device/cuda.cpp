@@ -80,7 +80,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
     }
     // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
     // unpacked then.
-    if (!part.is_unstaged) order_after_unpacking();
+    if (!part.is_head_or_tail) order_after_unpacking();
     if (part.method == CopyMethod::kStrided) {
       copy_strided(part.block_copy(), runs_among(*part.runs, part.slabs), copies_);
     } else if (part.method == CopyMethod::kKernel) {

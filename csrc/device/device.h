@@ -71,7 +71,7 @@ struct PartCopy {
   uint64_t before, after;
   // The head or tail of a staged transfer, copied without staging. It does not wait until earlier
   // parts are unpacked.
-  bool is_unstaged;
+  bool is_head_or_tail;
 
   BlockCopy block_copy() const {
     if (to_host) return {gpu, host, blocks, slots, count, false};

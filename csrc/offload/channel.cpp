@@ -31,7 +31,7 @@ Channel::Channel(int number, Device& device)
   // Now, because a busy GPU can hold up the creation of a stream.
   try {
     stream_ = device_.create_stream();
-    waiting_ = device_.create_stream();
+    event_stream_ = device_.create_stream();
     copier_ = device_.make_copier(stream_, number_ == kStores, environment_);
   } catch (...) {
     close();
@@ -60,8 +60,8 @@ bool Channel::has_room_for(size_t entries) const {
 // The caller may record the event again, or destroy it, before the job starts.
 StreamPoint* Channel::point_of_event(Event event) {
   if (device_.has_happened(event)) return nullptr;
-  device_.wait_event(waiting_, event, " for the event that the job starts after");
-  return point_of_stream(waiting_);
+  device_.wait_event(event_stream_, event, " for the event that the job starts after");
+  return point_of_stream(event_stream_);
 }
 
 Transfers Channel::make_transfer(int layer_groups) {
@@ -159,7 +159,7 @@ void Channel::list_copies(const Transfer& transfer, PartRange parts, int layer_g
     part_copies_.push_back({part.method, number_ == kStores, &group.gpu, &group.host,
                             group.table.get(), &group.runs, slabs, part.blocks.data(),
                             part.slots.data(), part.blocks.size(), part.before, part.after,
-                            part.is_unstaged});
+                            part.is_head_or_tail});
   }
 }
 
@@ -186,7 +186,7 @@ void Channel::close() {
   events_.destroy_idle();
   points_.destroy();
   copier_.reset();
-  for (Stream* stream : {&stream_, &waiting_}) {
+  for (Stream* stream : {&stream_, &event_stream_}) {
     if (*stream != nullptr) device_.destroy_stream(*stream);
     *stream = nullptr;
   }

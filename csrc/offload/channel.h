@@ -105,8 +105,8 @@ class Channel {
   const int number_;
   Device& device_;
   const Environment environment_;
-  Stream stream_ = nullptr;   // of the copies
-  Stream waiting_ = nullptr;  // waits for the callers' events, in the order of submission
+  Stream stream_ = nullptr;        // of the copies
+  Stream event_stream_ = nullptr;  // waits for the callers' events, in the order of submission
   std::unique_ptr<Copier> copier_;
   std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
   EventPool events_;                   // starts and ends of transfers; timed

@@ -60,7 +60,7 @@ class CopyPlanner {
   ~CopyPlanner() { close(); }
 
   // Why copy methods that would be chosen are not available, or "".
-  const std::string& problem() const { return problem_; }
+  const std::string& missing_methods() const { return missing_methods_; }
 
   // The part of rebinding that may throw: gives the new groups their tables, and returns a chooser
   // for them, for rebind().
@@ -96,7 +96,7 @@ class CopyPlanner {
   Device& device_;
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
-  std::string problem_;
+  std::string missing_methods_;
   double crowded_until_ = 0;  // until then no kernels copy: other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables

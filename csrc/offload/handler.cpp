@@ -130,7 +130,7 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
     }
     const double left = seconds - (now() - began);
     if (left <= 0) return 0;
-    const Job& next = for_all ? table.oldest_running() : *jobs[ended];
+    const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
     if (scheduler_.submit_remainder(lock, left)) continue;
     poll_end(lock, next.work->transfer, began);
   }

@@ -137,7 +137,7 @@ void JobTable::add(const JobRef& job) noexcept {
   });
 }
 
-Reason JobTable::failed_source(const Job& job) const noexcept {
+Reason JobTable::source_failure(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
     if (ended_without_success(*source)) return poisoned_by(*source);
   }
@@ -168,10 +168,10 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   }
   job.work.reset();
   unreported_.push_back(JobRef(&job));
-  while (first_running_ < next_id_) {
-    const Job* first = find(first_running_);
+  while (first_unended_ < next_id_) {
+    const Job* first = find(first_unended_);
     if (first != nullptr && !first->ended()) break;
-    ++first_running_;
+    ++first_unended_;
   }
 }
 

@@ -41,7 +41,7 @@ class JobTable {
   // Ends.
 
   // Why the job must fail: one of its sources failed or was cancelled. Empty if none did.
-  Reason failed_source(const Job& job) const noexcept;
+  Reason source_failure(const Job& job) const noexcept;
   // Whether all sources of the job have ended.
   bool sources_have_ended(const Job& job) const noexcept;
   // Ends a job. To be called once for each. error: why it failed.
@@ -59,10 +59,10 @@ class JobTable {
   // The number of the job that was added last; -1 before the first.
   int64_t last_id() const { return next_id_ - 1; }
   // Whether all jobs up to this number have ended.
-  bool all_ended_until(int64_t id) const { return first_running_ > id; }
+  bool all_ended_until(int64_t id) const { return first_unended_ > id; }
   bool all_ended() const { return all_ended_until(last_id()); }
   // The first job, queued or running, that has not ended. Call it only if there is one.
-  const Job& oldest_running() const { return *jobs_[first_running_ - first_id_]; }
+  const Job& oldest_unended() const { return *jobs_[first_unended_ - first_id_]; }
 
   // Counts.
 
@@ -113,7 +113,7 @@ class JobTable {
   // with a null for the job that prepare() was called for.
   std::deque<JobRef> jobs_;
   int64_t first_id_ = 0;       // number of the first in jobs_
-  int64_t first_running_ = 0;  // number of the first that has not ended, queued or running
+  int64_t first_unended_ = 0;  // number of the first that has not ended, queued or running
   int64_t next_id_ = 0;
   EndedJobs unreported_;
   size_t unreported_failures_ = 0;

@@ -20,6 +20,9 @@ constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", 
 
 // What the thread that submits a job submits itself; of a larger job it submits the beginning. To
 // wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
+// For 64 blocks of 160 x 8 KiB after 4 ms of idleness, against leaving such jobs to the worker: a
+// store has ended after 1.65 ms instead of 1.78, and Job.wait() returns after 0.17 ms instead of
+// 0.35; the call takes 0.2 ms instead of 0.1 (H200).
 constexpr double kSmallSeconds = 50e-6, kBeginningSeconds = 20e-6;
 
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
@@ -32,7 +35,7 @@ constexpr Seconds kShortPause{50e-6}, kLongPause{1e-3};
 // The copy method that a result names: that of the first part which is no unstaged head or tail.
 CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   for (const TransferPart& part : transfer.parts) {
-    if (!part.is_unstaged) return part.method;
+    if (!part.is_head_or_tail) return part.method;
   }
   return planned;
 }
@@ -176,7 +179,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double secon
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
     job->work->submission_started = true;
-    const Reason reason = table_.failed_source(*job);
+    const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
   if (!ready.empty() && !try_submit(lock, queue, ready, seconds)) {
@@ -473,7 +476,7 @@ void Scheduler::retire_first(Queue& queue) {
   }
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
-    const Reason reason = error.empty() ? table_.failed_source(job) : error;
+    const Reason reason = error.empty() ? table_.source_failure(job) : error;
     const State state = job.work->cancelled ? State::kCancelled
                         : reason.empty()    ? State::kDone
                                             : State::kFailed;

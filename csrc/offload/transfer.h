@@ -19,7 +19,7 @@ struct TransferPart {
   uint64_t before = 0, after = 0;
   // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
   // while a kernel packs or unpacks.
-  bool is_unstaged = false;
+  bool is_head_or_tail = false;
 };
 
 // Parts of a transfer, by index.

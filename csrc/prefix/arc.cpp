@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "prefix/lru.h"
-
 namespace kvswap::prefix {
 
 Arc::Arc(Table& table, size_t most_pages) : table_(table) {
@@ -93,15 +91,6 @@ void Arc::add_ghost(uint32_t page, uint8_t side) {
   table_.rename(page, ghost);
   table_.nodes[ghost].list = side;
   ghosts_[side].append(table_.nodes, ghost);
-}
-
-size_t num_nodes(PolicyKind kind, size_t num_pages) {
-  return kind == PolicyKind::kArc ? 2 * num_pages : num_pages;
-}
-
-std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages) {
-  if (kind == PolicyKind::kArc) return std::make_unique<Arc>(table, num_pages);
-  return std::make_unique<Lru>(table);
 }
 
 }  // namespace kvswap::prefix

@@ -1,13 +1,16 @@
-"""Which blocks, or host pages, are free."""
+"""A free list of blocks."""
 
 from collections import deque
 from collections.abc import Sequence
 
 
 class BlockAllocator:
-    """Hands out the numbers below `count`, each to one owner at a time, oldest free one first.
+    """Hands out block numbers below `count`, the one that was free for longest first.
 
-    Not thread safe. An owner that gives a block back must have seen every transfer of it end.
+    Not thread safe. Before an owner gives a block back, all transfers of the block must have ended.
+
+    Args:
+        count (int): number of blocks.
     """
 
     def __init__(self, count: int) -> None:
@@ -20,17 +23,25 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Raises ValueError, and hands out nothing, when fewer than `count` are free."""
+        """Takes free blocks.
+
+        Raises:
+            ValueError: fewer than `count` blocks are free; none is taken.
+        """
         if not 0 <= count <= len(self._free):
-            raise ValueError(f"{count} blocks were asked for, {len(self._free)} are free")
+            raise ValueError(f"cannot take {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popleft() for _ in range(count)]
         self._taken.update(blocks)
         return blocks
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Raises ValueError, and takes nothing back, when a block has no owner or comes twice."""
+        """Gives blocks back.
+
+        Raises:
+            ValueError: a block is free already or named twice; none is given back.
+        """
         for position, block in enumerate(blocks):
             if block not in self._taken or block in blocks[:position]:
-                raise ValueError(f"block {block} at position {position} is given back unowned")
+                raise ValueError(f"block {block} at position {position} is not taken")
         self._taken.difference_update(blocks)
         self._free.extend(blocks)

@@ -1,4 +1,4 @@
-"""The control of the demo: a comparison that passes whatever was loaded proves nothing."""
+"""The demo's negative control: a corrupted load must change the tokens."""
 
 from torch import Tensor
 
@@ -7,8 +7,11 @@ from serving_demo.swapper import Swapper
 
 
 class Control:
-    """Zeroes one block of the first request that is loaded, behind each of its loads and before
-    anything reads the block. `request` is None as long as nothing was loaded."""
+    """Zeroes one block of the first request that is loaded, after each of its loads.
+
+    Attributes:
+        request (Request | None): that request; None if nothing was loaded.
+    """
 
     def __init__(self, swapper: Swapper, cache: list[Tensor]) -> None:
         self.request: Request | None = None
@@ -16,6 +19,7 @@ class Control:
         self._cache = cache
 
     def zero(self, request: Request) -> None:
+        """Zeroes the first block of the request on the current stream, behind its load."""
         if self.request not in (None, request):
             return
         self.request = request

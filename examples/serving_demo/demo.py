@@ -1,5 +1,8 @@
-"""Serve prompts through a cache that is too small for them, their blocks swapped to the host and
-back, and compare every token with what each request gets alone in a cache that is large enough."""
+"""Serve prompts through a cache that is too small for them.
+
+Blocks are swapped to the host and back. Every token is compared with what the request gets alone in
+a cache that is large enough.
+"""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -27,12 +30,16 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 16, 96
 
 
 class UserError(Exception):
-    """What was asked for cannot be done; the message says what can."""
+    """A request that cannot be fulfilled; the message says what to change."""
 
 
 def main(arguments: list[str]) -> int:
-    """0: every token is as expected, or with --control the change was seen; 1: it is not so;
-    2: the user asked for what cannot be done."""
+    """Runs the demo.
+
+    Returns:
+        int: 0 if every token is as expected, or with --control if the corruption was detected; 1 if
+            not; 2 for invalid options.
+    """
     options = _parser().parse_args(arguments)
     try:
         requests = _requests(options)
@@ -50,14 +57,14 @@ def _parser() -> ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--requests", type=_positive, default=32)
     add("--new-tokens", type=_positive, default=64, help="of each request")
-    add("--gpu-blocks", type=_positive, default=40, help="what the cache holds")
-    add("--block-size", type=_positive, default=16, help="tokens of a block")
-    add("--host-pages", type=_positive, help="default: as many as all requests fill")
+    add("--gpu-blocks", type=_positive, default=40, help="blocks in the cache")
+    add("--block-size", type=_positive, default=16, help="tokens per block")
+    add("--host-pages", type=_positive, help="default: enough for all requests")
     add("--blocks-per-page", type=_positive, default=1)
-    add("--rounds", type=_positive, default=3, help="in which prompts that begin alike are served")
-    add("--seed", type=int, default=0, help="of the weights and the prompts")
-    add("--file", type=Path, help="what the prompts are cut from; default: the README")
-    add("--progress", action="store_true", help="also where stderr is no terminal")
+    add("--rounds", type=_positive, default=3, help="rounds of prompts with common prefixes")
+    add("--seed", type=int, default=0, help="seed of the weights and the prompts")
+    add("--file", type=Path, help="text to cut the prompts from; default: the README")
+    add("--progress", action="store_true", help="show progress even if stderr is no terminal")
     add("--control", action="store_true", help="zero one loaded block: the tokens must change")
     return parser
 
@@ -112,6 +119,7 @@ def _run(options: Namespace, requests: list[Request]) -> int:
 def _serve(
     options: Namespace, model: Model, requests: list[Request]
 ) -> tuple[Swapper, Control | None]:
+    """Serves the requests with swapping, and prints a summary."""
     blocks = [request.max_blocks for request in requests]
     pages = options.host_pages or sum(-(-n // options.blocks_per_page) for n in blocks)
     cache = model.new_cache(options.gpu_blocks)
@@ -130,7 +138,7 @@ def _serve(
         seconds = perf_counter() - start
     print(
         f"served on {options.device} in {seconds:.1f} s: {options.gpu_blocks} blocks of "
-        f"{options.block_size} tokens in place of {sum(blocks)}, "
+        f"{options.block_size} tokens instead of {sum(blocks)}, "
         f"{swapper.traffic['store'].requests} preemptions"
     )
     if swapper.traffic["store"].requests == 0:
@@ -139,6 +147,7 @@ def _serve(
 
 
 def _compare(requests: list[Request], expected: list[list[int]], control: Control | None) -> int:
+    """Prints the requests that differ, and returns the exit code."""
     differences = first_differences(requests, expected)
     zeroed = control.request if control else None
     if control and zeroed is None:
@@ -157,7 +166,7 @@ def _compare(requests: list[Request], expected: list[list[int]], control: Contro
 
 
 def _serve_alike(options: Namespace, model: Model, requests: list[Request]) -> int:
-    """Serves prompts with common prefixes in rounds, what is known of them coming from the host."""
+    """Serves prompts with common prefixes in rounds, and returns the exit code."""
     _, text = read_text(options.file)
     longest = max(len(request.prompt) for request in requests)
     prompts = alike_prompts(text, options.requests, longest, options.seed)

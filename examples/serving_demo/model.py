@@ -1,10 +1,11 @@
-"""A small decoder-only transformer over a paged KV cache: RMSNorm, rotary embedding, grouped
-queries, float32, greedy decoding of bytes.
+"""A small decoder-only transformer over a paged KV cache.
 
-Its bits depend on the request alone, never on who else is served or on which blocks it got: one
-request is computed at a time, in one of two shapes (a block of the prompt, or one token), always
-against `max_blocks` blocks. So every matrix product and every reduction has the same shape, the
-same alignment and hence the same order of additions in every run on a device.
+RMSNorm, rotary embedding, grouped queries, float32, greedy decoding of bytes.
+
+Its results depend bit for bit on the request alone, not on other requests or on block numbers. It
+computes one request at a time, in one of two shapes (a block of the prompt, or one token), and
+always against `max_blocks` blocks. So every matrix product and reduction has the same shape,
+alignment and order of additions in every run on a device.
 """
 
 from collections.abc import Iterator
@@ -23,16 +24,16 @@ KV_HEADS = 2
 HEAD_DIM = 64
 DIM = HEADS * HEAD_DIM // 2
 HIDDEN = 2 * DIM
-# Scores with a deviation of 1 would average over hundreds of keys until none of them mattered.
-# At this one a query attends to a few keys, wherever they lie.
+# With scores of deviation 1, attention would average over hundreds of keys, and no single key would
+# matter. With this deviation a query attends to a few keys, wherever they are.
 SCORE_DEVIATION = 4.0
-# silu(a) * b of two unit normals has this mean square.
+# Mean square of silu(a) * b for unit normal a and b.
 GATED_MEAN_SQUARE = 0.36
 
 
 @contextmanager
 def same_bits_every_time() -> Iterator[None]:
-    """Float32 without TF32, and one thread, so that no sum depends on how work was divided."""
+    """Float32 without TF32, and one thread, so that sums do not depend on how work is divided."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
@@ -57,8 +58,16 @@ class Layer:
 
 
 class Model:
-    """Seeded weights on `device`, the same on every device, for requests of at most
-    `max_blocks * block_size` tokens. Works on the calling thread's current stream."""
+    """A model with seeded weights, equal on every device.
+
+    Works on the calling thread's current stream.
+
+    Args:
+        block_size (int): tokens per block.
+        max_blocks (int): blocks of the longest request.
+        seed (int): seed of the weights.
+        device (torch.device): where to compute.
+    """
 
     def __init__(self, block_size: int, max_blocks: int, seed: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -92,19 +101,33 @@ class Model:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def new_cache(self, num_blocks: int) -> list[Tensor]:
-        """One float32 tensor [2 (K and V), num_blocks, block_size, KV_HEADS, HEAD_DIM] a layer."""
+        """A zeroed cache: per layer float32 [2, num_blocks, block_size, KV_HEADS, HEAD_DIM].
+
+        Index 0 of the first dimension is K, index 1 is V.
+        """
         shape = (2, num_blocks, self.block_size, KV_HEADS, HEAD_DIM)
         return [torch.zeros(shape, device=self.device) for _ in self.layers]
 
     def padded(self, blocks: list[int]) -> list[int]:
-        """A block table: the blocks of a request, and any block in place of those to come."""
+        """The block table of a request, padded to max_blocks entries with its last block."""
         return blocks + blocks[-1:] * (self.max_blocks - len(blocks))
 
     def prefill(self, prompt: bytes, cache: list[Tensor], table: Tensor, cached: int = 0) -> Tensor:
-        """Fills the blocks of `table` (int64 [max_blocks], on the device) with the prompt's keys
-        and values, and returns the first token, int64 [1]. What the prompt leaves of its last
-        block is filled with padding, which `decode` overwrites before it looks there. cached:
-        tokens whose keys and values are there already, in full blocks, and not those of all."""
+        """Computes a prompt.
+
+        Writes its keys and values to its blocks. The rest of the last block is filled with padding,
+        which decode() overwrites before it is read.
+
+        Args:
+            prompt (bytes): the tokens.
+            cache (list[Tensor]): from new_cache().
+            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
+            cached (int): tokens at the front that are in the cache already, in full blocks, fewer
+                than the prompt has.
+
+        Returns:
+            Tensor: int64 [1], the first new token.
+        """
         padded = prompt.ljust(-(-len(prompt) // self.block_size) * self.block_size, b"\0")
         tokens = torch.tensor(list(padded), device=self.device)
         for start in range(cached, len(prompt), self.block_size):
@@ -112,11 +135,21 @@ class Model:
         return logits[len(prompt) - start - 1].argmax(-1, keepdim=True)
 
     def decode(self, token: Tensor, position: int, cache: list[Tensor], table: Tensor) -> Tensor:
-        """The token that follows `token` (int64 [1]), which stands at `position`."""
+        """Computes the next token.
+
+        Args:
+            token (Tensor): int64 [1], the last token.
+            position (int): position of `token`.
+            cache (list[Tensor]): from new_cache().
+            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
+
+        Returns:
+            Tensor: int64 [1].
+        """
         return self.forward(token, position, cache, table)[0].argmax(-1, keepdim=True)
 
     def generate(self, prompt: bytes, new_tokens: int) -> list[int]:
-        """What a request alone on the device gets, in a cache that holds all of it."""
+        """The tokens of a request that is alone on the device, in a cache that holds all of it."""
         cache = self.new_cache(self.max_blocks)
         table = torch.arange(self.max_blocks, device=self.device)
         tokens = [self.prefill(prompt, cache, table)]
@@ -126,10 +159,19 @@ class Model:
         return generated
 
     def forward(self, tokens: Tensor, start: int, cache: list[Tensor], table: Tensor) -> Tensor:
-        """Logits [T, VOCAB] of `tokens` (int64 [T]) at positions start, start + 1, ...
+        """Computes the logits of tokens at positions start, start + 1, ...
 
-        Their keys and values are written to the blocks of `table`, which must hold the positions
-        before `start` already. What lies behind the tokens is masked: it may be anything finite.
+        Writes their keys and values to the blocks of `table`, which must already hold the positions
+        before `start`. Positions behind the tokens are masked, and may hold any finite values.
+
+        Args:
+            tokens (Tensor): int64 [T].
+            start (int): position of the first token.
+            cache (list[Tensor]): from new_cache().
+            table (Tensor): int64 [max_blocks] on the device, the blocks of the request.
+
+        Returns:
+            Tensor: float32 [T, VOCAB].
         """
         positions = self.positions[start : start + len(tokens)]
         blocks, slots = table[positions // self.block_size], positions % self.block_size
@@ -157,9 +199,18 @@ class Model:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
-    """[T, HEADS * HEAD_DIM] of queries [T, HEADS, HEAD_DIM] over keys and values
-    [C, KV_HEADS, HEAD_DIM]; `unseen` [T, C] is true where a query must not look."""
-    n, group = len(queries), HEADS // KV_HEADS  # so many queries share a head of keys
+    """Attention with grouped queries.
+
+    Args:
+        queries (Tensor): [T, HEADS, HEAD_DIM].
+        keys (Tensor): [C, KV_HEADS, HEAD_DIM].
+        values (Tensor): [C, KV_HEADS, HEAD_DIM].
+        unseen (Tensor): bool [T, C], true where a query must not look.
+
+    Returns:
+        Tensor: [T, HEADS * HEAD_DIM].
+    """
+    n, group = len(queries), HEADS // KV_HEADS  # `group` query heads share a KV head
     q = queries.view(n, KV_HEADS, group, HEAD_DIM).permute(1, 2, 0, 3)
     scores = q.reshape(KV_HEADS, group * n, HEAD_DIM) @ keys.permute(1, 2, 0) * HEAD_DIM**-0.5
     scores = scores.masked_fill(unseen.repeat(group, 1), -torch.inf)

@@ -1,5 +1,4 @@
-"""Serves prompts that begin alike, in several rounds: what the host has of them is loaded, and only
-the rest is computed."""
+"""Serves prompts with common prefixes: loads what the host has, and computes the rest."""
 
 from collections import deque
 from random import Random
@@ -14,7 +13,14 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
 
 
 def alike_prompts(text: bytes, count: int, longest: int, seed: int) -> list[bytes]:
-    """Half of each prompt is one of two beginnings, the rest its own."""
+    """Prompts that start with one of two common prefixes and continue differently.
+
+    Args:
+        text (bytes): the text to cut them from; at least `longest` bytes.
+        count (int): number of prompts.
+        longest (int): upper bound of a prompt's length; half of it is the prefix.
+        seed (int): seed of the choice.
+    """
     random, half = Random(seed), longest // 2
     starts = [random.randint(0, len(text) - half) for _ in range(2)]
     beginnings = [text[start : start + half] for start in starts]
@@ -26,10 +32,15 @@ def alike_prompts(text: bytes, count: int, longest: int, seed: int) -> list[byte
 
 
 class PrefixServer:
-    """One request at a time, each in new blocks; its prompt is stored while the next one runs.
+    """Serves one request at a time; its prompt is stored while the next request runs.
 
-    engine: of a handler for `model.new_cache()`, whose pages nobody else uses. reused, computed:
-    tokens of prompts.
+    Args:
+        model (Model): the model.
+        engine (OffloadEngine): for a handler on `model.new_cache()`; nobody else may use it.
+
+    Attributes:
+        reused (int): prompt tokens that were loaded from the host.
+        computed (int): prompt tokens that were computed.
     """
 
     def __init__(self, model: Model, engine: OffloadEngine) -> None:
@@ -44,7 +55,11 @@ class PrefixServer:
         self._storing: deque[tuple[Job, list[int]]] = deque()
 
     def generate(self, prompt: bytes, new_tokens: int) -> list[int]:
-        """The tokens behind the prompt. Raises RuntimeError when a transfer failed."""
+        """The tokens after the prompt.
+
+        Raises:
+            RuntimeError: a transfer failed.
+        """
         size = self._model.block_size
         blocks = self._take(-(-(len(prompt) + new_tokens - 1) // size))
         cached = self._load(prompt, blocks)
@@ -59,14 +74,18 @@ class PrefixServer:
         return generated
 
     def collect(self) -> None:
-        """Makes known what was stored. Raises RuntimeError when a transfer failed."""
+        """Polls the engine, so that stored blocks can be found.
+
+        Raises:
+            RuntimeError: a transfer failed.
+        """
         for result in self._engine.poll():
             if not result.ok:
                 message = f"{result.direction} {result.job_id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
 
     def _load(self, prompt: bytes, blocks: list[int]) -> int:
-        """How many tokens of the prompt are in the blocks then, before anything reads them."""
+        """Loads the cached prefix of the prompt, and returns its number of tokens."""
         self.collect()
         keys = self._hasher.lookup_keys(list(prompt))
         ready = self._engine.lookup(keys).ready
@@ -77,6 +96,7 @@ class PrefixServer:
         return ready * self._hasher.block_tokens
 
     def _store(self, prompt: bytes, blocks: list[int]) -> None:
+        """Stores the prompt; its blocks are free when the store has ended."""
         keys = self._hasher.keys(list(prompt))
         job = self._engine.store(keys, self._of_keys(keys, blocks))
         if job is None:
@@ -88,6 +108,7 @@ class PrefixServer:
         return blocks[: len(keys) // DIGEST_BYTES * self._per_page]
 
     def _take(self, count: int) -> list[int]:
+        """Takes blocks, waiting for the oldest stores if too few are free."""
         while self._blocks.num_free < count:
             job, blocks = self._storing.popleft()
             self._engine.handler.synchronize(job)

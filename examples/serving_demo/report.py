@@ -1,4 +1,4 @@
-"""What the demo prints when it is done."""
+"""The demo's reports."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,14 @@ from serving_demo.swapper import Traffic
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a request that is not the expected one."""
+    """The first token of a request that differs from the expected one.
+
+    Attributes:
+        request (Request): the request.
+        index (int): index of the token among the new tokens.
+        expected (int): the expected token.
+        got (int): the token that was generated.
+    """
 
     request: Request
     index: int
@@ -24,7 +31,11 @@ class Difference:
 
 
 def first_differences(requests: list[Request], expected: list[list[int]]) -> list[Difference]:
-    """One for each request whose tokens differ; as many tokens as expected must be there."""
+    """The first difference of each request that differs.
+
+    Raises:
+        ValueError: a request has another number of tokens than expected.
+    """
     differences = []
     for request, tokens in zip(requests, expected, strict=True):
         pairs = enumerate(zip(tokens, request.tokens, strict=True))
@@ -34,7 +45,12 @@ def first_differences(requests: list[Request], expected: list[list[int]]) -> lis
 
 
 def traffic_table(traffic: dict[str, Traffic], link: dict[str, float] | None) -> str:
-    """Blocks, bytes and speed each way; `link` is what one big copy reaches, in GB/s."""
+    """A table of requests, blocks, bytes and speed per direction.
+
+    Args:
+        traffic (dict[str, Traffic]): by direction.
+        link (dict[str, float] | None): GB/s of one large copy, by direction.
+    """
     lines = ["       requests    blocks        MB     GB/s" + ("   of the link" if link else "")]
     for direction, moved in traffic.items():
         speed = moved.nbytes / moved.seconds / 1e9 if moved.seconds else 0.0

@@ -1,11 +1,10 @@
-"""Serves many requests at once from a cache that need not hold them: continuous batching with
-preemption.
+"""Continuous batching with preemption, in a cache that is too small for all requests.
 
-A step takes back what finished transfers let go, finds room for one more token of each running
-request, computes it for those that have room, and brings in others that fit, new ones first. When
-the blocks run out, the request that was on the device for longest is preempted: its blocks go to
-the host, and it comes back into other blocks when there is room. Nobody waits for a transfer but
-the request that moves: the others are decoded meanwhile.
+A step collects finished transfers, makes room for one more token of each running request, computes
+this token, and admits other requests that fit, new ones first. If no block is free, the request
+that has been on the device for longest is preempted: its blocks are stored on the host, and it is
+loaded into other blocks when there is room. Only the request being moved waits for its transfer;
+the others are decoded meanwhile.
 """
 
 from collections import deque
@@ -21,9 +20,15 @@ from serving_demo.swapper import Swapper
 
 
 class Server:
-    """Runs on the calling thread's current stream. `cache` is `model.new_cache(num_blocks)`, and
-    no request may need more than `num_blocks`. `on_load` is called with a request whose load was
-    submitted, before anything uses the blocks."""
+    """Serves requests on the calling thread's current stream.
+
+    Args:
+        model (Model): the model.
+        cache (list[Tensor]): `model.new_cache(num_blocks)`; each request must fit into it.
+        swapper (Swapper): moves requests.
+        requests (Iterable[Request]): the requests to serve.
+        on_load: called with each request whose load was submitted, before its blocks are used.
+    """
 
     def __init__(
         self,
@@ -39,15 +44,23 @@ class Server:
         self._swapper = swapper
         self._on_load = on_load
         self._waiting = deque(requests)
-        self._running: list[Request] = []  # those that came to the device first are first
+        self._running: list[Request] = []  # in the order in which they came to the device
         self._swapped: deque[Request] = deque()
 
     @property
     def is_busy(self) -> bool:
+        """Whether a request is not done, or a transfer has not ended."""
         return bool(self._waiting or self._running or self._swapped or self._swapper.is_moving)
 
     def step(self) -> int:
-        """Returns how many tokens it generated. Raises when a transfer failed."""
+        """Does one step.
+
+        Returns:
+            int: number of tokens generated.
+
+        Raises:
+            RuntimeError: a transfer failed, or no request can continue.
+        """
         self._collect_transfers()
         self._retire()
         for request in tuple(self._running):
@@ -56,7 +69,9 @@ class Server:
         self._load_swapped()
         if generated == 0 and self.is_busy:
             if not self._swapper.is_moving:
-                raise RuntimeError(f"no request can go on with {self.blocks.num_free} free blocks")
+                raise RuntimeError(
+                    f"no request can continue with {self.blocks.num_free} free blocks"
+                )
             self._swapper.wait()
         return generated
 
@@ -68,7 +83,7 @@ class Server:
                 self._swapped.append(request)
 
     def _retire(self) -> None:
-        # One whose load is still to be reported keeps its pages and its reservation until then.
+        # A request keeps its pages and its reservation until its load is reported.
         for request in [r for r in self._running if r.is_done and r.job is None]:
             self._running.remove(request)
             self._swapper.release(request)
@@ -76,15 +91,19 @@ class Server:
             request.blocks = []
 
     def _make_room(self, request: Request) -> None:
-        """Room for one more token; if there is none, somebody is preempted for a later step."""
+        """Makes room for one more token.
+
+        If no block is free, preempts a request, so that a later step finds one.
+        """
         if request not in self._running or request.is_done or request.has_room:
             return
         if self.blocks.num_free:
             request.blocks += self.blocks.take(1)
-        elif not self._swapper.is_storing:  # else blocks are on their way already
+        elif not self._swapper.is_storing:  # a running store will free blocks
             self._preempt()
 
     def _preempt(self) -> None:
+        """Stores the running request that came to the device first."""
         for request in self._running:
             if request.job is None:
                 self._running.remove(request)
@@ -92,6 +111,7 @@ class Server:
                 return
 
     def _decode(self) -> int:
+        """Computes one token of each request with room, and returns how many."""
         batch = [r for r in self._running if r.has_room and not r.is_done]
         if not batch:
             return 0
@@ -106,6 +126,7 @@ class Server:
         return len(batch)
 
     def _admit(self) -> int:
+        """Computes the prompts of new requests that fit, and returns how many."""
         admitted = 0
         while self._waiting:
             request = self._waiting[0]
@@ -121,8 +142,9 @@ class Server:
         return admitted
 
     def _load_swapped(self) -> None:
+        """Loads preempted requests that fit."""
         for request in tuple(self._swapped):
-            blocks = request.blocks_for(request.cached + 1)  # it comes back to go on
+            blocks = request.blocks_for(request.cached + 1)  # with room for its next token
             if blocks > self.blocks.num_free:
                 continue
             self._swapped.remove(request)

@@ -10,8 +10,16 @@ from torch_kvswap.prefix.hashing import PrefixHasher
 
 @dataclass
 class Traffic:
-    """What went one way: blocks that the host had already are not stored again. `seconds` are the
-    transfers' times on the device, added up."""
+    """What was moved in one direction.
+
+    Blocks that the host already had are not stored again, and not counted.
+
+    Attributes:
+        requests (int): requests moved.
+        blocks (int): blocks copied.
+        nbytes (int): bytes copied.
+        seconds (float): sum of the transfers' times on the device.
+    """
 
     requests: int = 0
     blocks: int = 0
@@ -20,8 +28,15 @@ class Traffic:
 
 
 class Swapper:
-    """Knows which request each transfer belongs to. Nobody else uses the engine. Not thread
-    safe."""
+    """Moves requests, and knows which request each transfer belongs to. Not thread safe.
+
+    Args:
+        engine (OffloadEngine): used by nobody else.
+        block_size (int): tokens per block.
+
+    Attributes:
+        traffic (dict[str, Traffic]): by direction.
+    """
 
     def __init__(self, engine: OffloadEngine, block_size: int) -> None:
         ((self._host,), (layout,)) = engine.handler.pools, engine.handler.layouts
@@ -31,13 +46,16 @@ class Swapper:
         self._hasher = PrefixHasher("demo", "float32", block_size * self._host.blocks_per_page)
         self._reserved = 0
         self._moving: dict[int, Request] = {}
-        self._stored: list[Request] = []  # without a transfer: the host had all of it
+        self._stored: list[Request] = []  # stored without a transfer: the host had all blocks
 
     def reserve(self, request: Request) -> bool:
-        """Sets aside what a request fills at its longest, so that it can always be preempted.
+        """Reserves host pages for the request at its longest, so that it can always be preempted.
 
-        The first one is let in even where the pages are too few for it: until it is released it
-        stays alone, and nobody preempts it.
+        The first request is admitted even if there are too few pages for it. It then stays alone
+        until it is released, so it is never preempted.
+
+        Returns:
+            bool: False if there are too few pages.
         """
         pages = self._pages_for(request.max_blocks)
         if self._reserved and self._reserved + pages > self._host.num_pages:
@@ -46,16 +64,19 @@ class Swapper:
         return True
 
     def release(self, request: Request) -> None:
+        """Releases the reservation of a request."""
         self._reserved -= self._pages_for(request.max_blocks)
 
     def store(self, request: Request) -> None:
-        """Ordered behind what the current stream was given so far. Its blocks may not be handed
-        on before `poll` has reported it."""
+        """Starts to store a request, behind all work submitted to the current stream so far.
+
+        Its blocks may not be reused before poll() has reported it.
+        """
         request.preempted = self._engine.preempt(
             self._keys(request), self._cached_blocks(request), tag=request
         )
         if request.preempted is None:
-            raise RuntimeError(f"the host has no room for request {request.id}, which had reserved")
+            raise RuntimeError(f"the host has no room for request {request.id} despite reservation")
         self.traffic["store"].requests += 1
         if request.preempted.job is None:
             self._stored.append(request)
@@ -63,7 +84,10 @@ class Swapper:
             self._track(request.preempted.job, request)
 
     def load(self, request: Request) -> None:
-        """Into the first of its blocks, which are not to be used before `order_behind_load`."""
+        """Starts to load a request into its first blocks.
+
+        Call order_behind_load() before work that uses the blocks.
+        """
         job = self._engine.load(self._keys(request), self._cached_blocks(request), tag=request)
         if job is None:
             raise RuntimeError(f"the host has lost blocks of request {request.id}")
@@ -71,13 +95,16 @@ class Swapper:
         self._track(job, request)
 
     def order_behind_load(self, request: Request) -> None:
-        """What the current stream is given from now on sees the loaded blocks."""
-        if request.job is not None:  # else the host has seen it end
+        """Makes later work on the current stream wait for the load."""
+        if request.job is not None:  # None if poll() has reported the load
             request.job.wait()
 
     def poll(self) -> list[tuple[str, Request]]:
-        """Direction and request of each transfer that ended since the last call. Raises when one
-        failed: its request could only go on with keys and values that are not its own."""
+        """Direction and request of each transfer that ended since the last call.
+
+        Raises:
+            RuntimeError: a transfer failed; the request's keys and values are undefined.
+        """
         ended = [("store", request) for request in self._stored]
         self._stored.clear()
         for result in self._engine.poll():
@@ -99,15 +126,21 @@ class Swapper:
 
     @property
     def is_storing(self) -> bool:
+        """Whether a store has not been reported yet."""
         storing = [r for r in self._moving.values() if r.job and r.job.direction == "store"]
         return bool(storing or self._stored)
 
     @property
     def is_moving(self) -> bool:
+        """Whether any transfer has not been reported yet."""
         return bool(self._moving or self._stored)
 
     def wait(self) -> None:
-        """Blocks the host until every transfer has ended; raises when one failed."""
+        """Blocks the host until every transfer has ended.
+
+        Raises:
+            TransferError: a transfer failed.
+        """
         self._engine.handler.synchronize()
 
     def _track(self, job: Job, request: Request) -> None:
@@ -115,7 +148,7 @@ class Swapper:
         self._moving[request.id] = request
 
     def _keys(self, request: Request) -> bytes:
-        """Of what it has cached; its last page may be part full."""
+        """The keys of what the request has cached; its last page may be partly filled."""
         tokens = [*request.prompt, *request.tokens][: request.cached]
         return self._hasher.keys(tokens) + self._hasher.partial_key(tokens)
 

@@ -7,10 +7,10 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def read_text(file: Path | None) -> tuple[str, bytes]:
-    """Name and bytes of `file`, or else of the project's README.
+    """The name and bytes of `file`, or of the project's README.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if file is None:
         return README.name, README.read_bytes()
@@ -18,7 +18,7 @@ def read_text(file: Path | None) -> tuple[str, bytes]:
 
 
 def cut_prompts(text: bytes, count: int, shortest: int, longest: int, seed: int) -> list[bytes]:
-    """`count` pieces of `text`, each of `shortest` to `longest` bytes; the text has `longest`."""
+    """Cuts `count` prompts of `shortest` to `longest` bytes from a text of at least `longest`."""
     random = Random(seed)
     lengths = [random.randint(shortest, longest) for _ in range(count)]
     starts = [random.randint(0, len(text) - length) for length in lengths]

@@ -92,14 +92,14 @@ def test_each_group_has_its_own_first_block_and_may_be_empty():
 )
 def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
     move = gpu(blocks, [3], [0])
-    said = "of which its groups of [3] blocks from [0] on take 3 and 2"
+    said = "but its groups of [3] blocks starting at [0] need 3 and 2"
     with pytest.raises(ValueError, match=re.escape(said)):
         read_move(move, host(*pages), 1, 2)
 
 
 def test_a_transfer_of_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
-    with pytest.raises(ValueError, match="a transfer of 2 groups, the cache has 1"):
+    with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
         read_move(move, host(1), 1, 1)
 
 

@@ -78,7 +78,7 @@ def test_two_engines_do_not_share(engine):
 
 
 def test_a_worker_that_does_not_come_is_missed(engine):
-    with pytest.raises(TimeoutError, match=r"1 of the 2 workers of engine .* have come"):
+    with pytest.raises(TimeoutError, match=r"1 of the 2 workers of engine .* have attached"):
         make(0, 2, engine, timeout=0.05)
     with pytest.raises(TimeoutError, match="worker 1 has found no worker 0 of engine"):
         make(1, 2, engine, timeout=0.05)
@@ -112,7 +112,7 @@ def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):
 def test_two_engines_of_one_name_are_told_apart(engine):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(vllm_pool._address(engine))
-        with pytest.raises(RuntimeError, match="makes its host pool on this machine now"):
+        with pytest.raises(RuntimeError, match="is making its host pool on this machine"):
             make(0, 2, engine)
 
 

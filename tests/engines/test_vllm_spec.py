@@ -178,7 +178,7 @@ def test_patch_ops_puts_our_copies_under_the_worker_of_vllm_and_says_what_it_kee
 
     with caplog.at_level("INFO"):
         said = patch_ops()
-    assert "Triton kernel stay loads of 16 or more pieces" in said
+    assert "Triton kernel still copies loads of 16 or more pieces" in said
     assert said in caplog.text
     assert ops.swap_blocks_batch is swap_blocks_batch
     large = [[base.CanonicalKVCacheRef(0, 1 << 20)]]
@@ -192,7 +192,9 @@ def test_patch_ops_comes_too_late_when_the_worker_was_built(ops):
 
     before = ops.swap_blocks_batch
     built = object.__new__(gpu_worker.SingleDirectionOffloadingHandler)
-    with pytest.raises(RuntimeError, match="has to come before vLLM builds its offloading worker"):
+    with pytest.raises(
+        RuntimeError, match="must be called before vLLM builds its offloading worker"
+    ):
         patch_ops()
     assert ops.swap_blocks_batch is before
     del built

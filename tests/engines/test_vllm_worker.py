@@ -223,7 +223,7 @@ def test_a_copy_that_failed_is_done_again_and_said_to_be_well(
     assert result.transfer_size == 2 * 3 * 512
     assert result.transfer_time > 0
     assert checked.is_right()
-    assert "failed: error 700; it is done once more by plain copies" in caplog.text
+    assert "failed: error 700; retrying with plain copies" in caplog.text
     assert checked.worker.get_finished() == []
 
 
@@ -301,7 +301,7 @@ def test_a_copy_that_fails_twice_ends_as_failed_with_both_errors_logged(
     (result,) = checked.finished(1)
     assert (result.job_id, result.success) == (number, False)
     assert "failed: error 700" in caplog.text
-    assert f"plain copies of load {number} failed too: error 719" in caplog.text
+    assert f"plain copies of load {number} failed, too: error 719" in caplog.text
 
 
 def test_the_engine_ends_with_the_error_logged_before(checked, monkeypatch, caplog):

@@ -323,7 +323,7 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     if loader.library().kvswap_kernel_version():
         assert_expected_inline(
             message,
-            """kernels would make some transfers faster, but cannot be had: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all of them (docs/copy_methods.md)""",
+            """kernels would speed up some transfers, but are not available: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all transfers (docs/copy_methods.md)""",
         )
     else:
         assert "built without nvcc" in message

@@ -47,8 +47,8 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: after= is an event that was never recorded, so that nothing would be waited
-for; record it behind the work that it stands for, or pass that stream
+ValueError: after= is an event that was never recorded, so the transfer would wait for
+nothing; record it behind the work it stands for, or pass that stream
 ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
 that stream and pass the event
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
@@ -57,12 +57,12 @@ TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
 torch.cuda.Event or () for nothing, not list
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
 torch.cuda.Event or () for nothing, not tuple
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is Stream: wait for it first
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is Event: wait for it first
-TypeError: after= must be None or () for a cache on the CPU, whose transfers run inside
-the call and can wait for no stream; it is int: wait for it first
-TypeError: a torch.cuda.Stream (or None) can wait, int cannot
-TypeError: a torch.cuda.Stream (or None) can wait, Event cannot""",
+TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is a Event, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: after= is a int, but transfers of a cache on the CPU run inside the call and
+cannot wait for a stream; wait on the host first, and pass None or ()
+TypeError: stream is a int; pass a torch.cuda.Stream or None
+TypeError: stream is a Event; pass a torch.cuda.Stream or None""",
     )

@@ -82,7 +82,7 @@ def test_blocks_of_another_number_may_not_be_shared(one: tuple, other: tuple) ->
             error_text(block_spaces, pair),
             """\
 ValueError: layouts 0 and 1 share memory, but the same id is not the same block in both;
-make them of the same rows with the same distance""",
+make them from the same blocks with the same stride""",
         )
 
 

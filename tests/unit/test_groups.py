@@ -69,7 +69,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         "\n".join(error_text(call) for call in calls),
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; a HostPool is in the place of a PagedLayout
+each; got a HostPool instead of a PagedLayout
 TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
 TypeError: gpu is a list of 1 PagedLayouts, host is a HostPool; pass one of each, or a
@@ -82,7 +82,7 @@ ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layo
 ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
-ValueError: a cache on meta cannot be moved; its tensors must be on cuda or cpu""",
+ValueError: a cache on meta is not supported; its tensors must be on cuda or cpu""",
     )
 
 

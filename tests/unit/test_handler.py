@@ -317,7 +317,7 @@ def test_wrong_ids_raise_and_there_is_no_job(device: str) -> None:
 
 def test_a_job_of_another_handler_is_refused(device: str) -> None:
     one, other = make_handler(device), make_handler(device)
-    with pytest.raises(ValueError, match="store 0 is of another handler"):
+    with pytest.raises(ValueError, match="store 0 belongs to another handler"):
         one.synchronize(other.store(gpu_block_ids=[0], page_ids=[0]))
     one.close()
     other.close()
@@ -386,7 +386,7 @@ def test_what_is_no_layout_and_no_pool_is_refused() -> None:
         error_text(OffloadHandler, host, layout),
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
-each; a HostPool is in the place of a PagedLayout""",
+each; got a HostPool instead of a PagedLayout""",
     )
     assert_expected_inline(
         error_text(OffloadHandler(layout, host).synchronize, [0]),

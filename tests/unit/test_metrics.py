@@ -126,8 +126,8 @@ def test_nothing_seen_has_no_mean_and_no_quantile() -> None:
 
 
 @pytest.mark.parametrize("q", [-0.1, 50, math.nan])
-def test_a_quantile_is_asked_for_with_a_number_from_0_to_1(q: float) -> None:
-    with pytest.raises(ValueError, match="a number from 0 to 1, not"):
+def test_a_quantile_outside_0_to_1_is_refused(q: float) -> None:
+    with pytest.raises(ValueError, match="it must be 0 to 1"):
         EMPTY.quantile(q)
 
 
@@ -154,7 +154,7 @@ kvswap_jobs_ended_total{direction="load",rank="1",state="cancelled"} 0
 kvswap_jobs_ended_total{direction="expedited",rank="1",state="done"} 0
 kvswap_jobs_ended_total{direction="expedited",rank="1",state="failed"} 0
 kvswap_jobs_ended_total{direction="expedited",rank="1",state="cancelled"} 0
-# HELP kvswap_jobs_copied_total Jobs done, by the way of copying.
+# HELP kvswap_jobs_copied_total Jobs done, by copy method.
 # TYPE kvswap_jobs_copied_total counter
 kvswap_jobs_copied_total{direction="store",rank="1",copy_method="batch"} 4
 kvswap_jobs_copied_total{direction="load",rank="1",copy_method="batch"} 0
@@ -179,17 +179,17 @@ kvswap_jobs_queued{direction="expedited",rank="1"} 0
 kvswap_jobs_running{direction="store",rank="1"} 1
 kvswap_jobs_running{direction="load",rank="1"} 0
 kvswap_jobs_running{direction="expedited",rank="1"} 0
-# HELP kvswap_streams Streams that exist.
+# HELP kvswap_streams Existing CUDA streams.
 # TYPE kvswap_streams gauge
 kvswap_streams{direction="store",rank="1"} 2
 kvswap_streams{direction="load",rank="1"} 0
 kvswap_streams{direction="expedited",rank="1"} 0
-# HELP kvswap_events Events that exist.
+# HELP kvswap_events Existing CUDA events.
 # TYPE kvswap_events gauge
 kvswap_events{direction="store",rank="1"} 5
 kvswap_events{direction="load",rank="1"} 0
 kvswap_events{direction="expedited",rank="1"} 0
-# HELP kvswap_submit_seconds Host time in the call that submits.
+# HELP kvswap_submit_seconds Host time in the submitting call.
 # TYPE kvswap_submit_seconds histogram
 kvswap_submit_seconds_bucket{direction="store",rank="1",le="1e-06"} 3
 kvswap_submit_seconds_bucket{direction="store",rank="1",le="2e-06"} 8
@@ -213,7 +213,7 @@ kvswap_queue_seconds_count{direction="load",rank="1"} 0
 kvswap_queue_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
 kvswap_queue_seconds_sum{direction="expedited",rank="1"} 0.0
 kvswap_queue_seconds_count{direction="expedited",rank="1"} 0
-# HELP kvswap_copy_seconds Time copying, without the waits.
+# HELP kvswap_copy_seconds Copy time, without the waits.
 # TYPE kvswap_copy_seconds histogram
 kvswap_copy_seconds_bucket{direction="store",rank="1",le="+Inf"} 0
 kvswap_copy_seconds_sum{direction="store",rank="1"} 0.0

@@ -1,7 +1,7 @@
-"""The C interface of csrc/capi.h: every constant, structure and function, once.
+"""The C interface of csrc/capi.h: every constant, structure and function, in one place.
 
-ABI_VERSION goes up, here and there, with every change of one of them: a library of another version
-is not loaded.
+Any change here or there needs a new ABI_VERSION in both: a library with another version is not
+loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
 
 ABI_VERSION = 3
 
@@ -17,17 +20,19 @@ AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
 OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED = range(3)
-COPY_METHODS = ("host", "batch", "strided", "staged", "kernel")  # ways of copying, by number
+COPY_METHODS = ("host", "batch", "strided", "staged", "kernel")  # by number
 FRAGMENT_SIZES = 14
 BUCKETS = 26
 DIGEST_BYTES = 32
 BLOCKS_FEW_KEYS = 1024
 BLOCKS_BUSY = -2
 
-_Int64s = ctypes.c_void_p  # the address of a list of int64
+_Int64s = ctypes.c_void_p  # pointer to an array of int64
 
 
 class ReadyRange(ctypes.Structure):
+    """kvswap_ready_range"""
+
     _fields_ = (
         ("first_page", ctypes.c_int64),
         ("last_page", ctypes.c_int64),
@@ -36,6 +41,8 @@ class ReadyRange(ctypes.Structure):
 
 
 class Group(ctypes.Structure):
+    """kvswap_group"""
+
     _fields_ = (
         ("gpu_bases", _Int64s),
         ("gpu_strides", _Int64s),
@@ -55,6 +62,8 @@ class Group(ctypes.Structure):
 
 
 class CopyMethodCosts(ctypes.Structure):
+    """kvswap_copy_method_costs"""
+
     _fields_ = (
         ("start_seconds", ctypes.c_double),
         ("block_seconds", ctypes.c_double),
@@ -63,6 +72,8 @@ class CopyMethodCosts(ctypes.Structure):
 
 
 class CopyMethodOptions(ctypes.Structure):
+    """kvswap_copy_method_options"""
+
     _fields_ = (
         ("copy_method", ctypes.c_int32),
         ("staging_bytes", ctypes.c_uint64),
@@ -71,6 +82,8 @@ class CopyMethodOptions(ctypes.Structure):
 
 
 class Request(ctypes.Structure):
+    """kvswap_request"""
+
     _fields_ = (
         ("began", ctypes.c_double),
         ("channel", ctypes.c_int32),
@@ -89,6 +102,8 @@ class Request(ctypes.Structure):
 
 
 class JobResult(ctypes.Structure):
+    """kvswap_result"""
+
     _fields_ = (
         ("id", ctypes.c_int64),
         ("nbytes", ctypes.c_uint64),
@@ -106,10 +121,14 @@ class JobResult(ctypes.Structure):
 
 
 class Histogram(ctypes.Structure):
+    """kvswap_histogram"""
+
     _fields_ = (("counts", ctypes.c_uint64 * BUCKETS), ("sum", ctypes.c_double))
 
 
 class Metrics(ctypes.Structure):
+    """kvswap_metrics"""
+
     _fields_ = (
         *(
             (name, ctypes.c_uint64)
@@ -124,6 +143,8 @@ class Metrics(ctypes.Structure):
 
 
 class BlocksGroup(ctypes.Structure):
+    """kvswap_blocks_group"""
+
     _fields_ = (
         ("num_pages", ctypes.c_int64),
         ("ratio", ctypes.c_int64),
@@ -132,6 +153,8 @@ class BlocksGroup(ctypes.Structure):
 
 
 class BlocksOptions(ctypes.Structure):
+    """kvswap_blocks_options"""
+
     _fields_ = (
         ("policy", ctypes.c_int32),
         ("events", ctypes.c_int32),
@@ -141,6 +164,8 @@ class BlocksOptions(ctypes.Structure):
 
 
 class BlocksFound(ctypes.Structure):
+    """kvswap_blocks_found"""
+
     _fields_ = (
         ("found", ctypes.c_int64),
         ("ready", ctypes.c_int64),
@@ -149,6 +174,8 @@ class BlocksFound(ctypes.Structure):
 
 
 class BlocksStats(ctypes.Structure):
+    """kvswap_blocks_stats"""
+
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in (
@@ -163,7 +190,7 @@ BLOCKS_EVENT = np.dtype([("kind", np.int32), ("group", np.int32), ("key", f"V{DI
 _Pointer, _Int, _Bool, _Text = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_char_p
 _Long, _Real = ctypes.c_int64, ctypes.c_double
 
-# What each function returns, then what it takes.
+# Return type of each function, then its argument types.
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_abi_version": (_Int,),
     "kvswap_driver_version": (_Int,),
@@ -217,9 +244,9 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
-# They take microseconds, and wait for no lock that is held for longer. To let the GIL go costs
-# more: a thread that computes in Python gives it back only after milliseconds. The calls of a block
-# manager are made in both ways, see holding().
+# Functions that take microseconds and wait for no lock that is held longer. Releasing the GIL would
+# cost more: a thread that computes in Python gives it back only after milliseconds. The functions
+# of a block manager are called in both ways, see loader.holding().
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
     "kvswap_ready_range_publish",

@@ -1,4 +1,4 @@
-"""Conversions of what a caller passes, each in one place. Every error names the argument."""
+"""Checked conversions of arguments. Every error names the argument."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ import operator
 from typing import NoReturn, SupportsFloat, SupportsIndex
 
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
 
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
-    """An integer argument, as an int that the native side can hold.
+    """Converts an integer argument to an int that the native side can hold.
 
     ctypes truncates silently, so every integer that crosses into C++ passes through here.
 
     Args:
         name (str): the argument, as the caller wrote it.
-        value: anything with `__index__`: int, bool, numpy and torch integers.
-        least (int), most (int): the range, both included.
+        value (object): anything with `__index__`: int, bool, numpy and torch integers.
+        least (int): the smallest valid value.
+        most (int): the largest valid value.
 
     Raises:
-        TypeError: the value is no integer.
-        ValueError: it is out of range.
+        TypeError: the value is not an integer.
+        ValueError: the value is out of range.
     """
-    if type(value) is int and least <= value <= most:  # nearly always; the rest takes longer
+    if type(value) is int and least <= value <= most:  # the common case, fast
         return value
     if not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be an integer")
     try:
         number = operator.index(value)
-    except (TypeError, ValueError) as error:  # a tensor has __index__, whatever it holds
+    except (TypeError, ValueError) as error:  # every tensor has __index__, whatever it holds
         raise TypeError(f"{name} must be an integer: {error}") from error
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be {least} to {most}")
@@ -40,11 +42,11 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
 
 
 def read_seconds(name: str, value: object) -> float:
-    """A time in seconds: 0 or more, infinity allowed.
+    """Converts a time in seconds: 0 or more, infinity allowed.
 
     Raises:
-        TypeError: the value is no number.
-        ValueError: it is negative or NaN.
+        TypeError: the value is not a number.
+        ValueError: the value is negative or NaN.
     """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of seconds")
@@ -58,16 +60,20 @@ def read_seconds(name: str, value: object) -> float:
 
 
 def read_timeout(name: str, value: object) -> float | None:
-    """A timeout in seconds; None for none, which infinity means too. Raises like read_seconds()."""
+    """Converts a timeout in seconds. None and infinity give None: no timeout.
+
+    Raises:
+        TypeError, ValueError: see read_seconds().
+    """
     seconds = None if value is None else read_seconds(name, value)
     return None if seconds == math.inf else seconds
 
 
 class NotCopyable:
-    """Base of what owns native memory or a file: a copy would free it twice.
+    """Base of classes that own native memory or a file, which a copy would free twice.
 
-    `copy.copy`, `copy.deepcopy` and `pickle` raise TypeError, which ends with `_instead`: what to
-    do.
+    `copy.copy`, `copy.deepcopy` and `pickle` raise TypeError. Its message ends with `_instead`,
+    which says what to do instead.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The native part of a block manager, csrc/prefix/manager.h."""
+"""The native part of a BlockManager, csrc/prefix/manager.h."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.loader import ForkGuard
 
 POLICIES = ("lru", "arc")  # by number
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
-# The calls that take keys or end jobs are made with the GIL held; they answer BLOCKS_BUSY when they
-# would have to wait or to take long, and are made again without it (csrc/capi.h).
+# Calls that take keys or end jobs are first made with the GIL held. They return BLOCKS_BUSY if they
+# would have to wait or take long, and are then repeated without the GIL (csrc/capi.h).
 _holding = loader.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
@@ -29,8 +28,11 @@ _EVENTS_AT_ONCE = 1024
 
 
 class NativeBlocks(NotCopyable):
-    """Owns it. `digests`: those of all groups, one after another; `counts`: how many each group
-    has. grow() is called first. Methods raise RuntimeError in a fork, whose pages are not its."""
+    """Owns the native block manager.
+
+    In all methods, `digests` has the digests of all groups in a row, and `counts` the number of
+    each group. grow() must be called first. Every method raises RuntimeError in a forked child.
+    """
 
     def __init__(
         self,
@@ -50,23 +52,26 @@ class NativeBlocks(NotCopyable):
 
     @property
     def pointer(self) -> int:
+        """The native manager; raises RuntimeError in a forked child."""
         self._process.check("block manager")
         return self._pointer
 
     def grow(self, num_ready_pages: Sequence[int]) -> None:
+        """Makes this many pages of each group usable."""
         ready = array("q", num_ready_pages)
         loader.call("kvswap_blocks_grow", self.pointer, ready.buffer_info()[0])
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
-        found = array("q", (0, 0, 0))  # faster than a BlocksFound
+        """Returns found, ready and pending, as in Lookup."""
+        found = array("q", (0, 0, 0))  # laid out like abi.BlocksFound, but faster
         place, into = counts.buffer_info()[0], found.buffer_info()[0]
         answer = _lookup(self.pointer, digests, place, again, into, False)
         if answer < 0:
             _call_without_gil(answer, "lookup", self.pointer, digests, place, again, into)
         return found[0], found[1], found[2]
 
-    def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Numbers]:
-        """The job, 0 for none, and its pages."""
+    def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Int64Array]:
+        """Returns the job, 0 for none, and its pages."""
         pages, into = _allocate(len(digests) // abi.DIGEST_BYTES)
         place = counts.buffer_info()[0]
         job: int = _prepare_load(self.pointer, digests, place, into, False)
@@ -76,9 +81,13 @@ class NativeBlocks(NotCopyable):
 
     def prepare_store(
         self, digests: bytes, counts: array[int], now: float, keep: bool
-    ) -> tuple[int, int, Numbers, Numbers, array[int]] | None:
-        """Job and lease, 0 for none; places and pages, of which the first are used; how many of
-        them each group has. None when there is no room."""
+    ) -> tuple[int, int, Int64Array, Int64Array, array[int]] | None:
+        """Prepares a store.
+
+        Returns:
+            job and lease (0 for none), key indices and pages (valid up to the sum of the counts),
+                and the count of each group. None if there is no room.
+        """
         count = len(digests) // abi.DIGEST_BYTES
         numbers, into = _allocate(2 * count)
         new, ids = array("q", counts), array("q", (0, 0))
@@ -110,6 +119,7 @@ class NativeBlocks(NotCopyable):
             _call_without_gil(answer, "order", self.pointer, digests, place, renew)
 
     def lease(self, digests: bytes, counts: array[int], now: float, seconds: float) -> int:
+        """Returns the lease, 0 if a block is not cached."""
         place = counts.buffer_info()[0]
         lease: int = _lease(self.pointer, digests, place, now, seconds, False)
         if lease < 0:
@@ -117,6 +127,7 @@ class NativeBlocks(NotCopyable):
         return lease
 
     def release(self, lease: int) -> bool:
+        """Returns whether the lease had not ended yet."""
         released: int = _release(self.pointer, lease, False)
         if released < 0:
             released = _call_without_gil(released, "release", self.pointer, lease)
@@ -126,7 +137,7 @@ class NativeBlocks(NotCopyable):
         loader.call("kvswap_blocks_reset", self.pointer)
 
     def take_events(self) -> Iterator[tuple[int, int, bytes]]:
-        """Kind, group and key of each."""
+        """Yields kind, group and key of each event."""
         events = np.empty(_EVENTS_AT_ONCE, abi.BLOCKS_EVENT)
         while True:
             count = loader.call(
@@ -142,20 +153,23 @@ class NativeBlocks(NotCopyable):
         return stats
 
 
-def _allocate(count: int) -> tuple[Numbers, int]:
-    """Memory for so many numbers, and its address."""
+def _allocate(count: int) -> tuple[Int64Array, int]:
+    """An array of `count` numbers, and its address."""
     if count <= abi.BLOCKS_FEW_KEYS:
         few = array("q", bytes(count * 8))
         return np.frombuffer(few, np.int64), few.buffer_info()[0]
-    many = np.empty(count, np.int64)  # writes nothing to it while it holds the GIL
+    many = np.empty(count, np.int64)  # does not write the memory, which would hold the GIL
     return many, many.ctypes.data
 
 
 def _call_without_gil(answer: int, name: str, *arguments: Any) -> int:
-    """What a call answers in the end that answered less than 0 with the GIL held.
+    """Repeats a call that returned less than 0 with the GIL held, if it was busy.
+
+    Returns:
+        int: what the call returns, 0 or more.
 
     Raises:
-        ValueError, MemoryError: the call has failed.
+        ValueError, MemoryError: the call failed.
     """
     if answer == abi.BLOCKS_BUSY:
         answer = getattr(loader.library(), f"kvswap_blocks_{name}")(*arguments, True)
@@ -165,5 +179,6 @@ def _call_without_gil(answer: int, name: str, *arguments: Any) -> int:
 
 
 def _destroy(pointer: int, process: ForkGuard) -> None:
+    """Finalizer; does nothing in a forked child."""
     if process.is_current:
         loader.library().kvswap_blocks_destroy(pointer)

@@ -1,4 +1,4 @@
-"""Exceptions for jobs that failed, and for calls of the native library that did."""
+"""Exceptions for failed jobs and failed calls of the native library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 
 class TransferError(RuntimeError):
-    """Jobs have failed or were cancelled. Can be pickled.
+    """Jobs failed or were cancelled. Can be pickled.
+
+    Args:
+        message (str): the text of the error.
+        results (Sequence[Result]): the results of these jobs.
 
     Attributes:
-        results (list[Result]): theirs; empty for the error of a single result.
+        results (list[Result]): the results of these jobs. Empty in the error of a single Result.
     """
 
     def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
@@ -26,16 +30,18 @@ class TransferError(RuntimeError):
 
 
 class DeviceLostError(TransferError):
-    """The GPU is lost to this process, with all jobs that had not ended. Calls that need it raise
-    this error without results."""
+    """The GPU is lost to this process, and with it all jobs that had not ended.
+
+    Calls that need the GPU raise this error without results.
+    """
 
 
 class SourceFailedError(TransferError):
-    """What the jobs were to read was not written: the job before them failed or was cancelled."""
+    """The jobs' source was not written, because the job that writes it failed or was cancelled."""
 
 
 def error_type(name: str) -> type[Exception]:
-    """The exception that the native library names."""
+    """The exception type for a name from the native library."""
     if name == DeviceLostError.__name__:
         return DeviceLostError
     found: type[Exception] = getattr(builtins, name)

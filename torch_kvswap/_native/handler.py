@@ -1,4 +1,4 @@
-"""The native part of a handler, csrc/offload/handler.h, and who may call it."""
+"""The native part of an OffloadHandler, csrc/offload/handler.h."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ _native = loader.library()
 _submit, _synchronize = _native.kvswap_handler_submit, _native.kvswap_handler_synchronize
 _result_of, _query = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
-_AT_FIRST, _AT_ONCE = 4, 64  # results asked for in one call: memory for many costs microseconds
-_PATIENCE = 0.1  # seconds in one call: Python handles signals in between
+# Results fetched by one call. The first call fetches few: memory for many takes microseconds.
+_FIRST_BATCH, _NEXT_BATCH = 4, 64
+_WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals between the calls
 
 
 class NativeHandler(NotCopyable):
-    """Owns it and the memory of the groups. Every method raises RuntimeError in a forked child."""
+    """Owns the native handler and the memory of the groups.
+
+    Every method raises RuntimeError in a forked child.
+    """
 
     def __init__(self, groups: Groups, submit_thread: bool, options: abi.CopyMethodOptions) -> None:
         self.groups = groups
@@ -48,21 +52,22 @@ class NativeHandler(NotCopyable):
     def _warn_of_slower_copies(self) -> None:
         if problem := _native.kvswap_handler_missing_methods(self._pointer).decode():
             log.warning(
-                "kernels would make some transfers faster, but cannot be had: %s; the copy engines "
-                "do all of them (docs/copy_methods.md)",
+                "kernels would speed up some transfers, but are not available: %s; the copy "
+                "engines do all transfers (docs/copy_methods.md)",
                 problem,
             )
         if self.device.type == "cuda" and not _native.kvswap_driver_has_batch():
             warn_once(
                 "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
-                "scattered blocks take a call of the driver for each fragment; update the driver"
+                "scattered blocks take one driver call per fragment; update the driver"
             )
 
     @property
     def pointer(self) -> int:
+        """The native handler; raises RuntimeError if it was destroyed."""
         self._process.check("handler")
         if self._pointer is None:
-            raise RuntimeError("the handler is gone")
+            raise RuntimeError("the handler was destroyed")
         return self._pointer
 
     def check_open(self) -> None:
@@ -71,10 +76,11 @@ class NativeHandler(NotCopyable):
             raise RuntimeError("the handler is closed; make a new one")
 
     def check_process(self) -> None:
+        """Raises RuntimeError in a forked child."""
         self._process.check("handler")
 
     def submit(self, request: Request) -> int:
-        """A native job. Writes its number and its bytes to request.native."""
+        """Submits a request and returns the native job. Sets id and nbytes of request.native."""
         native = request.native
         job: int | None = _submit(self.pointer, ctypes.byref(native))
         if job is None:
@@ -82,7 +88,7 @@ class NativeHandler(NotCopyable):
         return job
 
     def job(self, native: int) -> abi.JobResult:
-        """What has become of a job; does not ask the device."""
+        """The state of a job, without asking the device."""
         answer = abi.JobResult()
         if not _result_of(self.pointer, native, ctypes.byref(answer)):
             loader.fail()
@@ -96,20 +102,24 @@ class NativeHandler(NotCopyable):
         return done == 1
 
     def poll(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
-        """What `read` makes of each job that has ended since the last call. It reads all it needs:
-        nothing of its argument is valid afterwards."""
+        """Converts the results of the jobs that have ended since the last call.
+
+        Args:
+            read: converts one result. Must copy what it needs: its argument is only valid in the
+                call.
+        """
         results: list[_T] = []
-        capacity = _AT_FIRST
+        capacity = _FIRST_BATCH
         while True:
             found = self._results("kvswap_handler_poll", capacity, read)
             results += found
             if len(found) < capacity:
                 return results
-            capacity = _AT_ONCE
+            capacity = _NEXT_BATCH
 
     def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
-        """What `read` makes of each job that has failed and was not reported yet."""
-        capacity = _AT_ONCE
+        """Converts the results of jobs that failed or were cancelled and were not polled yet."""
+        capacity = _NEXT_BATCH
         while True:
             found = self._results("kvswap_handler_unreported_failures", capacity, read)
             if len(found) < capacity:
@@ -117,14 +127,22 @@ class NativeHandler(NotCopyable):
             capacity *= 2
 
     def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | None:
-        """Whether the jobs, None for all, have ended well; None when they have not in time."""
+        """Waits until jobs have ended.
+
+        Args:
+            jobs: native jobs; None is all.
+            timeout (float | None): seconds; None waits forever.
+
+        Returns:
+            bool | None: whether all of them are done; None if the timeout passed first.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
         array = ctypes.c_void_p * count
         pointers = None if jobs is None else array(*jobs)
         while True:
-            left = _PATIENCE if deadline is None else deadline - time.monotonic()
-            seconds = min(max(left, 0.0), _PATIENCE)
+            left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
+            seconds = min(max(left, 0.0), _WAIT_SECONDS)
             ended: int = _synchronize(self.pointer, pointers, count, seconds)
             if ended < 0:
                 loader.fail()
@@ -134,44 +152,55 @@ class NativeHandler(NotCopyable):
                 return None
 
     def wait(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
-        """stream, device: as `resolve_waiting` gives them."""
+        """Makes a stream wait for a layer group of a job; group -1 is all of it.
+
+        `stream` and `device` come from resolve_waiting().
+        """
         loader.call("kvswap_job_wait", self.pointer, job, layer_group, stream, device)
 
     def cancel(self, job: int) -> bool:
+        """Returns whether the job is or will be reported as cancelled."""
         return bool(loader.call("kvswap_job_cancel", self.pointer, job))
 
-    def make_gate(self, parts: int) -> int:
-        gate: int = loader.call("kvswap_gate_create", self.pointer, parts)
+    def make_gate(self, layer_groups: int) -> int:
+        """Makes a native gate, to be released with release_gate()."""
+        gate: int = loader.call("kvswap_gate_create", self.pointer, layer_groups)
         return gate
 
     def release_gate(self, gate: int) -> None:
-        """Nobody has the gate any more. Does nothing in a fork, which has none."""
+        """Releases a gate that is no longer used. Does nothing in a forked child."""
         if self._process.is_current:
             _release_gate(gate)
 
     def fill_metrics(self, channel: int, out: Any) -> bool:
-        """out: a pointer to abi.Metrics."""
+        """Writes a channel's metrics to `out`, a pointer to abi.Metrics."""
         return bool(loader.call("kvswap_handler_metrics", self.pointer, channel, out))
 
     def rebind(self, groups: Groups) -> None:
+        """Replaces the groups while no job is outstanding."""
         count = len(groups.structures)
         loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
         self.groups = groups
 
     def close(self) -> None:
+        """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         pointer = self.pointer
         self._is_closed = True
-        while not loader.call("kvswap_handler_close", pointer, _PATIENCE):
+        while not loader.call("kvswap_handler_close", pointer, _WAIT_SECONDS):
             pass
 
     def destroy(self, owner: weakref.ref[object]) -> None:
-        """The handler was dropped, or the process exits. A fork has nothing of it."""
+        """Finalizer: closes the handler, and frees it unless the process exits.
+
+        Args:
+            owner: the OffloadHandler, which is still alive if the process exits.
+        """
         if not self._process.is_current or self._pointer is None:
             return
         try:
             self.close()
         except RuntimeError as error:
-            _kept.append(self)  # memory that a copy may still use
+            _kept.append(self)  # a copy may still use the memory
             log.warning(
                 "a handler was dropped, not closed, and cannot wait for its jobs: %s; its cache "
                 "and host pool stay in memory",
@@ -179,13 +208,14 @@ class NativeHandler(NotCopyable):
             )
             return
         if owner() is not None:
-            return  # the process exits, and other threads may be in a call
+            return  # at exit, when other threads may be in a call
         pointer, self._pointer = self._pointer, None
         _native.kvswap_handler_destroy(pointer)
 
     def _results(
         self, function: str, capacity: int, read: Callable[[abi.JobResult], _T]
     ) -> list[_T]:
+        """Converts up to `capacity` results from a native function that returns job references."""
         answers = (abi.JobResult * capacity)()
         results = []
         for answer in answers[: loader.call(function, self.pointer, answers, capacity)]:
@@ -194,4 +224,4 @@ class NativeHandler(NotCopyable):
         return results
 
 
-_kept: list[NativeHandler] = []
+_kept: list[NativeHandler] = []  # handlers that could not wait for their jobs

@@ -1,4 +1,4 @@
-"""Loads the native library, or says why it cannot, and calls it."""
+"""Loads the native library and calls it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from torch_kvswap._native.errors import error_type
 
 PATH = Path(__file__).parent.with_name("_C.abi3.so")
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
-ops: Any = torch.ops  # torch has no type for load_library
+ops: Any = torch.ops  # load_library lacks a type annotation
 
 
 @functools.cache
 def load() -> None:
-    """Load the native library, which registers its ops with torch. Later calls do nothing.
+    """Loads the native library, which registers its ops with torch. Later calls do nothing.
 
-    Thread-safe. Does not touch CUDA. Raises ImportError if the library is not there, or if the
-    torch that runs cannot load it.
+    Thread-safe. Does not initialise CUDA.
+
+    Raises:
+        ImportError: the library is missing, or this torch cannot load it.
     """
     if not PATH.exists():
         raise ImportError(
@@ -44,8 +46,7 @@ def load() -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native library's C interface. Calls through it release the GIL, but for
-    abi.HOLD_THE_GIL."""
+    """The C interface of the native library. Its calls release the GIL, except abi.HOLD_THE_GIL."""
     load()
     handle = _declare(ctypes.CDLL(str(PATH)))
     for name in abi.HOLD_THE_GIL:
@@ -55,12 +56,13 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def holding() -> ctypes.PyDLL:
-    """The C interface, for calls that keep the GIL. None of them may wait for another thread."""
+    """The C interface for calls that keep the GIL. Such a call must not wait for another thread."""
     load()
     return _declare(ctypes.PyDLL(str(PATH)))
 
 
 def _declare(handle: _Library) -> _Library:
+    """Checks the library's version and declares the prototypes of its functions."""
     _check_version(handle)
     for name, (result, *arguments) in abi.PROTOTYPES.items():
         function = getattr(handle, name)
@@ -71,7 +73,7 @@ def _declare(handle: _Library) -> _Library:
 def _check_version(handle: ctypes.CDLL) -> None:
     try:
         version: int | None = handle.kvswap_abi_version()
-    except AttributeError:  # older than the function
+    except AttributeError:  # a library older than this function
         version = None
     if version != abi.ABI_VERSION:
         raise ImportError(
@@ -82,14 +84,26 @@ def _check_version(handle: ctypes.CDLL) -> None:
 
 
 def fail() -> NoReturn:
-    """Raises what the calling thread's last call has failed with."""
+    """Raises the error of the calling thread's last failed call."""
     native = library()
     error = error_type(native.kvswap_last_error_type().decode())
     raise error(native.kvswap_last_error().decode())
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls the function; raises when it returns null, false or -1: so it says that it failed."""
+    """Calls a function of the C interface.
+
+    Args:
+        name (str): a key of abi.PROTOTYPES.
+        *arguments: as its prototype says.
+
+    Returns:
+        what the function returns.
+
+    Raises:
+        Exception: the function returned null, False or -1; the type is the one that the library
+            names.
+    """
     result = getattr(library(), name)(*arguments)
     if result is None or result is False or result == -1:
         fail()
@@ -97,19 +111,24 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 class ForkGuard:
-    """The calling process, remembered."""
+    """Remembers the process in which an object was made, and detects forked children."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
 
     @property
     def is_current(self) -> bool:
+        """Whether the calling process is the remembered one."""
         return os.getpid() == self.pid
 
     def check(self, noun: str) -> None:
-        """Raises RuntimeError in a process that was forked from the remembered one."""
+        """Raises RuntimeError in a forked child.
+
+        Args:
+            noun (str): what the object is, for the message.
+        """
         if os.getpid() != self.pid:
             raise RuntimeError(
-                f"this {noun} is of process {self.pid} and cannot be used in process "
+                f"this {noun} belongs to process {self.pid} and cannot be used in process "
                 f"{os.getpid()}, forked from it; make a {noun} in each process"
             )

@@ -1,4 +1,4 @@
-"""What a caller wants moved, read and checked for the native side: ids, streams and events."""
+"""Converts the arguments of a submission for the native side: ids, streams and events."""
 
 from __future__ import annotations
 
@@ -19,28 +19,40 @@ from torch_kvswap._native.arguments import INT64_MIN, read_int
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
 
-CURRENT = -1  # in place of a GPU: the current stream of the cache's GPU
+CURRENT = -1  # device number that stands for the current stream of the cache's GPU
 
+# What a transfer starts after: a stream, an event, nothing, or (None) the current stream.
 After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
 
 
 def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]:
-    """Kind and handle of a point in time for `Request`. Raises TypeError or ValueError for what
-    cannot be waited for."""
+    """Converts an `after` argument.
+
+    Args:
+        after: see After.
+        device (torch.device): the device of the cache.
+
+    Returns:
+        tuple[int, int | None]: kind (abi.AFTER_...) and handle of the stream or event.
+
+    Raises:
+        TypeError: after is something else, or a stream or event for a cache on the CPU.
+        ValueError: the event was never recorded, or the stream is on another device.
+    """
     if after is None:
         return abi.AFTER_CURRENT, None
     if isinstance(after, tuple) and not after:
         return abi.AFTER_NOTHING, None
     if device.type == "cpu":
         raise TypeError(
-            "after= must be None or () for a cache on the CPU, whose transfers run inside the "
-            f"call and can wait for no stream; it is {type(after).__name__}: wait for it first"
+            f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
+            "the call and cannot wait for a stream; wait on the host first, and pass None or ()"
         )
     if isinstance(after, torch.cuda.Event):
-        if not after.cuda_event:  # created when first recorded; a wait before is no wait
+        if not after.cuda_event:  # created when first recorded; CUDA would ignore a wait before
             raise ValueError(
-                "after= is an event that was never recorded, so that nothing would be waited "
-                "for; record it behind the work that it stands for, or pass that stream"
+                "after= is an event that was never recorded, so the transfer would wait for "
+                "nothing; record it behind the work it stands for, or pass that stream"
             )
         return abi.AFTER_EVENT, after.cuda_event
     if not isinstance(after, torch.cuda.Stream):
@@ -57,34 +69,43 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
 
 
 def resolve_waiting(stream: object) -> tuple[int | None, int]:
-    """Names the stream that is to wait.
+    """Converts the stream that is to wait.
 
     Args:
         stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
 
     Returns:
-        The handle and the GPU, both of which name a stream: handle 0 is the default stream of every
-        GPU. (None, -1) for the current stream.
+        tuple[int | None, int]: handle and GPU of the stream, (None, CURRENT) for None. The handle
+            alone is not enough: 0 is the default stream of every GPU.
 
     Raises:
-        TypeError: it is no stream.
+        TypeError: stream is something else.
     """
     if stream is None:
         return None, CURRENT
-    if not isinstance(stream, torch.cuda.Stream):  # torch would read any object as a stream
-        raise TypeError(f"a torch.cuda.Stream (or None) can wait, {type(stream).__name__} cannot")
+    if not isinstance(stream, torch.cuda.Stream):  # torch would take any object as a stream
+        raise TypeError(f"stream is a {type(stream).__name__}; pass a torch.cuda.Stream or None")
     return stream.cuda_stream, stream.device.index
 
 
-_FEW = 32  # from here on packing is faster, 7 ns an id instead of 15
+_FEW = 32  # for more ids, struct.pack is faster: 7 ns per id instead of 15
 
 Ids = Sequence[int] | npt.NDArray[Any] | Tensor
 
 
 def read_ids(name: str, ids: Ids) -> array[int]:
-    """A copy of the ids. Raises TypeError for what are no integers, ValueError for a wrong shape or
-    device, IndexError for what no int64 holds."""
-    if type(ids) is not list:  # asked first: what else it may be takes longer than the copy
+    """Copies ids to an int64 array.
+
+    Args:
+        name (str): the argument, as the caller wrote it.
+        ids: 1-D list, numpy array or CPU tensor of integers.
+
+    Raises:
+        TypeError: ids contains something that is not an integer.
+        ValueError: wrong shape or device.
+        IndexError: an id does not fit into int64.
+    """
+    if type(ids) is not list:  # checked first: the other checks take longer than the copy
         if isinstance(ids, Tensor):
             ids = _of_tensor(name, ids)
         if isinstance(ids, np.ndarray):
@@ -142,9 +163,19 @@ def _from_numpy(name: str, ids: npt.NDArray[Any]) -> array[int]:
 
 
 class Request:
-    """One submission, read and checked: `native`, with its ids copied. gate: a native one. Raises
-    TypeError and ValueError for what these groups cannot move, RuntimeError when their cache has
-    moved."""
+    """One checked submission: `native` is the structure, with pointers to copies of the ids.
+
+    Args:
+        groups: the groups of the handler.
+        channel (int): abi.STORES, abi.LOADS or abi.EXPEDITED.
+        gpu_block_ids, page_ids, first_block, after, layer_groups, copy_engines_only: see
+            OffloadHandler.
+        gate (int | None): a native gate.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument is wrong.
+        RuntimeError: a tensor of the cache has moved.
+    """
 
     __slots__ = ("_held", "native")
 
@@ -189,7 +220,7 @@ class Request:
 def _read_lists(
     groups: Groups, gpu_block_ids: Any, page_ids: Any, first_block: object
 ) -> tuple[array[int], array[int], array[int]]:
-    """The ids of all groups, one after the other, and for each how many, and its first block."""
+    """The ids of all groups in a row, and per group: number of blocks, of pages, first block."""
     blocks, num_blocks = _join("gpu_block_ids", gpu_block_ids, groups)
     pages, num_pages = _join("page_ids", page_ids, groups)
     first_blocks = _first_blocks(first_block, len(num_blocks))
@@ -200,7 +231,7 @@ def _read_lists(
 
 
 def _first_blocks(first_block: object, groups: int) -> list[int]:
-    """For each group. The native side checks them against the blocks of a page."""
+    """The first block of each group. The native side checks it against blocks_per_page."""
     if not isinstance(first_block, Sequence | np.ndarray):
         return [read_int("first_block", first_block, INT64_MIN)] * groups
     if len(first_block) != groups:
@@ -212,11 +243,11 @@ def _first_blocks(first_block: object, groups: int) -> list[int]:
 
 
 def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
-    """All ids one group after the other, and how many each group has."""
+    """The ids of all groups in a row, and the number of each group."""
     if not isinstance(ids, Sequence) or len(ids) != len(groups.layouts):
         raise ValueError(
             f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "
-            "those without blocks in the job are empty"
+            "use an empty list for a group without blocks"
         )
     lists = [read_ids(f"{name}[{group}]", of_group) for group, of_group in enumerate(ids)]
     joined = array("q")

@@ -1,1 +1,1 @@
-"""What `python -m torch_kvswap` runs: a module per command, and the pieces they are made of."""
+"""The commands of `python -m torch_kvswap`, one module each, and what they share."""

@@ -1,7 +1,7 @@
-"""Measure what the ways of copying cost here, and keep that for all processes of this user.
+"""Measure the copy methods on this machine, and keep the result for all processes of this user.
 
-Takes some seconds on a GPU that should have nothing else to do. Without it the figures that are
-shipped for this kind of GPU decide, or those of an H200.
+Takes some seconds on a GPU, which should be otherwise idle. Without a measurement, the shipped
+costs for this GPU are used, or those of an H200.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code; 2 if there is no GPU."""
     parser = argparse.ArgumentParser("python -m torch_kvswap calibrate", description=__doc__)
     parser.add_argument("--device", type=int, default=0, help="number of the GPU")
     parser.add_argument("--forget", action="store_true", help="remove what was measured before")
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _table(direction: str, costs: Mapping[str, CopyMethodCosts]) -> str:
+    """A table of one direction's costs, one line per copy method."""
     sizes = [f"{size >> 10} KiB" for size in _SHOWN]
     lines = [f"{direction:8}{'start, us':>11}{'block, us':>11}   fragments in GB/s:{'':2}"]
     lines[0] += "".join(f"{size:>9}" for size in sizes)

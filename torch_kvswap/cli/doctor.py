@@ -1,6 +1,6 @@
-"""Say what this installation can do on this machine.
+"""Report what this installation can do on this machine.
 
-Does not initialise CUDA, so it may run beside anything.
+Does not initialise CUDA, so it does not disturb other processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
 
 def _release(version: int) -> str:
+    """A CUDA version number as text: 12080 is "CUDA 12.8"."""
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
@@ -55,7 +56,7 @@ def _scattered_copies() -> str:
 
 
 def _copy_method_costs() -> str:
-    """Where the figures are from that decide between the ways of copying, for each kind of GPU."""
+    """The source of the copy-method costs for each GPU model in the system."""
     files = sorted(system.ROOT.glob("proc/driver/nvidia/gpus/*/information"))
     found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
     models = sorted({model[1] for model in found if model})
@@ -93,6 +94,7 @@ def report() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
     argparse.ArgumentParser("python -m torch_kvswap doctor", description=__doc__).parse_args(
         arguments
     )

@@ -1,4 +1,4 @@
-"""How far a long run is, on one line."""
+"""Progress of a long run on one line."""
 
 from typing import TextIO
 
@@ -6,7 +6,14 @@ WIDTH = 32
 
 
 class Progress:
-    """A bar on a terminal, a line every tenth elsewhere; nothing when not `enabled`."""
+    """A progress bar on a terminal, or a line per 10 % elsewhere.
+
+    Args:
+        label (str): text in front of the bar.
+        total (int): count at which the run is complete.
+        enabled (bool): False prints nothing.
+        stream (TextIO): where to print.
+    """
 
     def __init__(self, label: str, total: int, enabled: bool, stream: TextIO) -> None:
         self._label = label
@@ -18,6 +25,7 @@ class Progress:
         self._shown = -1
 
     def advance(self, count: int) -> None:
+        """Adds `count` to the progress and prints it if the shown value changed."""
         self._done += count
         percent = 100 * self._done // self._total
         shown = percent if self._is_terminal else percent // 10

@@ -1,4 +1,4 @@
-"""Host memory of the exact size: mapped, placed and touched by the native side."""
+"""Host memory of a pool: mapped, placed, touched and registered by the native side."""
 
 from __future__ import annotations
 
@@ -18,19 +18,29 @@ from torch_kvswap.host_pool.pages import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.host_pool.system import check_room
 
-MOST_NODES = 1024  # NUMA nodes that the kernel's masks of csrc/host_memory.cpp have room for
-_ALIGNMENT = 2 << 20  # of huge pages
-_MOST_THREADS = 16  # a guess at what fills the memory bus; benchmarks/host_memory.py measures it
+MOST_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
+_ALIGNMENT = 2 << 20  # of transparent huge pages, in bytes
+_MOST_THREADS = 16  # assumed to saturate memory bandwidth; benchmarks/host_memory.py measures it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Mapping:
-    """Zeros. They stay mapped while `tensor`, uint8 [nbytes] from `address` on, or a view of it
-    lives.
+    """Zeroed memory, mapped until `tensor` and every view of it are gone.
 
-    fd: a file of create_file() to map, of which this object becomes the owner; None maps private
-    memory, which a forked child has as zeros of its own. huge_pages: False takes none of those that
-    the kernel makes when asked. Raises RuntimeError when the kernel does not map it.
+    Args:
+        nbytes (int): size of the tensor.
+        fd (int | None): a file from create_file() to map; this object closes it. None maps private
+            memory, which a forked child sees as zeros.
+        huge_pages (bool | None): False keeps the kernel from using transparent huge pages.
+
+    Attributes:
+        tensor (Tensor): the memory, uint8 [nbytes].
+        address (int): its address.
+        nbytes (int): its size.
+        fd (int | None): the file.
+
+    Raises:
+        RuntimeError: the kernel does not map the memory.
     """
 
     def __init__(self, nbytes: int, fd: int | None = None, huge_pages: bool | None = None) -> None:
@@ -40,7 +50,7 @@ class Mapping:
             self._close_file = weakref.finalize(self, os.close, fd)
             status = os.fstat(fd)
             mapped = status.st_size
-            unit = status.st_blksize  # that of its huge pages, if it has any
+            unit = status.st_blksize  # the huge page size, if the file is on huge pages
         else:
             mapped, unit = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, SYSTEM_PAGE
         wants_huge = huge_pages is not False
@@ -50,11 +60,11 @@ class Mapping:
         )
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         unmap = loader.library().kvswap_host_unmap
-        # At exit copies may still run.
+        # Not at exit, when copies may still run.
         weakref.finalize(memory, unmap, address, mapped).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address, self._last = address, address + mapped
-        # Whatever its setting for shared memory, the kernel joins small pages when told to.
+        # The kernel collapses small pages on request, whatever its setting for shared memory.
         self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
         if huge_pages is None and fd is None and nbytes >= _ALIGNMENT:
             _warn_of_small_pages()
@@ -62,35 +72,43 @@ class Mapping:
 
     @property
     def huge_bytes(self) -> int:
-        """How many of the bytes the kernel has put on huge pages, so far."""
+        """Bytes that the kernel has put on huge pages so far."""
         return min(self.nbytes, system.huge_bytes(self.address, self._last))
 
-    def let_go(self) -> None:
-        """The memory goes with the last view of it, and this object is of no more use."""
+    def release(self) -> None:
+        """Drops the tensor and closes the file. The memory is unmapped with its last view."""
         del self.tensor
         if self.fd is not None:
             self._close_file()
 
     def place(self, device: torch.device, numa_node: int | None, own: range) -> None:
-        """Takes these bytes, once they are touched, from a NUMA node while it has some; None is
-        that of the GPU."""
+        """Makes these bytes come from a NUMA node when they are first touched, while it has memory.
+
+        Args:
+            device (torch.device): a GPU.
+            numa_node (int | None): the node; None is that of the GPU.
+            own (range): the bytes.
+        """
         node = _node_of(device) if numa_node is None else numa_node
         if node is None:
             return
         address = self.address + own.start
         if not loader.library().kvswap_host_bind(address, len(own), node):
-            # Containers forbid it. But a page comes from the node of the CPU that touches it.
+            # Containers forbid binding. But a page comes from the node of the CPU that touches it.
             self._cpus = system.cpus_of(node)
 
     def touch(self, first: int, last: int) -> None:
-        """Gives memory to the bytes from `first` to `last`, by several threads, without changing
-        them. Raises RuntimeError when there is none."""
-        held = self.tensor  # the pool may be closed meanwhile, by what follows the pinning
+        """Commits the bytes from `first` to `last` with several threads, without changing them.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+        """
+        held = self.tensor  # keeps the memory mapped if the pool is closed meanwhile
         cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
         threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
-        how = threads, self._collapse, cpus, len(cpus)
-        loader.call("kvswap_host_touch", address, last - first, *how)
+        options = threads, self._collapse, cpus, len(cpus)
+        loader.call("kvswap_host_touch", address, last - first, *options)
         del held
 
 
@@ -104,10 +122,10 @@ def _warn_of_small_pages() -> None:
 
 
 def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
-    """Memory of a new pool: a file if other processes are to map it too.
+    """Maps the memory of a new pool: a file if other processes will map it too.
 
     Raises:
-        ValueError: the machine has no room for it.
+        ValueError: the machine does not have this much memory.
     """
     check_room(nbytes, reserved=huge_pages is True)
     fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
@@ -115,22 +133,35 @@ def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
 
 
 def map_handle(handle: PoolHandle, nbytes: int) -> Mapping:
-    """The memory behind a handle. The pages are huge where those of its maker may be."""
+    """Maps the memory behind a handle. Huge pages are allowed if its maker allows them."""
     return Mapping(nbytes, os.dup(handle.fd), None if handle.huge_pages else False)
 
 
 def _node_of(device: torch.device) -> int | None:
+    """The NUMA node of a GPU; None if it is unknown, when any node will do."""
     numbers = (ctypes.c_int32 * 3)()
     if not loader.library().kvswap_device_pci_address(device.index, numbers):
-        return None  # then any will do
+        return None
     domain, bus, number = numbers
     return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
 def create_file(nbytes: int, huge_pages: bool) -> int:
-    """A file of this size that has no name, so that nothing of it is left when the last process
-    that has it ends, however it ends. Nobody can change its size. huge_pages: True takes reserved
-    ones. Raises OSError."""
+    """Creates an unnamed memory file of a fixed size.
+
+    It is freed when the last process that has it ends, even if that process is killed. No process
+    can change its size.
+
+    Args:
+        nbytes (int): size, rounded up to whole (huge) pages.
+        huge_pages (bool): use reserved huge pages.
+
+    Returns:
+        int: the file descriptor.
+
+    Raises:
+        OSError: the kernel does not create the file.
+    """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     size = system.reserved_huge_pages().size if huge_pages else SYSTEM_PAGE
     fd = os.memfd_create("torch_kvswap", flags)
@@ -144,11 +175,11 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 
 
 class Registration:
-    """Pieces of a memory, which must not be unmapped while they are registered: this holds it until
-    remove().
+    """Registers parts of a memory with the CUDA driver.
 
-    Not by torch's runtime: a failure would be handed to the thread's next kernel launch, and a CUDA
-    graph that another thread captures would be spoilt.
+    Holds the memory until remove(), because registered memory must not be unmapped. Does not use
+    torch's CUDA runtime: it would report a failure at the thread's next kernel launch, and would
+    break a CUDA graph that another thread is capturing.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
@@ -159,8 +190,11 @@ class Registration:
         self._bytes: dict[int, int] = {}  # by address
 
     def add(self, first: int, last: int) -> str | None:
-        """Registers the bytes from `first` to `last` in one piece; why the driver refuses, or
-        None."""
+        """Registers the bytes from `first` to `last` in one call.
+
+        Returns:
+            str | None: why the driver refused, or None.
+        """
         native = loader.library()
         address = self._address + first
         if not native.kvswap_host_register(self._device.index, address, last - first):
@@ -170,12 +204,12 @@ class Registration:
         return None
 
     def is_known(self) -> bool:
-        """Whether there is something, and the driver says that all of it is pinned."""
+        """Whether something is registered, and the driver reports all of it as pinned."""
         addresses = list(self._bytes)
         return bool(addresses) and all(is_pinned(address, self._device) for address in addresses)
 
     def remove(self) -> None:
-        """Unregisters all pieces. A fork has the memory, but not the registrations."""
+        """Unregisters everything. Does nothing in a forked child, which has no registrations."""
         native, kept, reason = loader.library(), 0, ""
         while self._process.is_current and self._bytes:
             address, nbytes = self._bytes.popitem()
@@ -191,7 +225,12 @@ class Registration:
 
 
 def is_pinned(address: int, device: torch.device | None = None) -> bool:
-    """Whether the driver says so, asked in the context of a GPU or, which does not initialise CUDA,
-    in that of the thread."""
+    """Whether the driver reports an address as pinned.
+
+    Args:
+        address (int): a host address.
+        device (torch.device | None): the GPU in whose context to ask. None asks in the thread's
+            context, which does not initialise CUDA.
+    """
     index = -1 if device is None else device.index
     return bool(loader.library().kvswap_host_is_pinned(index, address) == 1)

@@ -1,4 +1,4 @@
-"""What the pages of a host pool are, and which of them a process uses."""
+"""The size and number of a pool's pages, and the share of each process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,27 @@ SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Pages:
-    """`count` pages of `size` bytes, `nbytes` together, each of blocks_per_page blocks. A process
-    uses `local`: its share by rank, or all if replicated.
+    """The shape of a pool.
+
+    Args:
+        layout (Slabs): the cache whose blocks the pages hold.
+        count (int): number of pages.
+        blocks_per_page (int): blocks per page.
+        rank (int): this process.
+        world (int): processes that share the pool.
+        replicated (bool): every process uses all pages.
+
+    Attributes:
+        count (int): number of pages.
+        blocks_per_page (int): blocks per page.
+        size (int): bytes per page.
+        nbytes (int): bytes of all pages.
+        local (range): the pages that this process uses.
+        local_bytes (range): their bytes in the memory.
 
     Raises:
-        ValueError: the numbers are impossible.
+        TypeError: layout is not a layout, or a number is not an integer.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -44,7 +60,7 @@ class Pages:
             )
         if count < world and not replicated:
             raise ValueError(
-                f"num_pages={count} for world={world}: each process needs a page at least"
+                f"num_pages={count} for world={world}: each process needs at least one page"
             )
         self.count = count
         self.blocks_per_page = blocks_per_page
@@ -56,18 +72,26 @@ class Pages:
         self.local_bytes = range(self.local.start * self.size, self.local.stop * self.size)
 
     def chunk_of(self, nbytes: int) -> int:
-        """Pages in a chunk of this many bytes at most, always a power of two. Chunks end between
-        pages of the system, none of which two registrations may have in part."""
+        """The number of pages, a power of two, that fit in `nbytes`.
+
+        At least as many as make whole pages of the operating system: two registrations cannot share
+        one of those.
+        """
         least = SYSTEM_PAGE // math.gcd(self.size, SYSTEM_PAGE)
         return max(least, 1 << max(nbytes // self.size, 1).bit_length() - 1)
 
     def view(self, memory: Tensor) -> Tensor:
-        """uint8 [pages, blocks in a page, bytes of a block]"""
+        """The memory as uint8 [pages, blocks_per_page, bytes of a block]."""
         return memory.view(self.count, self.blocks_per_page, -1)
 
     def slabs(self, memory: Tensor, layout: Slabs, slot_bytes: int | None = None) -> Slabs:
-        """A block on the host is its slabs one after another. slot_bytes: from one block to the
-        next, where that is more than a block has."""
+        """The slabs of the pages' blocks: in host memory, the slabs of a block lie in a row.
+
+        Args:
+            memory (Tensor): uint8 [nbytes].
+            layout (Slabs): the cache whose blocks the pages hold.
+            slot_bytes (int | None): bytes from one block to the next, if more than a block has.
+        """
         return Slabs(
             bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
             strides=np.full_like(layout.sizes, slot_bytes or layout.block_bytes),

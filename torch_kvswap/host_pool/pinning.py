@@ -1,4 +1,4 @@
-"""Pins the pages of a host pool, chunk after chunk, at once or in the background."""
+"""Pins the pages of a host pool in chunks, at once or in the background."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
 from torch_kvswap.layout import PagedLayout
 
-MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one piece
+DEFAULT_CHUNK_BYTES = 1 << 30
+MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one call
 _LEAST_CHUNK_BYTES = 16 << 20
-CHUNK_BYTES = 1 << 30
-Progress = Callable[[int, int], object]
+ONE_CHUNK = 1 << 62  # ReadyRange.chunk_blocks of memory that is not registered in chunks
+Progress = Callable[[int, int], object]  # called with the ready pages and all pages
 
 
 class PinningOptions(NamedTuple):
@@ -42,12 +43,13 @@ class PinningOptions(NamedTuple):
 
 
 class Pinning:
-    """Touches and registers the pages of a process, and publishes in `ready_range` which are ready.
+    """Touches and registers a process's pages, and publishes in `ready_range` which are ready.
 
-    start() pins. Where the driver refuses, it lets all go again and raises RuntimeError if `pinned`
-    is True; else it warns, and the pages are usable as they are. In the background it returns after
-    the first chunk; pages that a thread cannot pin later on are never ready. A chunk that is
-    refused is tried again in halves. close() lets all go; a forked child has none.
+    start() pins. If the driver refuses a chunk, it is tried again in halves. If the driver still
+    refuses, start() unregisters everything, and raises RuntimeError if `pinned` is True; otherwise
+    it logs a warning and leaves the pages usable as pageable memory. In the background, start()
+    returns after the first chunk; pages that the thread cannot pin later are never ready. close()
+    unregisters everything; it does nothing in a forked child.
     """
 
     def __init__(
@@ -70,8 +72,16 @@ class Pinning:
         self._process = ForkGuard()
 
     def start(self, options: PinningOptions) -> None:
-        """Does not keep the options. A finalizer keeps this object, and a callback that refers to
-        the pool would keep that for ever."""
+        """Pins the pages; called once.
+
+        Args:
+            options (PinningOptions): not stored in this object: a finalizer keeps this object
+                alive, so an `on_progress` that refers to the pool would keep the pool alive
+                forever.
+
+        Raises:
+            RuntimeError: the driver refuses, and `pinned` is True.
+        """
         pages, own = self._pages, self._pages.local
         self._chunk = min(pages.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
         self._publish(own.start)
@@ -94,8 +104,18 @@ class Pinning:
                 self._continue_in_background(chunks)
 
     def wait(self, page: int, timeout: float | None) -> bool:
-        """Waits until all pages before `page` are ready; False when they are not in time. Raises
-        RuntimeError when they never will be."""
+        """Waits until all pages before `page` are ready.
+
+        Args:
+            page (int): index in the pool.
+            timeout (float | None): seconds; None waits forever.
+
+        Returns:
+            bool: False if the timeout passed first.
+
+        Raises:
+            RuntimeError: pinning has stopped.
+        """
 
         def is_over() -> bool:
             return self._ready_range.last_page >= page or self._error is not None or self._stopping
@@ -105,11 +125,12 @@ class Pinning:
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout)
         if in_time and self._ready_range.last_page < page:
-            why = "the pool was closed" if self._error is None else _words(self._error)
+            why = "the pool was closed" if self._error is None else _text_of(self._error)
             raise RuntimeError(f"{self._state()}, and no more will be: {why}") from self._error
         return in_time
 
     def close(self) -> None:
+        """Stops pinning, joins the thread and unregisters everything."""
         if not self._process.is_current:
             return
         with self._changed:
@@ -120,14 +141,14 @@ class Pinning:
         self.registration.remove()
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
-        """Stops after each chunk that has been pinned."""
+        """Pins chunk after chunk, and yields after each."""
         own, begin = self._pages.local, self._pages.local.start
         with ThreadPoolExecutor(1, "kvswap-touch") as ahead:
             touched = ahead.submit(self._touch, begin, self._end_of(begin))
             while begin < own.stop and not self._stopping:
                 end = self._end_of(begin)
                 touched.result()
-                # The kernel clears the next pages while the driver registers these.
+                # Touch the next chunk while the driver registers this one.
                 touched = ahead.submit(self._touch, end, self._end_of(end))
                 begin = self._register(begin, end)
                 with self._changed:
@@ -138,14 +159,16 @@ class Pinning:
                 yield
 
     def _publish(self, last_page: int, chunk_blocks: int | None = None) -> None:
-        """Lets jobs use the pages before last_page, and tells them in what pieces these are pinned.
-        Only native stores order what was registered before them, on every machine."""
+        """Lets jobs use the pages before last_page, registered in pieces of chunk_blocks blocks.
+
+        Native, because only a native release store orders it behind the registrations on every CPU.
+        """
         blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
         ready_range = ctypes.byref(self._ready_range)
         loader.library().kvswap_ready_range_publish(ready_range, last_page, blocks)
 
     def _end_of(self, begin: int) -> int:
-        """Where the chunk ends in which this page is."""
+        """The end of the chunk that contains page `begin`."""
         return min(begin - begin % self._chunk + self._chunk, self._pages.local.stop)
 
     def _touch(self, begin: int, end: int) -> None:
@@ -153,7 +176,7 @@ class Pinning:
             self._mapping.touch(begin * self._pages.size, end * self._pages.size)
 
     def _register(self, begin: int, end: int) -> int:
-        """Returns the end of what was registered: halved until the driver takes it."""
+        """Registers pages, halving the chunk until the driver accepts it. Returns their end."""
         while True:
             reason = self.registration.add(begin * self._pages.size, end * self._pages.size)
             if reason is None:
@@ -170,23 +193,25 @@ class Pinning:
         self._thread.start()
 
     def _pin_rest(self, chunks: Iterator[None]) -> None:
-        """What the thread does."""
+        """The body of the background thread."""
         try:
             for _ in chunks:
                 pass
-        except BaseException as error:  # SystemExit too: else wait() would wait for ever
-            self._fail(error.with_traceback(None))  # whose frames hold the callback
+        except BaseException as error:  # also SystemExit, or wait() would wait forever
+            self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            if self._stopping:  # a finalizer that ran in this thread could not wait for it
+            # close() in a finalizer that ran in this thread did not wait for the last chunk.
+            if self._stopping:
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:
+        """Records that pinning has stopped, wakes waiting threads, and logs a warning."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
         log.warning(
             "%s, and the others cannot be used: %s; %s",
-            *(self._state(), _words(error), self._advice()),
+            *(self._state(), _text_of(error), self._advice()),
         )
 
     def _state(self) -> str:
@@ -204,20 +229,20 @@ class Pinning:
         return advice(len(self._pages.local_bytes))
 
     def _degrade(self, error: Exception) -> None:
-        """All pages are usable, and every copy is the driver's to stage."""
-        self._publish(self._pages.local.stop, 1 << 62)
+        """Makes all pages usable as pageable memory, and logs a warning."""
+        self._publish(self._pages.local.stop, ONE_CHUNK)
         log.warning(
-            "%s. The pages are pageable now: the driver copies them through memory of its own and "
-            "holds up the thread that submits, and no kernel reaches them",
+            "%s. The pages are pageable now: the driver copies them through its own buffers and "
+            "blocks the submitting thread, and kernels cannot access them",
             self._refusal(error),
         )
 
 
 class _RefusedError(RuntimeError):
-    """The driver registers no more."""
+    """The driver does not register any more memory."""
 
 
-def _words(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, RuntimeError) else repr(error)
 
 
@@ -229,11 +254,11 @@ def read_pinning(
     numa_node: int | None,
     chunk_bytes: int,
 ) -> PinningOptions:
-    """The options of a pool, checked.
+    """Checks the pinning options of a pool.
 
     Raises:
-        TypeError: one has a wrong type.
-        ValueError: one cannot be had.
+        TypeError: an option has a wrong type.
+        ValueError: pinned=True for a cache on the CPU, or a number is out of range.
     """
     if pinned and layout.device.type != "cuda":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Host pages: memory of the exact size, registered with the CUDA driver."""
+"""Host pages for KV-cache blocks, pinned for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap.host_pool.memory import Mapping, is_pinned, map_handle, map_new
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.pinning import (
-    CHUNK_BYTES,
+    DEFAULT_CHUNK_BYTES,
+    ONE_CHUNK,
     Pinning,
     PinningOptions,
     Progress,
@@ -27,38 +28,41 @@ from torch_kvswap.layout import PagedLayout
 
 
 class User(Protocol):
-    """An OffloadHandler: what has to be closed before the memory may go."""
+    """What must be closed before the memory of a pool is freed: an OffloadHandler."""
 
     def close(self) -> None: ...
 
 
 class _Memory:
-    """The pages of a pool, which its views share: open or closed, pinned or not.
+    """The memory of a pool, shared with its views, and whether it is open and pinned.
 
-    They are unpinned when neither the pool nor a view of it lives any more, at the latest.
+    Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
     def __init__(self, mapping: Mapping, pages: Pages) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
         self.pages: Tensor | None = pages.view(mapping.tensor)
-        # The native side reads it at each job.
-        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, 1 << 62)
+        # The native side reads it at each submission.
+        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
+        """Makes the object that pins the pages, and unpins them when this memory is dropped."""
         self.pinning = Pinning(self.mapping, device, pages, self._ready_range)
         weakref.finalize(self, self.pinning.close)
         return self.pinning
 
     def check_open(self) -> Tensor:
+        """Returns the pages; raises RuntimeError if the pool is closed, or in a forked child."""
         self.process.check("host pool")
         if self.pages is None:
             raise RuntimeError("the host pool is closed; make a new one")
         return self.pages
 
     def close(self) -> None:
+        """Closes all users, then unpins and releases the memory."""
         self.process.check("host pool")
         with contextlib.ExitStack() as users:
             for user in list(self.users):
@@ -67,43 +71,51 @@ class _Memory:
             self.pinning.close()
         if self.pages is not None:
             self.pages = None
-            self.mapping.let_go()
+            self.mapping.release()
 
 
 class HostPool(NotCopyable):
-    """Host pages of one process; create_shared() and attach() make pages of several processes.
+    """Host pages, each with `blocks_per_page` blocks, each block with all its slabs in a row.
 
-    A page has `blocks_per_page` blocks one after another, each with all slabs of the layout. The
-    memory has exactly num_pages * page_bytes bytes (`nbytes`) and starts as zeros. Pinning commits
-    it; pageable memory is committed as it is written.
+    A pool belongs to one process; create_shared() and attach() make pools that several processes
+    share. The memory has exactly `nbytes = num_pages * page_bytes` bytes and starts as zeros.
+    Pinning commits it; pageable memory is committed when it is written.
 
-    Several handlers may use one pool. A pool that is dropped or left open at exit is closed. Not
-    thread safe, except num_ready_pages and wait_ready(). A context manager. In a forked child only
-    views can be used: of a pool of one process they are zeros there.
+    Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
+    is dropped, or still open when the process exits, is closed. Not thread safe, except
+    num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
+    can be used; for a pool of one process they read as zeros there.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
         num_pages (int): at least 1.
         blocks_per_page (int): at least 1.
-        pinned (bool | None): None pins when the cache is on CUDA, and logs a warning where the
-            driver refuses; True raises there; False asks for pageable memory.
-        pin_in_background (bool): returns when the first chunk is pinned; a thread pins the others.
-            Pages become usable from the front (`num_ready_pages`, `wait_ready`); a job with another
-            page is refused with IndexError.
-        on_progress: on_progress(ready, all) is called after each chunk by the thread that pins. It
-            is held until all is pinned. If it raises, the pinning ends, and wait_ready() raises.
-        huge_pages (bool | None): None takes the huge pages that the kernel makes when asked, True
-            those that the machine has reserved, False none. `huge_bytes` says how much was got.
-        numa_node (int | None): where pinned pages are placed; None is the node of the GPU.
-        chunk_bytes (int): the most that the driver registers in one piece.
+        pinned (bool | None): None pins if the cache is on CUDA, and logs a warning if the driver
+            refuses; True raises then; False uses pageable memory.
+        pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
+            Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
+            that is not ready raises IndexError.
+        on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
+            that pins. Held until all pages are pinned. If it raises, pinning stops and wait_ready()
+            raises.
+        huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
+            uses reserved huge pages; False uses none. `huge_bytes` is the result.
+        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node.
+        chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
 
     Attributes:
-        layout: the slabs of the pages, as num_pages * blocks_per_page blocks.
+        device (torch.device): the device of the cache.
+        num_pages (int): pages of the pool, in all processes.
+        blocks_per_page (int): blocks per page.
+        page_bytes (int): bytes per page.
+        nbytes (int): bytes of all pages.
         local_pages (range): the pages that this process pins and can use.
+        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks.
 
     Raises:
-        ValueError: a size is wrong, or the machine has no room for so much.
-        RuntimeError: the driver does not pin. Nothing is left mapped.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range, or the machine does not have this much memory.
+        RuntimeError: the driver does not pin the memory. Nothing stays mapped.
     """
 
     def __init__(
@@ -117,7 +129,7 @@ class HostPool(NotCopyable):
         on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
         pages = Pages(layout, num_pages, blocks_per_page)
         pinning = read_pinning(
@@ -141,21 +153,23 @@ class HostPool(NotCopyable):
         on_progress: Progress | None = None,
         huge_pages: bool | None = None,
         numa_node: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> HostPool:
-        """Makes pages that other processes of this machine attach() to.
+        """Makes a pool that other processes of this machine can attach() to.
+
+        Each process pins and uses only its part of the pages, `local_pages`.
 
         Args:
             layout, num_pages, blocks_per_page, pinned, pin_in_background, on_progress, huge_pages,
-                numa_node, chunk_bytes: see HostPool.
-            world (int): processes that share the pages, this one included.
-            rank (int): this process, 0 to world - 1. Each process pins and can use its part of the
-                pages only.
-            replicated (bool): each process pins and can use all pages. The caller orders them:
-                none reads what another one still writes.
+                numa_node, chunk_bytes: see HostPool. num_pages is at least `world` unless
+                replicated.
+            world (int): processes that share the pages, including this one.
+            rank (int): this process, 0 to world - 1.
+            replicated (bool): every process pins and uses all pages. The caller must make sure that
+                no process reads a page while another one writes it.
 
         Raises:
-            ValueError, RuntimeError: see HostPool.
+            TypeError, ValueError, RuntimeError: see HostPool.
         """
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
         pinning = read_pinning(
@@ -178,20 +192,22 @@ class HostPool(NotCopyable):
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
         numa_node: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> HostPool:
-        """Takes part in the pages that another process has made with create_shared().
+        """Makes a pool on the memory of another process's pool.
 
         Args:
-            layout (PagedLayout): of this process, with blocks of the same size.
-            handle (PoolHandle): from share() of that pool. It can be closed afterwards.
-            rank (int): this process; no other has the same.
+            layout (PagedLayout): this process's cache, with the page size of the handle.
+            handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
+            rank (int): this process, 0 to world - 1; each process has its own.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
-            numa_node: see HostPool. The pages of a replicated pool are placed by its maker.
+            numa_node (int | None): see HostPool. Must be None for a replicated pool: the process
+                that made the pool has placed the pages.
 
         Raises:
-            ValueError: the handle is of pages of another size, or an option cannot be had.
-            RuntimeError: the driver does not pin, or the handle is closed.
+            TypeError: handle is not a PoolHandle, or an argument has a wrong type.
+            ValueError: the handle has another page size, or an argument is out of range.
+            RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated)
@@ -219,7 +235,16 @@ class HostPool(NotCopyable):
         pinning: PinningOptions,
         sharing: tuple[int, bool, bool] | None,
     ) -> None:
-        """What every way to make a pool ends with. sharing: what a PoolHandle says of it."""
+        """Initializes a pool of any kind.
+
+        Args:
+            layout (PagedLayout): the cache.
+            pages (Pages): the shape of the pool.
+            mapping (Mapping): the memory.
+            pinning (PinningOptions): the pinning options.
+            sharing (tuple[int, bool, bool] | None): world, replicated and huge_pages of a
+                PoolHandle; None for a pool of one process.
+        """
         self.device = layout.device
         self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
         self.page_bytes, self.nbytes = pages.size, pages.nbytes
@@ -242,28 +267,43 @@ class HostPool(NotCopyable):
         )
 
     def share(self) -> PoolHandle:
-        """What other processes attach() to. Send it to them.
+        """Makes a handle that other processes can attach to.
+
+        Returns:
+            PoolHandle: to be sent with PoolHandle.send(), and closed by the caller.
 
         Raises:
-            ValueError: the pool is of one process.
+            ValueError: the pool belongs to one process.
+            RuntimeError: the pool is closed.
         """
         self._memory.check_open()
         fd = self._memory.mapping.fd
         if self._sharing is None or fd is None:
-            raise ValueError("this pool is of one process; make it with HostPool.create_shared()")
+            raise ValueError(
+                "this pool belongs to one process; make it with HostPool.create_shared()"
+            )
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         return PoolHandle(os.dup(fd), *shape, *self._sharing)
 
     def view_for(self, layout: PagedLayout) -> HostPool:
-        """The same pages for another group of layers, whose blocks are no larger: a page has a
-        block of one or the other. The view keeps the memory, and closing either closes both. Raises
-        ValueError for larger blocks, RuntimeError when the pool is closed."""
+        """Makes a view of the same pages for another group of layers.
+
+        A page then holds blocks of one group or the other. The view keeps the memory alive, and
+        closing the pool or a view closes all of them.
+
+        Args:
+            layout (PagedLayout): the other group, whose blocks are not larger than this pool's.
+
+        Raises:
+            ValueError: the blocks are larger.
+            RuntimeError: the pool is closed.
+        """
         self._memory.check_open()
         slot_bytes = self.page_bytes // self.blocks_per_page
         sizes = Pages(layout, self.num_pages, self.blocks_per_page)
         if layout.block_bytes > slot_bytes:
             raise ValueError(
-                f"blocks of {layout.block_bytes} bytes do not go into pages for blocks of "
+                f"blocks of {layout.block_bytes} bytes do not fit into pages for blocks of "
                 f"{slot_bytes}; make the pool from the layout with the largest blocks"
             )
         view = HostPool.__new__(HostPool)
@@ -273,28 +313,41 @@ class HostPool(NotCopyable):
 
     @property
     def pages(self) -> Tensor:
-        """The memory, uint8 [num_pages, blocks_per_page, block_bytes]; a view stays valid after
-        close(). Reading or writing it is ordered with no job: wait for them on the host first."""
+        """The memory, uint8 [num_pages, blocks_per_page, block_bytes].
+
+        Views of it stay valid after close(). Jobs do not order accesses to it: wait for them on the
+        host first. Raises RuntimeError if the pool is closed.
+        """
         return self._memory.check_open()
 
     @property
     def _ready_range(self) -> abi.ReadyRange:
-        """Which pages can be used now, as the native side reads it: one object for all views."""
+        """The pages that can be used now, as the native side reads them; shared by all views."""
         return self._memory._ready_range
 
     @property
     def num_ready_pages(self) -> int:
-        """How many of local_pages, from the front on, can be used now."""
+        """How many of local_pages, from the front, can be used now."""
         return int(self._ready_range.last_page - self._ready_range.first_page)
 
     @property
     def is_ready(self) -> bool:
+        """Whether all of local_pages can be used now."""
         return self.num_ready_pages == len(self.local_pages)
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
-        """Waits until this many pages of local_pages, all by default, can be used; False when that
-        takes more than `timeout` seconds. Raises RuntimeError when they never will: the driver pins
-        no more, or the pool is closed. Releases the GIL; any thread may wait."""
+        """Blocks until the first pages of local_pages can be used. Any thread may wait.
+
+        Args:
+            timeout (float | None): seconds; None waits forever.
+            pages (int | None): number of pages; None is all of local_pages.
+
+        Returns:
+            bool: False if the timeout passed first.
+
+        Raises:
+            RuntimeError: pinning has stopped, because the driver refused or the pool was closed.
+        """
         self._memory.process.check("host pool")
         own = self.local_pages
         wanted = len(own) if pages is None else min(read_int("pages", pages), len(own))
@@ -304,7 +357,7 @@ class HostPool(NotCopyable):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver says that all of local_pages are pinned."""
+        """Whether the driver reports all of local_pages as pinned."""
         memory = self._memory
         if memory.pages is None or not self.is_ready:
             return False
@@ -314,23 +367,28 @@ class HostPool(NotCopyable):
 
     @property
     def huge_bytes(self) -> int:
-        """How many bytes of the memory the kernel has put on huge pages so far."""
+        """Bytes of the memory that are on huge pages now.
+
+        Raises RuntimeError if the pool is closed.
+        """
         self._memory.check_open()
         return self._memory.mapping.huge_bytes
 
     def check_open(self) -> None:
-        """Raises RuntimeError when the pool is closed, and in a forked child."""
+        """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
     def _register_user(self, user: User) -> None:
-        """Lets close() close the handler first; keeps only a weak reference to it."""
+        """Makes close() close this handler first. Holds only a weak reference to it."""
         self._memory.check_open()
         self._memory.users.add(user)
 
     def close(self) -> None:
-        """Closes the handlers that use the pool or a view of it, which waits for their jobs, then
-        unpins and lets the memory go: it is freed when the last tensor on it is, in all processes.
-        Idempotent."""
+        """Closes the handlers of the pool and its views, then unpins and releases the memory.
+
+        Closing a handler waits for its jobs. The memory is freed when the last tensor on it is
+        gone, in all processes. Idempotent.
+        """
         self._memory.close()
 
     def __enter__(self) -> HostPool:

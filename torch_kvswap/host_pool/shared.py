@@ -1,4 +1,4 @@
-"""What a process needs to attach to the host pool of another one."""
+"""Handles with which a process attaches to another process's host pool."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ _NUMBERS = struct.Struct("=6q")
 
 
 class PoolHandle(NotCopyable):
-    """Memory that several processes of one machine share, and how many pages it has.
+    """The shared memory of a host pool, and its shape.
 
-    From `HostPool.share()`. send() and receive() take it through a connected Unix socket; the file
-    behind it has no name, and is gone when the last process that has it ends. close() lets it go;
-    pools that were attached stay, and every use of the handle raises RuntimeError.
+    Made by HostPool.share(). send() and receive() pass it through a connected Unix socket. The
+    memory is an unnamed file, which is freed when the last process that has it ends. close() closes
+    this process's descriptor, after which send(), fd and attaching raise RuntimeError; pools that
+    are already attached keep working.
 
     Attributes:
-        num_pages, blocks_per_page, page_bytes (int): of the pool.
-        world (int): processes that share it.
-        replicated (bool): each process uses all pages, not only its part.
-        huge_pages (bool): the kernel may put the pages on huge ones.
+        num_pages (int): pages of the pool.
+        blocks_per_page (int): blocks per page.
+        page_bytes (int): bytes per page.
+        world (int): processes that share the pool.
+        replicated (bool): whether every process uses all pages.
+        huge_pages (bool): whether the kernel may use transparent huge pages.
     """
 
     _instead = "send() it through a Unix socket"
@@ -50,21 +53,37 @@ class PoolHandle(NotCopyable):
 
     @property
     def fd(self) -> int:
-        """The file. Raises RuntimeError after close(): another file may have its number then."""
+        """The file descriptor.
+
+        Raises RuntimeError after close(), when another file may have this number.
+        """
         if not self.close.alive:
             raise RuntimeError("the handle of the host pool is closed; share() the pool again")
         return self._fd
 
     def send(self, connection: socket.socket) -> None:
-        """Lets receive() at the other end have a handle of its own; this one stays open."""
+        """Sends the handle to a receive() at the other end. This handle stays open.
+
+        Args:
+            connection (socket.socket): a connected Unix stream socket.
+        """
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         message = _NUMBERS.pack(*shape, self.world, self.replicated, self.huge_pages)
         socket.send_fds(connection, [message], [self.fd])
 
     @classmethod
     def receive(cls, connection: socket.socket) -> PoolHandle:
-        """Waits for what send() sends at the other end. Raises ConnectionError when something else
-        comes, or nothing any more."""
+        """Waits for a handle from send() at the other end.
+
+        Args:
+            connection (socket.socket): a connected Unix stream socket.
+
+        Returns:
+            PoolHandle: with a descriptor of its own.
+
+        Raises:
+            ConnectionError: the connection was closed, or something else was sent.
+        """
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
         try:
             for fd in fds:
@@ -74,44 +93,47 @@ class PoolHandle(NotCopyable):
                 message = message + more if more else b""
             if len(fds) != 1 or len(message) != _NUMBERS.size:
                 raise ConnectionError(
-                    f"{len(message)} bytes and {len(fds)} files came where the handle of a host "
-                    "pool was expected; send it with PoolHandle.send"
+                    f"received {len(message)} bytes and {len(fds)} files instead of the handle of "
+                    "a host pool; send it with PoolHandle.send"
                 )
             try:
                 return cls(fds[0], *_NUMBERS.unpack(message))
             except ValueError as error:
-                raise ConnectionError(f"no handle of a host pool came: {error}") from error
+                raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal
             for fd in fds:
                 os.close(fd)
             raise
 
     def check(self, pages: Pages) -> None:
-        """Checks that the handle can be attached to for these pages.
+        """Checks that a pool with these pages can attach to the handle.
+
+        The file must also be large enough and sealed against shrinking: an access beyond its end
+        would kill the process.
 
         Raises:
-            ValueError: its pages have another size, or its file is smaller than they are or may
-                shrink: a page beyond its end would kill the process.
+            ValueError: the page size differs, or the file is too small or can shrink.
+            RuntimeError: the handle is closed.
         """
         if pages.size != self.page_bytes:
             raise ValueError(
-                f"the handle is of pages of {self.page_bytes} bytes; this layout has pages of "
+                f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
                 f"{pages.size}"
             )
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        except OSError:  # no memory file
+        except OSError:  # not a memory file
             is_fixed = 0
         if size < nbytes or not is_fixed:
             raise ValueError(
-                f"the file of the handle has {size} bytes, and {self.num_pages} pages need "
-                f"{nbytes} that nobody can take away; pass what HostPool.share() returns"
+                f"the handle's file has {size} bytes; {self.num_pages} pages need {nbytes}, in a "
+                "file that is sealed against shrinking; pass what HostPool.share() returns"
             )
 
 
 def check_handle(handle: object) -> PoolHandle:
-    """Raises TypeError for what is no handle."""
+    """Returns the handle; raises TypeError if it is not a PoolHandle."""
     if not isinstance(handle, PoolHandle):
         raise TypeError(
             f"handle is a {type(handle).__name__}; it must be the PoolHandle that share() or "

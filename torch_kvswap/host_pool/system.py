@@ -1,4 +1,4 @@
-"""What this machine has and allows: memory, huge pages, NUMA nodes, as /proc and /sys say it."""
+"""What this machine has and allows, from /proc and /sys: memory, huge pages, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")  # where proc and sys are; tests have trees of their own
+ROOT = Path("/")  # the folder of proc and sys; tests use their own
 
 
 class Limit(NamedTuple):
-    """Bytes that are left of what a control group allows, and the file that says so."""
+    """A memory limit of a control group.
+
+    Attributes:
+        left (int): bytes that are left.
+        allowed (int): bytes that are allowed.
+        file (str): the file with the limit.
+    """
 
     left: int
     allowed: int
@@ -20,7 +26,13 @@ class Limit(NamedTuple):
 
 
 class HugePages(NamedTuple):
-    """Reserved ones, and the bytes of one."""
+    """Reserved huge pages.
+
+    Attributes:
+        free (int): pages that are free.
+        total (int): all pages.
+        size (int): bytes per page.
+    """
 
     free: int
     total: int
@@ -28,18 +40,19 @@ class HugePages(NamedTuple):
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the kernel does not say."""
+    """Bytes available without swapping; None if the kernel does not report them."""
     return _meminfo().get("MemAvailable")
 
 
 def reserved_huge_pages() -> HugePages:
+    """The reserved huge pages of the default size."""
     memory = _meminfo()
     free, total = memory.get("HugePages_Free", 0), memory.get("HugePages_Total", 0)
     return HugePages(free, total, memory.get("Hugepagesize", 2 << 20))
 
 
 def offers_huge_pages(shared: bool) -> bool:
-    """Whether the kernel makes huge pages where a program asks for them."""
+    """Whether the kernel makes transparent huge pages on request."""
     name = "shmem_enabled" if shared else "enabled"
     text = _read(f"sys/kernel/mm/transparent_hugepage/{name}")
     chosen = re.search(r"\[(.+)\]", text)
@@ -47,22 +60,24 @@ def offers_huge_pages(shared: bool) -> bool:
 
 
 def memlock_limit() -> int | None:
-    """Bytes that this process may lock; None where there is no limit."""
+    """Bytes that this process may lock; None if unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_wsl() -> bool:
+    """Whether this is the Windows Subsystem for Linux."""
     return "microsoft" in _read("proc/version").lower()
 
 
 def numa_node_of(pci_address: str) -> int | None:
-    """The node to which a device is attached; None on a machine with one node."""
+    """The NUMA node of a PCI device; None on a machine with one node."""
     text = _read(f"sys/bus/pci/devices/{pci_address}/numa_node").strip()
     return int(text) if text.isdecimal() else None
 
 
 def cpus_of(numa_node: int) -> list[int]:
+    """The numbers of a NUMA node's CPUs."""
     cpus: list[int] = []
     for part in re.findall(r"[\d-]+", _read(f"sys/devices/system/node/node{numa_node}/cpulist")):
         first, _, last = part.partition("-")
@@ -71,7 +86,7 @@ def cpus_of(numa_node: int) -> list[int]:
 
 
 def control_group_limits() -> Iterator[Limit]:
-    """Of the groups of this process and those around them, versions 1 and 2."""
+    """The memory limits of this process's control groups and their parents, versions 1 and 2."""
     for line in _read("proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -81,7 +96,7 @@ def control_group_limits() -> Iterator[Limit]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside of a container the path may be one of the host: then its root has the limit.
+        # Inside a container the path may be that of the host; then the root has the limit.
         group = Path(path.lstrip("/"))
         for folder in (group, *group.parents):
             for mount in mounts:
@@ -93,14 +108,14 @@ def control_group_limits() -> Iterator[Limit]:
 def _limit(folder: Path, limit_name: str, usage_name: str, inactive_name: str) -> Limit | None:
     allowed, used = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
     if not allowed.isdecimal() or int(allowed) >= 1 << 60 or not used.isdecimal():
-        return None  # "max", or as much as version 1 can say
+        return None  # no limit: "max", or the largest number of version 1
     found = re.search(rf"^{inactive_name} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-    inactive = int(found[1]) if found else 0  # files that make room when it is needed
+    inactive = int(found[1]) if found else 0  # file pages, which the kernel drops when needed
     return Limit(int(allowed) - int(used) + inactive, int(allowed), f"/{folder / limit_name}")
 
 
 def huge_bytes(first: int, last: int) -> int:
-    """How many bytes of the mappings between two addresses lie on huge pages."""
+    """Bytes on huge pages in the mappings between two addresses."""
     kilobytes, inside = 0, False
     for line in _read("proc/self/smaps").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -115,12 +130,13 @@ def huge_bytes(first: int, last: int) -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """In bytes; what has no unit is a number."""
+    """The values of /proc/meminfo, in bytes if they have a unit."""
     lines = re.findall(r"^(\w+):\s+(\d+)( kB)?$", _read("proc/meminfo"), re.MULTILINE)
     return {name: int(number) << (10 if unit else 0) for name, number, unit in lines}
 
 
 def _read(file: str | Path) -> str:
+    """The text of a file below ROOT, or "" if it cannot be read."""
     try:
         return (ROOT / file).read_text()
     except OSError:
@@ -128,11 +144,20 @@ def _read(file: str | Path) -> str:
 
 
 def check_room(nbytes: int, reserved: bool) -> None:
-    """Raises ValueError, with the limit and the way out, when the machine has no room for a pool of
-    this size, on reserved huge pages or not. The kernel kills a process that finds out later."""
+    """Checks that the machine has room for a pool of this size.
+
+    Without this check the kernel would kill the process when it touches the memory.
+
+    Args:
+        nbytes (int): size of the pool.
+        reserved (bool): the pool uses reserved huge pages.
+
+    Raises:
+        ValueError: it does not fit; the message has the limit and what to do.
+    """
     if reserved:
         _check_huge_pages(nbytes)
-        return  # they are set aside already
+        return  # reserved pages do not count against the other limits
     available = available_bytes()
     if available is not None and nbytes > available:
         raise ValueError(
@@ -161,7 +186,7 @@ def _check_huge_pages(nbytes: int) -> None:
 
 
 def advice(nbytes: int) -> str:
-    """What may help where the driver does not pin so many bytes."""
+    """What the user can do if the driver does not pin this many bytes."""
     ways = []
     limit = memlock_limit()
     if limit is not None and limit < nbytes:

@@ -1,1 +1,1 @@
-"""Serving engines that run on torch_kvswap, a module for each; none is imported by the package."""
+"""Integrations with serving engines, one subpackage each; the package imports none of them."""

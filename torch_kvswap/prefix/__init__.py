@@ -1,1 +1,1 @@
-"""Which prefixes of prompts are on which host pages."""
+"""Prefix caching: which blocks of prompts are on which host pages."""

@@ -1,4 +1,4 @@
-"""What a scheduler calls: blocks that are looked up, loaded and stored by what is in them."""
+"""Offloading by content: a BlockManager and an OffloadHandler behind one interface."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.submit import After, Ids, read_ids
 from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
@@ -21,13 +21,18 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-
 
 class _Pages:
-    """The pages of the pools that this process can use, from 0 on, and the GPU blocks of keys.
+    """The host pages that this process can use, and the conversion of arguments per pool.
 
-    is_list: whether keys, ids and pages are lists, with an entry for each pool.
+    The manager numbers the usable pages of each pool from 0 on.
+
+    Args:
+        pools: the host pools.
+        is_list (bool): whether keys, ids and pages are lists with one entry per pool.
+
+    Attributes:
+        counts (list[int]): usable pages of each pool.
     """
 
     def __init__(self, pools: Sequence[HostPool], is_list: bool) -> None:
@@ -36,9 +41,9 @@ class _Pages:
         self.counts = [len(pool.local_pages) for pool in pools]
 
     def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
-        """Raises ValueError when these are not the groups of the pools."""
+        """Raises ValueError if these are not the groups of the pools."""
         if (groups is not None) != self._is_list:
-            raise ValueError("a handler with a list of layouts, and no other, takes groups")
+            raise ValueError("pass groups if the handler has a list of layouts, and only then")
         if groups is not None:
             named = [group.num_pages for group in read_groups(groups)]
             if named != self.counts:
@@ -46,15 +51,17 @@ class _Pages:
 
     @property
     def ready(self) -> list[int]:
-        """How many of each pool are pinned by now."""
+        """How many of these pages are pinned by now, per pool."""
         return [pool.num_ready_pages for pool in self._pools]
 
-    def in_pools(self, pages: Any) -> Numbers | list[Numbers]:
-        """Their numbers in the pools."""
+    def in_pools(self, pages: Any) -> Int64Array | list[Int64Array]:
+        """Converts the manager's page numbers to page ids of the pools."""
         return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
 
-    def select(self, blocks: Sequence[array[int]], key_indices: Any) -> Numbers | list[Numbers]:
-        """Of the GPU blocks of all keys those of some."""
+    def select(
+        self, blocks: Sequence[array[int]], key_indices: Any
+    ) -> Int64Array | list[Int64Array]:
+        """Selects the GPU blocks of the keys with these indices."""
         indices = key_indices if self._is_list else [key_indices]
         return self._join(list(map(_select, self._pools, blocks, indices)))
 
@@ -72,7 +79,7 @@ class _Pages:
         return digests, blocks
 
     def keys(self, digests: list[bytes]) -> Any:
-        """What a caller would pass as the keys."""
+        """The keys in the form in which a caller passes them."""
         return digests if self._is_list else digests[0]
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
@@ -80,13 +87,13 @@ class _Pages:
         return [read_ids(name, ids) for _, name, ids in self._split(gpu_block_ids)]
 
     def only(self, group: int, value: Any) -> Any:
-        """What a caller would pass who had it of one pool and nothing of the others."""
+        """An argument that has `value` for one group and is empty for the others."""
         if not self._is_list:
             return value
         return [value if index == group else [] for index in range(len(self._pools))]
 
     def name(self, group: int) -> str:
-        """What a caller calls the GPU blocks of a group."""
+        """The argument with the GPU blocks of a group, for error messages."""
         return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
 
     def _split(self, *of_pools: Any) -> list[tuple[Any, ...]]:
@@ -98,13 +105,13 @@ class _Pages:
             raise ValueError(f"keys and gpu_block_ids must have a list for each of {count} groups")
         return list(zip(self._pools, map(self.name, range(count)), *of_pools, strict=True))
 
-    def _join(self, of_pools: list[Numbers]) -> Numbers | list[Numbers]:
-        """In the form in which the caller passes ids."""
+    def _join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
+        """Joins the parts of all pools into the form in which the caller passes ids."""
         return of_pools if self._is_list else of_pools[0]
 
 
 def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
-    """blocks_per_page blocks of each of `count` keys; the last key may have fewer."""
+    """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
         raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
@@ -120,34 +127,41 @@ def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
         )
 
 
-def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Numbers:
+def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
     numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
     slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
-    selected: Numbers = numbers[slots[slots < len(numbers)]]
+    selected: Int64Array = numbers[slots[slots < len(numbers)]]
     return selected
 
 
 class Preempted(NamedTuple):
-    """job: until it has ended the GPU blocks must not change; None when the host has them all.
-    lease: ends with OffloadEngine.release()."""
+    """A preempted request, from OffloadEngine.preempt(); ends with OffloadEngine.release().
+
+    Attributes:
+        job (Job | None): the store. The GPU blocks must not change until it has ended. None if all
+            blocks were on the host already.
+        lease (int): keeps the blocks on the host.
+    """
 
     job: Job | None
     lease: int
 
 
 class OffloadEngine(NotCopyable):
-    """A BlockManager and an OffloadHandler that do what a scheduler needs in four calls: lookup(),
-    load(), store() and poll().
+    """What a scheduler calls to offload blocks by content: lookup(), load(), store() and poll().
 
-    A key stands for what one page holds, `blocks_per_page` GPU blocks. Pools may be pinned in the
-    background: pages are used as soon as they are ready.
+    Combines a BlockManager with an OffloadHandler. A key stands for the contents of one page, that
+    is, of `blocks_per_page` GPU blocks. Pools may be pinned in the background: pages are used as
+    soon as they are ready.
 
     The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
-    poll() of the engine, since that of the handler raises. cancel(), synchronize() and metrics() of
-    the handler may be used. A handler has one engine at a time. The engine holds the handler, and
-    closes nothing: close the handler when all is done.
+    the engine's poll(), since that of the handler raises. The handler's cancel(), synchronize() and
+    metrics() may be used. A handler has one engine at a time. The engine holds the handler and does
+    not close it.
 
-    Any thread may call any method. An engine cannot be copied or pickled.
+    Nobody else may use the handler's pages or call its poll(). The engine holds the handler, but
+    does not close it: close the handler when the engine is no longer used. Any thread may call any
+    method. An engine cannot be copied or pickled.
 
     Attributes:
         handler (OffloadHandler): moves the blocks.
@@ -155,16 +169,21 @@ class OffloadEngine(NotCopyable):
             order(), lease() and reset() may be used; leave its jobs to the engine.
 
     Args:
-        handler: moves the blocks.
-        groups: for a handler with several layouts a BlockGroup for each, with as many pages as its
-            pool has local_pages.
-        store_policy: "eager" stores at once; "lazy" stores what is about to leave the GPU cache,
-        when
-            evict() says so.
+        handler (OffloadHandler): copies the blocks.
+        groups (Sequence[BlockGroup] | None): for a handler with a list of layouts, one BlockGroup
+            per layout; num_pages must be the number of the pool's local_pages.
+        store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
+            leave the GPU cache.
         policy, store_threshold, events, clock: see BlockManager.
 
+    Attributes:
+        handler (OffloadHandler): the handler.
+        manager (BlockManager): the bookkeeping, for leases, events and statistics.
+
     Raises:
-        TypeError, ValueError: an argument does not fit, or the handler has an engine already.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, the groups do not match the handler, or the handler
+            has an engine already.
         RuntimeError: the handler is closed.
     """
 
@@ -200,11 +219,15 @@ class OffloadEngine(NotCopyable):
         self._lock = threading.Lock()
         # By job id: the tag of a job is the caller's.
         self._jobs: dict[int, Load | Store] = {}
-        self._started: list[Job] = []  # by an evict() that raised: the next one returns them
+        self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
-        """BlockManager.lookup()."""
+        """Finds the longest cached prefix.
+
+        Args:
+            keys, again: see BlockManager.lookup().
+        """
         return self.manager.lookup(keys, again=again)
 
     def load(
@@ -220,16 +243,24 @@ class OffloadEngine(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Job | None:
-        """Loads what the keys stand for, None when some of it is not ready.
+        """Loads the blocks of the keys.
 
-        Whoever uses the blocks waits for the job. Blocks of a load that failed are forgotten by
-        poll(), and found no more.
+        Work that uses the blocks must wait for the job. If the load fails, poll() forgets its
+        blocks, and lookups no longer find them.
 
         Args:
-            gpu_block_ids: of all the keys; where it goes.
-            prefix (int): only what is needed behind a prefix of this length, such as
+            keys: keys of a prompt's blocks, as in BlockManager.
+            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out.
+            prefix (int | None): only the blocks needed after a prefix of this length, such as
                 `Lookup.ready`.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
+
+        Returns:
+            Job | None: None if a block is not ready.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
+                and BlockManager.prepare_load(). Nothing is held then.
         """
         digests, blocks = self._pages.read(keys, gpu_block_ids)
         load = self.manager.prepare_load(self._pages.keys(digests), prefix)
@@ -256,20 +287,28 @@ class OffloadEngine(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Job | None:
-        """Stores what the host has not; None when that is nothing, or more than there is room for.
+        """Stores the blocks that the host does not have.
 
-        Until the job has ended the blocks must not change. They can be loaded when poll() has
-        reported it. With lazy storing this is noted, None, and what evict() stores.
+        The blocks must not change until the job has ended. They can be loaded after poll() has
+        reported it. With a lazy store policy the blocks are only recorded, for evict().
 
         Args:
-            gpu_block_ids: of all the keys.
-            after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy
+            keys: keys of a prompt's blocks, in order.
+            gpu_block_ids: the blocks of all keys.
+            after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy,
                 evict() takes the first two, and its jobs have no tags.
+
+        Returns:
+            Job | None: None if there is nothing to store, not enough room, or a lazy store policy.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
+                and BlockManager.prepare_store(). Nothing is held then.
         """
         if self._lazy:
             if after is not None or copy_engines_only:
                 raise TypeError(
-                    "with lazy storing evict() takes the options after and copy_engines_only"
+                    'with store_policy="lazy", pass after and copy_engines_only to evict()'
                 )
             self._note_computed(keys, gpu_block_ids)
             return None
@@ -290,17 +329,21 @@ class OffloadEngine(NotCopyable):
         after: After = None,
         copy_engines_only: bool = False,
     ) -> list[Job]:
-        """With lazy storing stores what leaves the GPU, with all that is before it.
+        """With a lazy store policy, stores blocks that leave the GPU, and all blocks before them.
 
-        Call it before any GPU block is given to others, and let none change until these jobs have
-        ended, such as by Job.wait(). What there is no room for is not stored. With eager storing
-        there is nothing to do.
+        Call it before a GPU block is reused. The blocks must not change until the returned jobs
+        have ended; `Job.wait` orders that on a stream. Blocks that do not fit on the host are not
+        stored. With an eager store policy the call does nothing.
 
-        When it raises, no block has left yet. Call it again: it goes on, and returns the jobs that
-        had been started before, too.
+        If it raises, no block has left. Call it again: it continues, and also returns the jobs that
+        it had started before.
 
         Args:
+            gpu_block_ids: the blocks that leave.
             after, copy_engines_only: see OffloadHandler.store().
+
+        Returns:
+            list[Job]: the stores.
         """
         start = functools.partial(
             self.handler.store, after=after, copy_engines_only=copy_engines_only
@@ -337,22 +380,23 @@ class OffloadEngine(NotCopyable):
         copy_engines_only: bool = False,
         tag: object = None,
     ) -> Preempted | None:
-        """Stores all blocks of a request, which stay until release() is called.
+        """Stores all blocks of a request and keeps them on the host until release().
 
-        To take them back call load(), then release(), which may follow at once: the load itself
-        holds the pages until it has ended. When load() returns None and
+        To restore the request, call load(), then release(), which may follow at once: the load
+        holds the pages until it has ended. If load() returns None and
         `lookup(keys, again=True).pending` is not 0, try again after a later poll(). Otherwise the
-        blocks are lost, such as by a store that failed: call release(), and compute them again. A
-        load that fails later is reported by poll().
+        blocks are lost, for example because their store failed: call release() and compute them
+        again. poll() reports a load that fails later.
 
         Args:
-            keys: of all blocks that are computed. PrefixHasher.partial_key() has the last one when
-                it is part full.
-            gpu_block_ids: of all the keys.
+            keys: keys of all computed blocks of the request, in order. PrefixHasher.partial_key()
+                makes the last one if that block is partly filled.
+            gpu_block_ids: GPU blocks of all keys.
             after, copy_engines_only, tag: see OffloadHandler.store().
 
         Returns:
-            None when there is no room. Every other answer needs one release().
+            Preempted | None: None if there is not enough room. Each other result needs one
+                release().
         """
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
@@ -370,21 +414,33 @@ class OffloadEngine(NotCopyable):
         return Preempted(job, store.lease)
 
     def release(self, preempted: Preempted) -> bool:
-        """Whether its blocks were still held."""
+        """Lets the blocks of a preempted request be evicted.
+
+        Args:
+            preempted (Preempted): from preempt().
+
+        Returns:
+            bool: False if they were not held any more.
+
+        Raises:
+            TypeError: preempted is something else.
+        """
         if not isinstance(preempted, Preempted):
             kind = type(preempted).__name__
             raise TypeError(f"preempted is a {kind}; pass what preempt() returned")
         return self.manager.release(preempted.lease)
 
     def poll(self) -> list[Result]:
-        """OffloadHandler.poll(). What was stored can be loaded from now on; what failed is
-        forgotten. Call it at every step."""
+        """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
+
+        Stored blocks can be loaded from now on. Blocks of failed jobs are forgotten.
+        """
         results = self.handler._take_results()
         for result in results:
             with self._lock:
                 job = self._jobs.pop(result.job_id, None)
             if job is None:
-                continue  # not one of ours
+                continue  # submitted to the handler directly
             if result.ok or (result.state == "cancelled" and isinstance(job, Load)):
                 self.manager.complete(job)
             else:
@@ -398,14 +454,14 @@ class OffloadEngine(NotCopyable):
             self.manager.grow(self._ready)
 
     def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
-        """Remembers what the blocks hold, for evict()."""
+        """Records the keys of the GPU blocks, for evict()."""
         computed = self._read(keys, gpu_block_ids)
         with self._lock:
             for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
                 lazy.computed(digests, blocks)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """What is to be stored, checked in full: the native side sees only what is new."""
+        """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
         digests, several = self._pages.read(keys, gpu_block_ids)
         for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
             _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
@@ -417,16 +473,23 @@ class OffloadEngine(NotCopyable):
         blocks: Sequence[array[int]],
         start: Callable[..., Job],
     ) -> Job:
-        """Starts the copy that the manager has prepared; start: handler.load or handler.store with
-        its options."""
+        """Submits a job that the manager has prepared, and records it for poll().
+
+        Ends the job in the manager if it cannot be submitted.
+
+        Args:
+            job (Load | Store): the prepared job.
+            keys, gpu_block_ids: what the caller passed.
+            start: handler.load or handler.store, with its options.
+        """
         try:
             selected = self._pages.select(blocks, job.key_indices)
             pages = self._pages.in_pools(job.pages)
-            with self._lock:  # poll() may see the end of the job before we have its number
+            with self._lock:  # poll() in another thread may see the job before it is recorded
                 submitted = start(gpu_block_ids=selected, page_ids=pages)
                 self._jobs[submitted.id] = job
         except BaseException:
-            # Nothing was copied: what was to be loaded is what it was.
+            # Nothing was copied, so the pages of a load are still valid.
             (self.manager.complete if isinstance(job, Load) else self.manager.fail)(job)
             raise
         return submitted

@@ -1,4 +1,4 @@
-"""The groups of layers of a model, and which blocks of each a prefix needs."""
+"""Groups of layers, and which of their blocks a prefix needs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any, SupportsIndex
 
 from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, read_int
 
-MOST_PAGES = 1 << 29  # the native side numbers them, and as many ghosts, with 32 bits
+MOST_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Layers that share their blocks, and how many host pages they have.
+    """A group of layers that share their blocks, and its number of host pages.
 
-    block_tokens: tokens of a block. window_tokens: of sliding-window layers, how many tokens a
-    token sees, itself among them; None: all. is_state: of layers whose block is the state behind
-    its last token (Mamba), so that only that of the last block is needed.
+    Attributes:
+        num_pages (int): host pages of the group.
+        block_tokens (int): tokens per block.
+        window_tokens (int | None): for sliding-window layers, the number of tokens that a token
+            attends to, itself included. None is full attention.
+        is_state (bool): the layers keep a state (Mamba): a block is the state after its last token,
+            and only the last block is needed.
     """
 
     num_pages: int
@@ -28,22 +32,23 @@ class BlockGroup:
 
     @property
     def window(self) -> int:
-        """How many blocks before the end of a prefix are needed to go on; 0: all."""
+        """Number of blocks needed before the end of a prefix; 0 is all of them."""
         if self.is_state:
             return 1
         if self.window_tokens is None:
             return 0
-        # The token behind the prefix sees itself; a window of 1 still takes one block, so that a
-        # hit is something that was stored.
+        # The token after the prefix is part of its own window. A window of 1 still needs one block,
+        # so that a hit is backed by something that was stored.
         return max(-(-(self.window_tokens - 1) // self.block_tokens), 1)
 
 
 def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockGroup, ...]:
-    """The groups that a caller names, by a number of pages or one by one.
+    """Converts the groups argument: a number of pages, a BlockGroup, or a list of them.
 
     Raises:
-        TypeError: it is neither, or a field has a wrong type.
-        ValueError: no group can have such a field, or there are no groups.
+        TypeError: it is something else, or a field has a wrong type.
+        ValueError: a field is out of range, the list is empty, or the groups' blocks never end at
+            the same token.
     """
     if isinstance(groups, SupportsIndex):
         return (BlockGroup(read_int("groups", groups, 1, MOST_PAGES)),)
@@ -54,7 +59,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
         )
     several = [groups] if isinstance(groups, BlockGroup) else groups
     if not several:
-        raise ValueError("there are no groups; name one at least")
+        raise ValueError("groups is empty; pass at least one BlockGroup")
     read = tuple(_read_group(index, group) for index, group in enumerate(several))
     if unit_tokens(read) > INT64_MAX:
         tokens = [group.block_tokens for group in read]
@@ -66,6 +71,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
 
 
 def _read_group(index: int, group: object) -> BlockGroup:
+    """Returns the group with checked fields."""
     if not isinstance(group, BlockGroup):
         raise TypeError(f"groups[{index}] is a {type(group).__name__}; pass a BlockGroup")
     most = {"num_pages": MOST_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
@@ -83,8 +89,12 @@ def _read_group(index: int, group: object) -> BlockGroup:
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:
-    """Of each group; None: all. Raises TypeError for no numbers, ValueError for more pages than
-    there are."""
+    """Converts the number of ready pages to a list with one entry per group; None is all pages.
+
+    Raises:
+        TypeError: it is not a number or a list of numbers.
+        ValueError: a group does not have this many pages, or the list has a wrong length.
+    """
     every = [group.num_pages for group in groups]
     if ready is None:
         return every
@@ -102,12 +112,12 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
 
 
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:
-    """Tokens of the shortest prefix at the end of which all groups end a block."""
+    """Tokens per unit: the shortest prefix at whose end a block of every group ends."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
 def needed_blocks(groups: Sequence[BlockGroup], units: int) -> list[range]:
-    """For each group, which blocks of a request are needed to go on behind so many units."""
+    """The blocks of each group that are needed to continue after a prefix of `units` units."""
     needed = []
     for group in groups:
         end = units * (unit_tokens(groups) // group.block_tokens)

@@ -1,8 +1,9 @@
-"""Keys of blocks: what decides the bytes of a block, hashed with SHA-256.
+"""Keys of blocks: SHA-256 hashes of everything that decides the bytes of a block.
 
-A key is a digest of DIGEST_BYTES. That of a block of a prompt is chained: it covers all tokens up
-to the end of the block, and who may share them. Every field is written with its kind and length in
-front, so that no two different lists of fields give the same bytes.
+A key is a digest of DIGEST_BYTES bytes. The key of a prompt's block is chained: it covers all
+tokens up to the end of the block, and the settings under which blocks may be shared. Every field is
+written with its kind and length in front, so that different lists of fields never give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import UINT64_MAX, read_int
+from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, read_int
 
 DIGEST_BYTES = abi.DIGEST_BYTES
-# The first byte of what is hashed, so that no digest of one kind is ever one of another.
+# First byte of the hashed bytes, so that digests of different kinds never collide.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
-_BLOCK_HEAD = struct.Struct("<II")  # tokens; multi_modal_items that begin in the block
-_ITEM_HEAD = struct.Struct("<IQ")  # first token in the block; tokens
-_UINT32_MAX = 2**32 - 1
-_TOKEN_SLICE = (
-    1 << 14
-)  # tokens that are read in one call of Python's C code: others may run in between
+_BLOCK_HEAD = struct.Struct("<II")  # tokens; multimodal items that begin in the block
+_ITEM_HEAD = struct.Struct("<IQ")  # position of the first token in the block; tokens
+# Tokens converted by one call into C, which holds the GIL. Other threads may run between the calls.
+_TOKEN_SLICE = 1 << 14
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 def encode(value: Hashable) -> bytes:
-    """The value with its kind and length in front: different values, or kinds, differ. Raises
-    TypeError for what is no None, bool, int, float, str, bytes, or tuple of those."""
+    """Encodes a value with its kind and length in front, so that different values differ.
+
+    Raises:
+        TypeError: the value is not None, a bool, int, float, str, bytes, or a tuple of those.
+    """
     if isinstance(value, tuple):
         kind, content = b"t", b"".join(map(encode, value))
     elif isinstance(value, bytes):
@@ -59,28 +61,40 @@ def encode(value: Hashable) -> bytes:
 
 
 def key_digest(key: Hashable) -> bytes:
-    """The digest of any key; DIGEST_BYTES of bytes are one already."""
+    """The digest of any key. A bytes key of DIGEST_BYTES is its own digest.
+
+    Raises:
+        TypeError: see encode().
+    """
     if type(key) is bytes and len(key) == DIGEST_BYTES:
         return key
     return sha256(_KEY + encode(key)).digest()
 
 
 def reusable_blocks(num_tokens: int, block_tokens: int) -> int:
-    """How many blocks of a prompt may come from a cache: not the one with its last token, which has
-    to be computed, for the token that follows it."""
+    """How many full blocks of a prompt can come from a cache.
+
+    The last token must be computed to predict the next one, so its block is never reused.
+
+    Args:
+        num_tokens (int): tokens of the prompt.
+        block_tokens (int): tokens per block.
+    """
     return max(num_tokens - 1, 0) // block_tokens
 
 
 @dataclass(frozen=True)
 class MultiModalItem:
-    """What placeholder tokens stand for, such as an image.
+    """An item, such as an image, that placeholder tokens of a prompt stand for.
 
-    Args:
-        first_token (int), num_tokens (int): where they are in the prompt.
-        key (bytes): the hash of its content.
+    Attributes:
+        first_token (int): position of its first token in the prompt.
+        num_tokens (int): number of its tokens.
+        key (bytes): hash of its content.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, or is negative or too large.
+        TypeError: a field has a wrong type.
+        ValueError: a number is negative or too large.
     """
 
     first_token: int
@@ -95,24 +109,24 @@ class MultiModalItem:
 
 
 class PrefixHasher:
-    """Makes the keys of prompts that may share blocks: equal keys are equal tokens, from the first
-    one on, under equal settings, and nothing else.
+    """Computes the keys of prompts' blocks.
 
-    Any thread may call.
+    Two blocks have equal keys if and only if their prompts have equal tokens and multimodal items
+    up to the end of the block, under equal settings. Immutable, so any thread may call any method.
 
     Args:
-        model (str): with its revision, if it can change.
-        dtype (str): of the cached values.
+        model (str): the model; add its revision if it can change.
+        dtype (str): dtype of the cached values, e.g. "bfloat16".
         block_tokens (int): tokens per block.
-        adapter: LoRA or such; None for none.
-        salt (str or bytes): of a tenant. Prompts with different salts never share a block; None is
-            for what all may share.
-        group (int): of layers, where a model has several.
-        extra: what else decides the bytes of a block.
+        adapter (Hashable): the LoRA adapter; None for none.
+        salt (str | bytes | None): separates tenants: prompts with different salts never share a
+            block.
+        group (int): the group of layers, for models with several.
+        extra (Hashable): anything else that decides the bytes of a block.
 
     Raises:
-        TypeError: an argument has a wrong type, see encode().
-        ValueError: block_tokens is below 1, or a number is too large.
+        TypeError: an argument has a wrong type; see encode() for Hashable arguments.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -126,7 +140,7 @@ class PrefixHasher:
         group: int = 0,
         extra: Hashable = None,
     ) -> None:
-        self.block_tokens = int(read_int("block_tokens", block_tokens, 1, _UINT32_MAX))
+        self.block_tokens = int(read_int("block_tokens", block_tokens, 1, UINT32_MAX))
         group = int(read_int("group", group))
         for name, value in (("model", model), ("dtype", dtype)):
             if not isinstance(value, str):
@@ -142,14 +156,19 @@ class PrefixHasher:
         self._root = sha256(_ROOT + encode(fields)).digest()
 
     def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> bytes:
-        """The digests of all full blocks, one after another: what can be stored.
+        """The keys of all full blocks of a prompt: what can be stored.
+
+        Args:
+            tokens: 1-D sequence, numpy array or CPU tensor of token ids.
+            multi_modal_items (Sequence[MultiModalItem]): items of the prompt.
+
+        Returns:
+            bytes: DIGEST_BYTES per block, one digest after another.
 
         Raises:
-            TypeError: tokens are no integers, or no sequence; an item is no
-                MultiModalItem.
+            TypeError: tokens is not a sequence of integers, or an item is not a MultiModalItem.
             IndexError: a token is not in 0 to 2**32 - 1.
-            ValueError: an item begins outside of the tokens, or the tokens have several
-                dimensions.
+            ValueError: an item begins outside the tokens, or tokens is not 1-D.
         """
         content = _token_bytes(tokens)
         return self._digests(content, multi_modal_items, len(content) // 4 // self.block_tokens)
@@ -157,8 +176,19 @@ class PrefixHasher:
     def lookup_keys(
         self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
     ) -> bytes:
-        """keys() without the block that has the last token: what a prompt can reuse, and so what it
-        looks up. A prompt of n tokens gets n - 1 of them from a cache at most."""
+        """The keys of the blocks that a prompt can reuse: what to look up.
+
+        Like keys(), but without the block that holds the last token, which must be computed.
+
+        Args:
+            tokens, multi_modal_items: see keys().
+
+        Returns:
+            bytes: DIGEST_BYTES per block, one digest after another.
+
+        Raises:
+            TypeError, IndexError, ValueError: see keys().
+        """
         content = _token_bytes(tokens)
         return self._digests(
             content, multi_modal_items, reusable_blocks(len(content) // 4, self.block_tokens)
@@ -167,8 +197,19 @@ class PrefixHasher:
     def partial_key(
         self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()
     ) -> bytes:
-        """The digest of the last block, which is part full: of a request that is preempted. Its
-        number of tokens is in it, so it is no prefix of a full one. Empty when it is full."""
+        """The key of the last, partly filled block, such as of a preempted request.
+
+        The key covers the number of tokens, so it differs from the key of any full block.
+
+        Args:
+            tokens, multi_modal_items: see keys().
+
+        Returns:
+            bytes: DIGEST_BYTES, or b"" if the last block is full.
+
+        Raises:
+            TypeError, IndexError, ValueError: see keys().
+        """
         content = _token_bytes(tokens)
         num_tokens = len(content) // 4
         full, blocks = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
@@ -177,7 +218,7 @@ class PrefixHasher:
     def _digests(
         self, content: bytes, multi_modal_items: Sequence[MultiModalItem], blocks: int
     ) -> bytes:
-        """Of the first blocks. content: the tokens, as 32-bit words."""
+        """The digests of the first blocks; `content` has the tokens as 32-bit words."""
         of_block = (
             self._items_of_blocks(multi_modal_items, len(content) // 4)
             if multi_modal_items != ()
@@ -200,7 +241,7 @@ class PrefixHasher:
     def _items_of_blocks(
         self, multi_modal_items: Sequence[MultiModalItem], num_tokens: int
     ) -> dict[int, list[bytes]]:
-        """For each block what begins in it. Later blocks have it from their parent."""
+        """The encoded items that begin in each block; later blocks cover them by their parent."""
         of_block: dict[int, list[bytes]] = {}
         if not isinstance(multi_modal_items, Sequence):
             raise TypeError(
@@ -234,7 +275,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
             raise ValueError(f"tokens has shape {tokens.shape}; it must have one dimension")
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"tokens is an array of {tokens.dtype}; tokens must be integers")
-        if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= _UINT32_MAX):
+        if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= UINT32_MAX):
             return tokens.astype("<u4").tobytes()
         tokens = tokens.tolist()
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
@@ -251,30 +292,30 @@ def _token_bytes(tokens: Tokens) -> bytes:
             if not isinstance(token, SupportsIndex):
                 kind = type(token).__name__
                 raise TypeError(f"tokens[{place}] is a {kind}; a token is an integer") from None
-            if not 0 <= token < 2**32:
+            if not 0 <= token <= UINT32_MAX:
                 raise IndexError(
-                    f"tokens[{place}] is {token}; a token is 0 to 4294967295"
+                    f"tokens[{place}] is {token}; a token is 0 to {UINT32_MAX}"
                 ) from None
         raise
 
 
 Keys = bytes | bytearray | memoryview | Sequence[Hashable]
 
-# Keys that are read or copied in one call of Python's C code. Other threads may run in between.
+# Keys read or copied by one call into C, which holds the GIL. Other threads may run between calls.
 SLICE = 1024
 _SLICE_BYTES = SLICE * DIGEST_BYTES
 
 
 def read_digests(name: str, keys: Keys) -> bytes:
-    """The digests of the keys, one after another.
+    """Converts keys to digests, one after another.
 
     Args:
         name (str): the argument, as the caller wrote it.
         keys: bytes of digests, or a sequence of keys.
 
     Raises:
-        TypeError: it is neither, or a key has no digest.
-        ValueError: the bytes are no whole number of digests.
+        TypeError: keys is something else, or a key has no digest.
+        ValueError: the bytes are not a whole number of digests.
     """
     if isinstance(keys, bytearray | memoryview):
         view = memoryview(keys)
@@ -303,7 +344,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
 
 
 def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
-    """`b"".join(parts)`, in slices if that is long. A view must have items of one byte."""
+    """`b"".join(parts)`, in slices if it is long. Items of memoryviews must be single bytes."""
     if sum(map(len, parts)) <= _SLICE_BYTES:
         return b"".join(parts)
     return _write(
@@ -316,12 +357,24 @@ def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
 def cut_digests(
     digests: bytes, counts: array[int], needed: Sequence[range]
 ) -> tuple[bytes, array[int]]:
-    """Those of the digests that are needed, and how many they are in each group."""
+    """Selects the needed digests of each group.
+
+    Args:
+        digests (bytes): of all groups, one group after another.
+        counts: digests per group.
+        needed: the needed blocks of each group.
+
+    Returns:
+        the selected digests, and their number per group.
+
+    Raises:
+        ValueError: a group has fewer keys than are needed.
+    """
     parts, start, view = [], 0, memoryview(digests)
     for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
         if not 0 <= blocks.stop <= count:
             raise ValueError(
-                f"the prefix takes {blocks.stop} blocks of group {group}, which has {count} keys"
+                f"the prefix needs {blocks.stop} blocks of group {group}, which has {count} keys"
             )
         first, end = start + blocks.start, start + blocks.stop
         parts.append(view[first * DIGEST_BYTES : end * DIGEST_BYTES])
@@ -330,13 +383,15 @@ def cut_digests(
 
 
 def _digests_of(keys: Sequence[Hashable]) -> bytes:
+    """The digests of the keys, one after another; fast if all keys are digests."""
     try:
         if set(map(len, keys)) == {DIGEST_BYTES}:  # type: ignore[arg-type]
             joined = b"".join(keys)  # type: ignore[arg-type]
-            if len(joined) == len(keys) * DIGEST_BYTES:  # not so for 32 items of several bytes
+            # Differs if a key is a buffer of DIGEST_BYTES items that are larger than a byte.
+            if len(joined) == len(keys) * DIGEST_BYTES:
                 return joined
     except (TypeError, BufferError):
-        pass  # not all are bytes
+        pass  # some keys are not bytes
     return b"".join(map(key_digest, keys))
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of the GPU cache are stored when they are about to leave it."""
+"""Lazy storing: which blocks to store when blocks are about to leave the GPU cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,43 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES
 
 
 class Chain(NamedTuple):
-    """Pages of a prompt from its first one on: digests for prepare_store(), and the blocks that
-    they have on the GPU."""
+    """Consecutive pages of a prompt.
+
+    Attributes:
+        keys (bytes): their digests, for prepare_store().
+        gpu_block_ids (list[int]): their GPU blocks.
+    """
 
     keys: bytes
     gpu_block_ids: list[int]
 
 
 class LazyStorePolicy:
-    """Names only what leaves the GPU cache, with all that is before it: a common prefix that never
-    leaves is stored with the first block behind it that does, which nobody could find without it.
+    """Chooses what to store: blocks that leave the GPU cache, and all blocks before them.
 
-    blocks_per_page: GPU blocks that a key stands for; the last key of a prompt may have fewer. What
-    is on a page already is named too: prepare_store() leaves it out, and keeps it. Whoever gives a
-    block to others without a word here stores what they write under the old key. Not thread safe.
+    A common prefix may never leave the GPU. It is stored with the first block behind it that
+    leaves, because that block could not be found without it. Pages that are already on the host are
+    chosen, too; prepare_store() skips them and keeps them. Every block whose contents go must be
+    named in chains_of() and forget() first; otherwise new contents would be stored under the old
+    key. Not thread safe.
+
+    Args:
+        blocks_per_page (int): GPU blocks per key. The last key of a prompt may have fewer.
     """
 
     def __init__(self, blocks_per_page: int = 1) -> None:
         self._per_page = blocks_per_page
-        self._parent: dict[bytes, bytes | None] = {}  # of a key that is on the GPU
-        self._blocks: dict[bytes, list[int]] = {}  # of such a key
-        self._key: dict[int, bytes] = {}  # that a block was last computed for
+        self._parent: dict[bytes, bytes | None] = {}  # previous key, for each key on the GPU
+        self._blocks: dict[bytes, list[int]] = {}  # GPU blocks, for each key on the GPU
+        self._key: dict[int, bytes] = {}  # the key that a GPU block was last computed for
 
     def computed(self, keys: bytes, gpu_block_ids: Sequence[int]) -> None:
-        """The first blocks of a request are full and have these keys, all or more than before."""
+        """Records that a request's first blocks are full and have these keys.
+
+        Args:
+            keys (bytes): digests from the first block of the prompt on.
+            gpu_block_ids: their GPU blocks.
+        """
         parent = None
         for place in range(len(keys) // DIGEST_BYTES):
             key = keys[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
@@ -41,12 +54,12 @@ class LazyStorePolicy:
                 if self._key.get(block) != key:
                     self._forget(block)
                     self._key[block] = key
-            # Of two copies of a page either will do; the newer one leaves later.
+            # If a page has two copies on the GPU, keep the newer one, which leaves later.
             self._blocks[key], self._parent[key] = blocks, parent
             parent = key
 
     def chains_of(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
-        """What to store before these blocks are given to others, or change."""
+        """What to store before these GPU blocks are reused or changed."""
         keys = [self._key[block] for block in gpu_block_ids if block in self._key]
         chains = {key: self._chain_to(key) for key in keys if key in self._blocks}
         inner = {key for chain in chains.values() for key in chain[:-1]}
@@ -57,13 +70,16 @@ class LazyStorePolicy:
         ]
 
     def forget(self, gpu_block_ids: Iterable[int]) -> None:
-        """Their chains are stored, or need not be: the blocks have left."""
+        """Records that these GPU blocks have left."""
         for block in gpu_block_ids:
             self._forget(block)
 
     def _chain_to(self, key: bytes) -> list[bytes]:
-        """From the first page on; from the first one that is still on the GPU if some have gone,
-        which were stored then."""
+        """The keys from the first page of the prompt to this one.
+
+        Starts behind the last page that has already left the GPU: that page and those before it
+        were stored then.
+        """
         chain: list[bytes] = []
         following: bytes | None = key
         while following is not None and following in self._blocks:

@@ -1,4 +1,4 @@
-"""Which prefix block is on which host page: what is found again, stored, and evicted."""
+"""Bookkeeping of prefix blocks on host pages: lookups, stores, loads and eviction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from torch_kvswap._native.arguments import NotCopyable, read_int, read_seconds
-from torch_kvswap._native.blocks import POLICIES, NativeBlocks, Numbers
+from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, read_int, read_seconds
+from torch_kvswap._native.blocks import POLICIES, NativeBlocks
 from torch_kvswap.prefix.groups import (
     BlockGroup,
     needed_blocks,
@@ -26,8 +27,12 @@ EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
-    """A bit for each kind that is asked for. Raises TypeError for no kinds at all, ValueError for
-    what is no kind."""
+    """A bit mask of event kinds: bit i for EVENT_KINDS[i].
+
+    Raises:
+        TypeError: events is not a bool or a collection.
+        ValueError: a kind does not exist.
+    """
     if isinstance(events, bool):
         events = EVENT_KINDS if events else ()
     if not isinstance(events, Iterable):
@@ -42,9 +47,16 @@ def event_bits(events: bool | Collection[EventKind]) -> int:
 
 
 class Lookup(NamedTuple):
-    """Lengths of prefixes, in blocks (with several groups in units of `unit_tokens`): found, that
-    is cached or on its way into the cache; ready, that can be loaded now. pending: blocks of
-    `found` that are still on their way; while there are some, ask again later."""
+    """The cached prefix of a prompt.
+
+    Lengths are in blocks; with several groups of layers, in units of `unit_tokens` tokens.
+
+    Attributes:
+        found (int): length of the prefix that is stored or being stored.
+        ready (int): length of the prefix that can be loaded now.
+        pending (int): blocks of `found` that are still being stored. If it is not 0, a later lookup
+            may find more ready.
+    """
 
     found: int
     ready: int
@@ -53,29 +65,49 @@ class Lookup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Pages to load, held until the load has ended. key_indices: the keys that they belong to; with
-    several groups both are lists with an entry for each."""
+    """Pages to load. They are held until complete() or fail() is called.
+
+    With several groups, key_indices and pages are lists with one entry per group.
+
+    Attributes:
+        id (int): number of the job.
+        key_indices (range): index of each page's key in the given keys.
+        pages (np.ndarray): int64, the pages.
+    """
 
     id: int
     key_indices: range | list[range]
-    pages: Numbers | list[Numbers]
+    pages: Int64Array | list[Int64Array]
 
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """Keys that are new, by their indices among those given, and the pages that are to be filled
-    with them, ascending; with several groups both are lists. id: 0 when there are none. lease: of
-    preempt(), which has no end."""
+    """Pages to store, for the keys that have none. They are held until complete() or fail().
+
+    With several groups, key_indices and pages are lists with one entry per group.
+
+    Attributes:
+        id (int): number of the job; 0 if there is nothing to store.
+        key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
+        pages (np.ndarray): int64, the pages to write.
+        lease (int): the lease of preempt(), which lasts until release(); 0 for none.
+    """
 
     id: int
-    key_indices: Numbers | list[Numbers]
-    pages: Numbers | list[Numbers]
+    key_indices: Int64Array | list[Int64Array]
+    pages: Int64Array | list[Int64Array]
     lease: int = 0
 
 
 class BlockEvent(NamedTuple):
-    """kind: a block was stored or evicted (key: its digest); all were "cleared"; events were "lost"
-    because nobody took them, so that only a new start of the bookkeeping helps."""
+    """A change of the cached blocks.
+
+    Attributes:
+        kind (str): "stored" or "evicted" for one block, "cleared" for all blocks, or "lost": events
+            were dropped because nobody took them, and a listener must start over.
+        group (int): the group of layers; -1 for all.
+        key (bytes): the digest of the block's key.
+    """
 
     kind: EventKind
     group: int
@@ -84,10 +116,23 @@ class BlockEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockStats:
-    """Blocks of a group since the start: asked for in lookups, hits (those that a prefix needed and
-    were ready), pending, stored, loaded, evicted, skipped (not asked for often enough), failed.
-    refused: stores without room. Pages now: those that can be used, and of these the free, idle
-    (can be evicted) and filling ones; what is left is held by loads and leases."""
+    """Statistics of one group: block counts since the start, and its pages now.
+
+    Attributes:
+        asked (int): blocks asked for in lookups.
+        hits (int): blocks that were ready and needed by the prefix found.
+        pending (int): blocks that were found while still being stored.
+        stored (int): blocks stored.
+        loaded (int): blocks loaded.
+        evicted (int): blocks evicted.
+        skipped (int): blocks not stored because of store_threshold.
+        refused (int): stores that found no room.
+        failed (int): blocks of failed jobs.
+        pages (int): pages that can be used.
+        free_pages (int): pages without a block.
+        idle_pages (int): pages that can be evicted.
+        filling_pages (int): pages being stored. The remaining pages are held by loads and leases.
+    """
 
     asked: int
     hits: int
@@ -105,6 +150,7 @@ class BlockStats:
 
     @property
     def hit_rate(self) -> float:
+        """hits / asked; 0 if nothing was asked for."""
         return self.hits / self.asked if self.asked else 0.0
 
 
@@ -112,35 +158,42 @@ __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lo
 
 
 class BlockManager(NotCopyable):
-    """Says which prefix blocks are on which host pages. Moves nothing: whoever copies asks for
-    pages first and says afterwards how the copy ended.
+    """Keeps track of which prefix blocks are on which host pages. Copies nothing.
 
-    Keys stand for contents: whoever gives a key vouches that its block has it, and that a block
-    behind another one is not used without it. A prompt's keys are the digests of
-    PrefixHasher.keys() one after another, or a list of any keys that have one (`key_digest`).
+    A caller that copies blocks asks for pages first (prepare_load(), prepare_store()), and reports
+    the end of the copy with complete() or fail(). Until then nobody else gets these pages. Every
+    job must be ended after its copy, even after reset().
 
-    Until a Load or Store has ended, its pages are given to nobody else: every one must be ended
-    with complete() or fail(), after the copy, also after a reset. Nothing has to be closed. A
-    manager cannot be copied or pickled, and in a forked child every call raises RuntimeError.
+    A key stands for the contents of a block, and the caller guarantees that they match. The keys of
+    a prompt are the digests of PrefixHasher.keys() in a row, or a list of keys (see key_digest()).
+    A block is only used together with the blocks before it.
 
-    Any thread may call any method. Each call is atomic: what it answers was true at one moment. A
-    call with up to 1,024 keys keeps the GIL for some hundred microseconds at most, unless it has to
-    wait for another thread. With more keys it lets the GIL go, and reads lists of keys in slices.
-    Other calls go on while reset() prepares new tables.
+    A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
+    child.
+
+    Threads: any thread may call any method, and each call is atomic. A call with up to 1,024 keys
+    keeps the GIL for at most a few hundred microseconds, unless it must wait for another thread. A
+    call with more keys releases the GIL, and reads lists of keys in slices. Other calls proceed
+    while reset() prepares new tables.
 
     Args:
-        groups: the number of pages, or for a hybrid model a BlockGroup for each group of layers;
-            then keys, key_indices and pages are lists with an entry for each.
-        num_ready_pages: how many pages of each group, from the first one on, can be used already
-            (a number, or a list of them); None: all. grow() adds others.
-        policy: who is evicted, "lru" or "arc".
-        store_threshold: a block is stored when so many lookups asked for it.
-        events: whether events() has any, or of which kinds ("stored", "evicted"; the others always
-            come with them).
-        clock: seconds that never go back.
+        groups (int | Sequence[BlockGroup]): number of pages; for a hybrid model one BlockGroup per
+            group of layers. Keys, key_indices and pages are then lists with one entry per group.
+        num_ready_pages (int | Sequence[int] | None): pages of each group, from the first one on,
+            that can be used already; None is all. grow() adds more.
+        policy (str): eviction policy, "lru" or "arc".
+        store_threshold (int): number of lookups before a block is stored.
+        events (bool | Collection[str]): record events for events(): all, none, or these kinds.
+            "cleared" and "lost" are always recorded with any other kind.
+        clock (Callable[[], float]): monotonic seconds.
+
+    Attributes:
+        groups (tuple[BlockGroup, ...]): the groups.
+        unit_tokens (int): tokens per unit of a prefix's length.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, or is out of range.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -157,10 +210,10 @@ class BlockManager(NotCopyable):
         self.unit_tokens = unit_tokens(self.groups)
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
-        threshold = read_int("store_threshold", store_threshold, 1, 2**32 - 1)
+        threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         if not callable(clock):
             raise TypeError(
-                f"clock is a {type(clock).__name__}; pass a function that gives seconds"
+                f"clock is a {type(clock).__name__}; pass a function that returns seconds"
             )
         ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
@@ -173,23 +226,44 @@ class BlockManager(NotCopyable):
         self._native.grow(ready)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
-        """From now on each group can use so many pages; None: all. A smaller number than before
-        changes nothing. Raises ValueError for more than there are."""
+        """Makes more pages usable.
+
+        Args:
+            num_ready_pages (int | Sequence[int] | None): pages of each group that can be used from
+                now on; None is all. A smaller number than before changes nothing.
+
+        Raises:
+            TypeError: num_ready_pages is not a number or a list of numbers.
+            ValueError: a group does not have this many pages.
+        """
         self._native.grow(read_ready_pages(self.groups, num_ready_pages))
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
-        """The longest prefix that is cached: of a sliding window or a state only what is needed
-        behind it. Changes no order of eviction: touch() does, and prepare_load().
+        """Finds the longest cached prefix.
 
-        keys: PrefixHasher.lookup_keys(), so that one token at least is left to compute. again: the
-        same question as before, which counts neither for store_threshold nor in stats().
+        For sliding windows and states, only the blocks needed after the prefix must be cached. Does
+        not count as a use for eviction; touch() and prepare_load() do.
+
+        Args:
+            keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
+            again (bool): repeats an earlier lookup; not counted for store_threshold or stats().
         """
         return Lookup._make(self._native.lookup(*self._digests(keys), again))
 
     def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
-        """Holds the pages of the blocks until the load has ended; None when one of them is not
-        ready, and then nothing is held. prefix: only the blocks that are needed behind a prefix of
-        this length, such as `Lookup.ready`."""
+        """Holds the pages of ready blocks for a load.
+
+        Args:
+            keys: keys of a prompt's blocks.
+            prefix (int | None): only the blocks needed after a prefix of this length, such as
+                `Lookup.ready`. None is all keys.
+
+        Returns:
+            Load | None: None, with nothing held, if a block is not ready.
+
+        Raises:
+            ValueError: prefix is longer than the keys.
+        """
         digests, counts = self._digests(keys)
         needed = [range(count) for count in counts]
         if prefix is not None:
@@ -201,49 +275,100 @@ class BlockManager(NotCopyable):
         return Load(job, needed if self._is_list else needed[0], self._split(pages, counts))
 
     def prepare_store(self, keys: Keys | Sequence[Keys]) -> Store | None:
-        """Gives pages to the keys that have none, and evicts others for them; None, with nothing
-        changed, when too few can be evicted. Until the store has ended lookups say that its blocks
-        are pending, and blocks of these keys that are cached stay so. Raises ValueError for a key
-        that is named twice."""
+        """Assigns pages to the keys that have none, evicting other blocks if needed.
+
+        Until the store has ended, its blocks are pending, and cached blocks of these keys are not
+        evicted.
+
+        Args:
+            keys: keys of a prompt's blocks, in order.
+
+        Returns:
+            Store | None: None, with nothing changed, if there is not enough room.
+
+        Raises:
+            ValueError: a key occurs twice.
+        """
         return self._store(keys, keep=False)
 
     def preempt(self, keys: Keys | Sequence[Keys]) -> Store | None:
-        """prepare_store() of all blocks of a request, whatever store_threshold says, that stay
-        until release(store), also when the store has ended. To take them back: prepare_load(), then
-        release()."""
+        """prepare_store() for a preempted request, whose blocks stay until release().
+
+        Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
+
+        Args:
+            keys: keys of all blocks of the request.
+
+        Returns:
+            Store | None: None, with nothing changed, if there is not enough room.
+
+        Raises:
+            ValueError: a key occurs twice.
+        """
         return self._store(keys, keep=True)
 
     def complete(self, job: Load | Store) -> None:
-        """The copy has ended well, or was a load that was cancelled. Stored blocks can be loaded
-        now, loaded ones evicted. Raises ValueError for a job that has ended before."""
+        """Ends a job whose copy succeeded, or a load that was cancelled.
+
+        Stored blocks become ready, loaded blocks can be evicted again.
+
+        Args:
+            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+
+        Raises:
+            ValueError: the job has already ended.
+        """
         self._end(job, True)
 
     def fail(self, job: Load | Store) -> None:
-        """The copy has failed, or was a store that was cancelled: its blocks are forgotten, those
-        of a load too, whose bytes nobody can vouch for. Raises ValueError like complete()."""
+        """Ends a job whose copy failed, or a store that was cancelled. Its blocks are forgotten.
+
+        The blocks of a failed load are forgotten because their pages may be invalid.
+
+        Args:
+            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+
+        Raises:
+            ValueError: the job has already ended.
+        """
         self._end(job, False)
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
-        """The blocks were used, such as in the GPU cache: those that are ready are evicted last."""
+        """Counts a use of the blocks, such as a hit in the GPU cache.
+
+        Ready blocks become the last to be evicted.
+
+        Args:
+            keys: keys of the blocks.
+        """
         self._native.touch(*self._digests(keys))
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """Orders the eviction of a prompt that was stored in several steps: its end goes first.
 
-        A store that names the whole prompt so far needs no such call. Nothing counts as a use, so
-        that "arc" takes no block for one that is asked for often.
+        Not needed if each store names all keys of the prompt so far. Does not count as a use, so
+        "arc" does not treat the blocks as frequently used.
 
         Args:
-            keys: a part of the prompt, in its order. Each block is evicted before the one in front
-                of it. Blocks that are not cached, or that a job holds, are left out.
-            renew: evict all of them after the blocks of others; False leaves the first one where it
-                is, so that what was just stored goes before what was stored earlier.
+            keys: part of a prompt, in order. Each block is evicted before the block in front of it.
+                Blocks that are not cached, or are held by a job, are skipped.
+            renew (bool): evict these blocks after all others. False keeps the position of the first
+                block, so that the blocks stored last are evicted first.
         """
         self._native.order(*self._digests(keys), renew)
 
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
-        """Keeps the blocks, ready or pending, from being evicted for so long, or until release(); a
-        load needs its own prepare_load(). None when one of them is not cached."""
+        """Keeps ready or pending blocks from being evicted for some time, or until release().
+
+        A load still needs its own prepare_load().
+
+        Args:
+            keys: keys of the blocks.
+            seconds (float): more than 0.
+
+        Returns:
+            int | None: the lease; None if a block is not cached.
+        """
         seconds = read_seconds("seconds", seconds)
         if seconds == 0:
             raise ValueError("seconds is 0; a lease must last longer")
@@ -251,26 +376,38 @@ class BlockManager(NotCopyable):
         return self._native.lease(digests, counts, self._clock(), seconds) or None
 
     def release(self, lease: int | Store) -> bool:
-        """Ends a lease. False when it has ended before, by itself or in a reset."""
+        """Ends a lease.
+
+        Args:
+            lease (int | Store): from lease() or preempt().
+
+        Returns:
+            bool: False if it had already ended, by itself or by reset().
+        """
         return self._native.release(
             lease.lease if isinstance(lease, Store) else read_int("lease", lease)
         )
 
     def reset(self) -> None:
-        """Forgets all blocks and leases, at once. Pages of jobs that are not ended become free when
-        they are. Takes the memory of a second manager for a moment; MemoryError leaves all as it
-        was."""
+        """Forgets all blocks and leases.
+
+        Pages of unfinished jobs become free when the jobs end. Needs the memory of a second manager
+        for a moment.
+
+        Raises:
+            MemoryError: nothing was changed.
+        """
         self._native.reset()
 
     def events(self) -> list[BlockEvent]:
-        """What has happened since the last call, in order, each event in one call only."""
+        """Takes the events since the last call, in order."""
         return [
             BlockEvent(EVENT_KINDS[kind], group, key)
             for kind, group, key in self._native.take_events()
         ]
 
     def stats(self, group: int = 0) -> BlockStats:
-        """Counts the blocks and pages of a group.
+        """The statistics of a group.
 
         Args:
             group (int): its position in `groups`.
@@ -303,12 +440,14 @@ class BlockManager(NotCopyable):
             kind = type(keys).__name__
             raise TypeError(f"keys is a {kind}; pass a list with the keys of each group")
         if len(keys) != len(self.groups):
-            raise ValueError(f"keys must be a list with those of each of {len(self.groups)} groups")
+            raise ValueError(
+                f"keys must be a list with one entry for each of {len(self.groups)} groups"
+            )
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
 
-    def _split(self, numbers: Numbers, counts: array[int]) -> Numbers | list[Numbers]:
-        """Of each group, of what are the numbers of all groups one after another."""
+    def _split(self, numbers: Int64Array, counts: array[int]) -> Int64Array | list[Int64Array]:
+        """Splits the numbers of all groups, which are in a row, into one array per group."""
         if not self._is_list:
             return numbers[: counts[0]]
         return np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])

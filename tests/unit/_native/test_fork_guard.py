@@ -23,6 +23,6 @@ def test_a_forked_child_is_refused_by_name() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 1000).decode() == (
-        f"this handler is of process {os.getpid()} and cannot be used in process {child}, forked "
+        f"this handler belongs to process {os.getpid()} and cannot be used in process {child}, forked "
         "from it; make a handler in each process"
     )

@@ -84,7 +84,7 @@ def test_what_are_no_ids_is_refused() -> None:
         """\
 TypeError: page_ids[0] is a float; it must be an integer
 TypeError: page_ids is of float64; ids must be integers
-TypeError: page_ids is of bool; ids must be integers
+TypeError: page_ids is of torch.bool; ids must be integers
 TypeError: page_ids is of torch.bfloat16; ids must be integers
 TypeError: page_ids is of torch.complex64; ids must be integers
 TypeError: page_ids[0] is a str; it must be an integer

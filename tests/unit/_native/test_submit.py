@@ -162,10 +162,10 @@ pass each destination once
 ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be written
 twice; pass each destination once
 ValueError: 1 blocks from first_block=0 on need 1 pages of 1 blocks, page_ids[1] has 0
-ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; those
-without blocks in the job are empty
-ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; those
-without blocks in the job are empty
+ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
+empty list for a group without blocks
+ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
+empty list for a group without blocks
 TypeError: gpu_block_ids[1] is a int; pass a list, numpy array or CPU tensor
 ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
 ValueError: first_block has 1 entries for 2 groups""",

@@ -162,7 +162,7 @@ def test_memory_is_unmapped_with_its_last_view(kind: str) -> None:
         patch.setattr(native, "kvswap_host_unmap", note)
         mapped = mapping(kind, MIB)
     address, view = mapped.address, mapped.tensor[5:]
-    mapped.let_go()
+    mapped.release()
     gc.collect()
     assert not unmapped
     view.fill_(3)
@@ -196,7 +196,7 @@ def test_a_fork_may_drop_its_mapping_while_the_parent_goes_on() -> None:
     mapped.tensor.fill_(7)
 
     def drop() -> bool:
-        mapped.let_go()
+        mapped.release()
         gc.collect()
         return True
 

@@ -266,8 +266,8 @@ def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver
         """\
 the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
 CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
-pageable memory. The pages are pageable now: the driver copies them through memory of
-its own and holds up the thread that submits, and no kernel reaches them""",
+pageable memory. The pages are pageable now: the driver copies them through its own
+buffers and blocks the submitting thread, and kernels cannot access them""",
     )
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)

@@ -203,7 +203,7 @@ def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.Monke
     create_file = memory.create_file
     monkeypatch.setattr(memory, "create_file", lambda nbytes, huge: create_file(nbytes, False))
     pool = HostPool(layout(), 4, huge_pages=True)
-    assert error_text(pool.share).startswith("ValueError: this pool is of one process")
+    assert error_text(pool.share).startswith("ValueError: this pool belongs to one process")
 
 
 @stubbed
@@ -233,7 +233,7 @@ def test_a_handle_of_something_else_is_refused() -> None:
     handle = pool.share()
     assert_expected_inline(
         error_text(HostPool.attach, layout(8), handle, rank=0),
-        """ValueError: the handle is of pages of 4096 bytes; this layout has pages of 8""",
+        """ValueError: the handle is for pages of 4096 bytes; this layout has pages of 8""",
     )
     assert_expected_inline(
         error_text(HostPool.attach, layout(), handle, rank=2),
@@ -247,7 +247,7 @@ returned""",
     )
     assert_expected_inline(
         error_text(HostPool(layout(), 1).share),
-        """ValueError: this pool is of one process; make it with HostPool.create_shared()""",
+        """ValueError: this pool belongs to one process; make it with HostPool.create_shared()""",
     )
 
 
@@ -258,13 +258,13 @@ def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> No
     assert_expected_inline(
         error_text(HostPool.attach, layout(), small, rank=0),
         """\
-ValueError: the file of the handle has 24576 bytes, and 7 pages need 28672 that nobody
-can take away; pass what HostPool.share() returns""",
+ValueError: the handle's file has 24576 bytes; 7 pages need 28672, in a file that is
+sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
     loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True)
-    with pytest.raises(ValueError, match="that nobody can take away"):
+    with pytest.raises(ValueError, match="sealed against shrinking"):
         HostPool.attach(layout(), loose, rank=0)
 
 
@@ -276,14 +276,14 @@ def test_what_is_no_handle_is_refused_at_the_socket() -> None:
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
-ConnectionError: 5 bytes and 0 files came where the handle of a host pool was expected;
-send it with PoolHandle.send""",
+ConnectionError: received 5 bytes and 0 files instead of the handle of a host pool; send
+it with PoolHandle.send""",
         )
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
-ConnectionError: 0 bytes and 0 files came where the handle of a host pool was expected;
-send it with PoolHandle.send""",
+ConnectionError: received 0 bytes and 0 files instead of the handle of a host pool; send
+it with PoolHandle.send""",
         )
 
 

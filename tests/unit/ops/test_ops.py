@@ -123,7 +123,7 @@ def test_what_was_computed_from_a_leaf_may_be_written():
 def test_a_torch_that_lacks_what_the_ops_need_is_named_at_import(module, name, monkeypatch):
     ops._check_torch()
     monkeypatch.delattr(module, name)
-    with pytest.raises(ImportError, match=rf"^torch \S+ lacks torch\.\S*\b{name}, by which"):
+    with pytest.raises(ImportError, match=rf"^torch \S+ lacks torch\.\S*\b{name}, which"):
         ops._check_torch()
 
 

@@ -432,8 +432,8 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         "\n".join(errors),
         """\
-ValueError: a handler with a list of layouts, and no other, takes groups
-ValueError: a handler with a list of layouts, and no other, takes groups
+ValueError: pass groups if the handler has a list of layouts, and only then
+ValueError: pass groups if the handler has a list of layouts, and only then
 ValueError: the groups have [3] pages, their pools [4]
 ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
 ValueError: keys and gpu_block_ids must have a list for each of 1 groups

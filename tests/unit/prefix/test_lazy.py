@@ -239,6 +239,6 @@ def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_ar
             error_text(server.engine.store, ["a"], [1, 2]),
         ] == [
             "ValueError: store_policy is 'never'; it can be eager or lazy",
-            "TypeError: with lazy storing evict() takes the options after and copy_engines_only",
+            'TypeError: with store_policy="lazy", pass after and copy_engines_only to evict()',
             "ValueError: gpu_block_ids has 2 ids for 1 keys of 1 blocks each",
         ]

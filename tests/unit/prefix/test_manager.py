@@ -531,7 +531,7 @@ def test_errors_say_what_was_wrong():
         numbered,
         """\
 ValueError: groups is 0; it must be 1 to 536870912
-ValueError: there are no groups; name one at least
+ValueError: groups is empty; pass at least one BlockGroup
 ValueError: groups is 1099511627776; it must be 1 to 536870912
 ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
 ValueError: group 1 has a state and a window; it can have one of them
@@ -546,12 +546,12 @@ TypeError: keys is a str; pass bytes of digests or a list
 TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
-ValueError: the prefix takes 2 blocks of group 0, which has 1 keys
+ValueError: the prefix needs 2 blocks of group 0, which has 1 keys
 ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: job ~ has ended before, or is another manager's
 ValueError: job ~ has ended before, or is another manager's
 ValueError: seconds is 0; a lease must last longer
-ValueError: keys must be a list with those of each of 2 groups
+ValueError: keys must be a list with one entry for each of 2 groups
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
 a list of keys""",
     )
@@ -643,7 +643,7 @@ ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 TypeError: store_threshold is a str; it must be an integer
 TypeError: events is a int; pass True, False or a list of kinds
 ValueError: events has []; kinds are stored, evicted, cleared, lost
-TypeError: clock is a int; pass a function that gives seconds
+TypeError: clock is a int; pass a function that returns seconds
 TypeError: num_ready_pages of group 1 is a str; it must be an integer
 TypeError: keys is a NoneType; pass bytes of digests or a list
 TypeError: keys is a int; pass bytes of digests or a list

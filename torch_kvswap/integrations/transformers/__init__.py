@@ -1,13 +1,13 @@
-"""transformers' continuous batching with our handler: preempted requests are stored and restored
-beside the model.
+"""Preemption in transformers' continuous batching: requests are swapped to the host.
 
     from torch_kvswap.integrations import transformers as kvswap
 
     with kvswap.enable():
         model.generate_batch(prompts, continuous_batching_config=config)
 
-config.cpu_offload_space says how many GiB of host memory are for preempted requests. Importing this
-module imports nothing of transformers; enable() does. docs/transformers.md says what is different.
+Copies run beside the model. `config.cpu_offload_space` is the host memory for preempted requests,
+in GiB. Importing this module does not import transformers; enable() does. docs/transformers.md
+describes the differences from transformers' own offloading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import Options
 
-# How each version that this was written for and tested with keeps its caches.
+# The view of the cache for each supported version of transformers.
 VIEWS: dict[tuple[int, int], type[Cache]] = {
     (5, 17): TensorCache,
     **{(5, minor): SectorCache for minor in range(18, 24)},
@@ -30,15 +30,17 @@ _enabled: list[Enabled] = []
 
 
 class Enabled:
-    """What enable() has changed, until disable(). A context manager, which calls it."""
+    """What enable() returns: undoes it by disable(), or at the end of a `with` block."""
 
     def __init__(self, module: Any, replacement: Any) -> None:
         self._module, self._theirs = module, module.OffloadingManager
         module.OffloadingManager = replacement
 
     def disable(self) -> None:
-        """From now on new managers are transformers' own again. Those that were made meanwhile keep
-        what they have. Idempotent."""
+        """Makes new managers transformers' own again. Idempotent.
+
+        Managers that were made meanwhile stay as they are.
+        """
         if self in _enabled:
             _enabled.remove(self)
             self._module.OffloadingManager = self._theirs
@@ -56,20 +58,28 @@ class Enabled:
 
 
 def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -> Enabled:
-    """Puts our manager in the place of transformers' own for every continuous batching that begins
-    from now on in this process: `generate_batch`, `init_continuous_batching` and the context
-    manager; a persistent one that exists already stays as it is.
+    """Replaces transformers' offloading manager in this process.
 
-    copy_method: as of `OffloadHandler`. copy_engines_only: copies slow down kernels beside them
-    less, but launches more (`OffloadHandler.store`).
+    Affects every continuous batching that starts afterwards: `generate_batch`,
+    `init_continuous_batching` and the context manager. A persistent one that already exists stays
+    as it is.
 
-    Raises ImportError when transformers is missing or of a version that this does not know,
-    RuntimeError when it is enabled already.
+    Args:
+        copy_method (str | None): see OffloadHandler.
+        copy_engines_only (bool): copies slow down kernels beside them less, but launches more; see
+            OffloadHandler.store().
+
+    Returns:
+        Enabled: a context manager that undoes the replacement.
+
+    Raises:
+        ImportError: transformers is missing, or this version is not supported.
+        RuntimeError: already enabled.
     """
     if _enabled:
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     found = view()
-    # Only now: they derive from classes of the version that was found.
+    # Imported here because they derive from classes of transformers.
     from transformers.generation.continuous_batching import continuous_api
 
     from torch_kvswap.integrations.transformers.manager import SwapManager
@@ -81,13 +91,17 @@ def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -
 
 
 def disable() -> None:
-    """Undoes enable(); nothing when it is not enabled."""
+    """Undoes enable(). Does nothing if it is not enabled."""
     for enabled in list(_enabled):
         enabled.disable()
 
 
 def view() -> type[Cache]:
-    """How the transformers that is installed keeps its caches. Raises ImportError as enable()."""
+    """The view of the cache for the installed transformers.
+
+    Raises:
+        ImportError: see enable().
+    """
     known = " to ".join(f"{major}.{minor}" for major, minor in (min(VIEWS), max(VIEWS)))
     advice = f"install torch_kvswap[transformers], which takes {known}"
     if importlib.util.find_spec("transformers") is None:

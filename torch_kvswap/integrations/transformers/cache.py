@@ -1,4 +1,4 @@
-"""The paged caches of transformers' continuous batching, as the supported versions keep them."""
+"""Views of the paged caches of transformers' continuous batching, one per supported layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch_kvswap.layout import PagedLayout
 
 
 class Cache(ABC):
-    """What a manager needs to know of a cache, and does with it.
+    """What the manager needs from a cache of transformers.
 
-    layout: the cache in units, of which each block of each group of layers has a whole number.
-    Groups share the memory: a block of one was, some time before, a block of another.
+    The cache is divided into units, and each block of each group of layers has a whole number of
+    units. Groups share the memory: a block of one group may have been a block of another.
+
+    Attributes:
+        layout (PagedLayout): the cache; a block of the layout is a unit.
     """
 
     layout: PagedLayout
@@ -28,46 +31,58 @@ class Cache(ABC):
     @property
     @abstractmethod
     def groups(self) -> Sequence[Any]:
-        """transformers' allocators, each with a block_table, in their order."""
+        """transformers' allocators in their order, each with a block_table."""
 
     @abstractmethod
-    def tokens_per_block(self, group: Any) -> int: ...
+    def tokens_per_block(self, group: Any) -> int:
+        """Tokens per block of a group."""
 
     @abstractmethod
-    def units_per_block(self, group: Any) -> int: ...
+    def units_per_block(self, group: Any) -> int:
+        """Units per block of a group."""
 
     @abstractmethod
     def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
-        """What transformers' own manager makes of the user's two settings."""
+        """Bytes that transformers' own manager would use, given the user's two settings."""
 
     @abstractmethod
     def demand(self, scheduler: Any) -> Any:
-        """What the requests that run will take for the next batch, for allocate(). None when the
-        scheduler's safety margin lets no other request run."""
+        """What running requests need for the next batch, for allocate().
+
+        None if the scheduler's safety margin lets no other request run.
+        """
 
     @abstractmethod
     def allocate(self, state: Any, demand: Any) -> bool:
-        """Gives a request that waits blocks for all it has on the host and one token more, unless
-        those that run could lack them then."""
+        """Gives a waiting request blocks for all its stored tokens and one more.
+
+        Returns:
+            bool: False if the running requests could then lack blocks.
+        """
 
     @abstractmethod
-    def free(self, request_id: str) -> None: ...
+    def free(self, request_id: str) -> None:
+        """Frees the blocks of a request."""
 
     @abstractmethod
     def mark_restored(self, future: Any) -> None:
-        """Blocks of a request that was loaded are hashed again behind its next batch."""
+        """Makes the blocks of a loaded request be hashed again after its next batch."""
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The ids of its blocks in each group."""
+        """The ids of a request's blocks in each group."""
         return [group.block_table.get(request_id, []) for group in self.groups]
 
     def units(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Where the blocks are in the layout."""
+        """The units of the blocks of each group."""
         pairs = zip(self.groups, tables, strict=True)
         return [self._units(group, blocks) for group, blocks in pairs]
 
     def written(self, requests: Sequence[Any]) -> Iterator[int]:
-        """The units that a batch writes: a window goes round in its blocks, others grow."""
+        """The units that a batch writes.
+
+        A sliding window may write any of its blocks; other groups write from the current position
+        on.
+        """
         states = [future.state for future in requests]
         for group in self.groups:
             table, size = group.block_table, self.tokens_per_block(group)
@@ -78,7 +93,7 @@ class Cache(ABC):
             yield from self._units(group, list(chain.from_iterable(of_states)))
 
     def release(self, state: Any) -> None:
-        """Takes the blocks of a request that waits away from it, if it has any."""
+        """Takes the blocks of a waiting request away, if it has any."""
         if any(self.tables(state.request_id)):
             self.free(state.request_id)
         state.allocated_blocks = 0
@@ -93,8 +108,10 @@ class Cache(ABC):
 
 
 class TensorCache(Cache):
-    """5.17: a tensor for the keys and one for the values of each layer of a group. All groups have
-    equally many layers, and blocks of one size."""
+    """transformers 5.17: a key and a value tensor per layer of a group.
+
+    All groups have the same number of layers and the same block size.
+    """
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -124,7 +141,7 @@ class TensorCache(Cache):
         for other in scheduler.active_requests.values():
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
             lacking = tokens + other.current_len() - other.allocated_blocks * size
-            if lacking > 0:  # then the scheduler takes as many
+            if lacking > 0:  # the scheduler then allocates this many
                 needed += cache.blocks_needed((lacking + 1) // size + 1, other.allocated_blocks)
         return needed
 
@@ -144,8 +161,10 @@ class TensorCache(Cache):
 
 
 class SectorCache(Cache):
-    """5.18 and later: one tensor in sectors, each of one group for a time. Blocks have all layers
-    of their group, so that groups have blocks of different sizes."""
+    """transformers 5.18 and later: one tensor of sectors, each used by one group at a time.
+
+    A block has all layers of its group, so groups differ in block size.
+    """
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -167,8 +186,8 @@ class SectorCache(Cache):
         return sectors * int(self._cache.bytes_per_sector)
 
     def demand(self, scheduler: Any) -> dict[str, int] | None:
-        roomy = scheduler._try_to_meet_safety_margin()  # frees sectors, and what is only cached
-        if scheduler.active_requests and not roomy:
+        has_margin = scheduler._try_to_meet_safety_margin()  # frees sectors with unused prefixes
+        if scheduler.active_requests and not has_margin:
             return None
         needed = dict.fromkeys(self._cache.cache_allocators, 0)
         for other in scheduler.active_requests.values():

@@ -1,4 +1,4 @@
-"""Preempted requests: parked on the host, loading, and back among those that run."""
+"""Preempted requests: parked on the host, loading, and running again."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ logger = logging.getLogger("ContinuousBatchingLogger")  # transformers' own
 
 @dataclass
 class Parked:
-    """stored: where the blocks of the request are. load: the job that brings them back, once the
-    request has blocks on the GPU again."""
+    """A preempted request.
+
+    Attributes:
+        state: transformers' state of the request.
+        stored (Stored): where its blocks are.
+        load (Job | None): the load, once the request has blocks on the GPU again.
+    """
 
     state: Any
     stored: Stored
     load: Job | None = None
 
 
-def least(helper: Any, numbers: list[int]) -> list[int]:
-    """The least of each number among the ranks of a model in parts, which must decide alike."""
+def least_of_ranks(helper: Any, numbers: list[int]) -> list[int]:
+    """The minimum of each number over all tensor-parallel ranks, which must decide alike."""
     if helper.tp_size == 1:
         return numbers
     of_all = helper.tp_all_reduce_min(torch.tensor(numbers, dtype=torch.int64), on_cpu=True)
@@ -39,16 +44,19 @@ def least(helper: Any, numbers: list[int]) -> list[int]:
 
 
 class ParkedRequests:
-    """Where a preempted request goes: it is parked; when there is room it gets blocks and is
-    loaded; then it runs. One whose blocks are lost begins anew. Dropped, it leaves no page."""
+    """All preempted requests.
+
+    A preempted request is parked. When there is room, it gets blocks and is loaded; then it runs. A
+    request whose blocks are lost starts again. When this object is dropped, no pages stay taken.
+    """
 
     def __init__(self, view: Cache, scheduler: Any, swap: Swap, helper: Any) -> None:
         self.view, self.scheduler, self.swap, self._helper = view, scheduler, swap, helper
         self.requests: dict[str, Parked] = {}
-        self._back: set[str] = set()  # loaded, and in no batch yet
+        self._restored: set[str] = set()  # loaded, but not in a batch yet
 
-    def answer_the_scheduler(self) -> None:
-        """Lets ready() choose among the waiting requests that the scheduler finds."""
+    def hook_scheduler(self) -> None:
+        """Makes the scheduler choose from ready() instead of all waiting requests."""
         parked, scheduler = weakref.ref(self), weakref.ref(self.scheduler)
         find = type(self.scheduler)._get_waiting_candidates
 
@@ -60,8 +68,8 @@ class ParkedRequests:
         self.scheduler._get_waiting_candidates = candidates
 
     def park(self, state: Any, tables: Sequence[Sequence[int]]) -> bool:
-        """Starts to store a request that ran; False when there is no room."""
-        self._back.discard(state.request_id)
+        """Starts to store a request that was running; returns False if there is no room."""
+        self._restored.discard(state.request_id)
         stored = self.swap.store(self.view.units(tables)) if any(tables) else None
         if stored is None:
             return False
@@ -70,10 +78,10 @@ class ParkedRequests:
         return True
 
     def ready(self, candidates: Sequence[Any]) -> list[Any]:
-        """Those of the waiting requests that may be in the next batch. Starts to load others."""
+        """The waiting requests that may be in the next batch. Starts to load others."""
         if not self.requests:
             return list(candidates)
-        ready = self._settle(candidates)
+        ready = self._collect_ready(candidates)
         self._start_loading(candidates)
         waiting = [state for state in candidates if state.request_id in self.requests]
         if self.scheduler.active_requests or not waiting:
@@ -81,36 +89,42 @@ class ParkedRequests:
         loads = [self.requests[state.request_id].load for state in waiting]
         load = next((load for load in loads if load is not None), None)
         if load is None:
-            return ready or waiting  # alone, and too large: it is for the scheduler to say so
-        # Others may not fit beside it; taking its blocks for them would load it again and again.
+            return ready or waiting  # a single request that is too large: the scheduler reports it
+        # Wait for the load. If its blocks were taken for others that do not fit beside it, it would
+        # be loaded again and again.
         self.swap.wait(load)
-        return self._settle(waiting + ready)
+        return self._collect_ready(waiting + ready)
 
     def stop_loading(self) -> bool:
-        """Takes the blocks of all requests that are being loaded away from them, for others; the
-        copies go on. Whether there were any."""
+        """Takes the blocks of all loading requests away, for other requests.
+
+        The copies continue.
+
+        Returns:
+            bool: whether there were any.
+        """
         loading = [parked for parked in self.requests.values() if parked.load is not None]
         for parked in loading:
             self.view.release(parked.state)
             parked.load = None
         if loading and self.scheduler.active_requests:
-            self.scheduler.block_new_requests = True  # until one of those that run has ended
+            self.scheduler.block_new_requests = True  # until a running request has ended
         return bool(loading)
 
     def enter(self, requests_in_batch: Sequence[Any]) -> None:
-        """These requests are in the next batch."""
+        """Prepares requests that are in the next batch."""
         for future in requests_in_batch:
             parked = self.requests.get(future.state.request_id)
             if parked is not None:  # the scheduler gave it blocks by itself
                 self.swap.handler.synchronize(self._load(parked))
                 self._activate(parked)
-            if future.state.request_id in self._back:
-                self._back.remove(future.state.request_id)
+            if future.state.request_id in self._restored:
+                self._restored.remove(future.state.request_id)
                 self.view.mark_restored(future)
 
     def drop(self, state: Any) -> None:
-        """Forgets a request: nothing of it is left on the host or, if it waits, on the GPU."""
-        self._back.discard(state.request_id)
+        """Forgets a request, and frees its pages and, if it waits, its blocks."""
+        self._restored.discard(state.request_id)
         parked = self.requests.pop(state.request_id, None)
         if parked is not None:
             self.swap.discard(parked.stored)
@@ -118,12 +132,13 @@ class ParkedRequests:
             state.is_cpu_offloaded = False
 
     def drop_all(self) -> None:
+        """Forgets all requests."""
         for parked in list(self.requests.values()):
             self.drop(parked.state)
-        self._back.clear()
+        self._restored.clear()
 
     def _start_loading(self, candidates: Sequence[Any]) -> None:
-        """Of all that fit, those that were preempted first before others."""
+        """Loads all requests that fit, in the order of their preemption."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
         waiting = [parked for parked in of_all if parked and parked.load is None]
         demand = self.view.demand(self.scheduler) if waiting else None
@@ -138,14 +153,14 @@ class ParkedRequests:
         parked.load = self.swap.load(parked.stored, units)
         return parked.load
 
-    def _settle(self, candidates: Sequence[Any]) -> list[Any]:
-        """The candidates that wait for nothing, with those that have come back or begin anew."""
+    def _collect_ready(self, candidates: Sequence[Any]) -> list[Any]:
+        """The candidates that can run: not preempted, loaded, or started again."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
         loading = [parked for parked in of_all if parked and parked.load]
         outcomes = []
         if loading:
             self.swap.collect()
-            outcomes = least(self._helper, [self._outcome(one.load) for one in loading])
+            outcomes = least_of_ranks(self._helper, [self._outcome(one.load) for one in loading])
         ended = dict(zip((one.state.request_id for one in loading), outcomes, strict=True))
         ready = []
         for state, parked in zip(candidates, of_all, strict=True):
@@ -159,13 +174,14 @@ class ParkedRequests:
         return ready
 
     def _outcome(self, load: Job | None) -> int:
-        """How the load has ended, as far as it is known: nothing asks the device here."""
+        """The outcome of a load as of the last collect(); does not ask the device."""
         result = None if load is None else load.result
         if result is None:
             return RUNNING
         return DONE if result.ok else FAILED
 
     def _activate(self, parked: Parked) -> None:
+        """Makes a loaded request run again, and frees its pages."""
         state, scheduler = parked.state, self.scheduler
         name = state.request_id
         if scheduler.waiting_requests.pop(name, None) is not None:
@@ -180,16 +196,17 @@ class ParkedRequests:
             else:
                 state.status = RequestStatus.PREFILLING
         self._free_pages(parked)
-        self._back.add(name)
+        self._restored.add(name)
 
     def _begin_anew(self, parked: Parked) -> Any:
+        """Replaces a request whose blocks are lost by one that computes them again."""
         assert parked.load is not None
         why = parked.load.result.error if parked.load.result else "it failed on another rank"
         name = parked.state.request_id
         logger.warning(f"request {name} is computed again: its blocks are lost ({why})")
         self.drop(parked.state)
         anew = parked.state.create_equivalent_initial_request()
-        parked.state._status = RequestStatus.FINISHED  # for a batch that it may still be in
+        parked.state._status = RequestStatus.FINISHED  # it may still be in a batch
         self.scheduler.waiting_requests[name] = anew
         return anew
 

@@ -1,4 +1,4 @@
-"""Host memory for preempted requests: which pages are free, and what is on its way."""
+"""Copies of preempted requests in host memory: free pages, and copies in flight."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
-# A request is stored in parts: the first has at most so many bytes, each further one GROWTH times
-# as many as the one before. A batch that takes the first blocks of a request of 1 GiB waits for
-# 32 MiB, 0.6 ms, instead of 20 ms. And 1 GiB is four parts, so that the calls stay few.
+# A request is stored in parts. The first has at most FIRST_PART_BYTES, and each further part is
+# GROWTH times as large: 1 GiB takes only four calls, and a batch that reuses the first blocks of
+# such a request waits for 32 MiB, 0.6 ms, instead of 20 ms.
 FIRST_PART_BYTES = 32 << 20
 GROWTH = 4
 
 
 @dataclass(frozen=True)
 class Options:
-    """copy_method, copy_engines_only: as of `OffloadHandler` and `OffloadHandler.store`."""
+    """Copy options.
+
+    Attributes:
+        copy_method (str | None): see OffloadHandler.
+        copy_engines_only (bool): see OffloadHandler.store().
+    """
 
     copy_method: str | None = None
     copy_engines_only: bool = False
@@ -30,19 +35,29 @@ class Options:
 
 @dataclass
 class Stored:
-    """Where the blocks of one request are: for each group of layers, the pages of its blocks in the
-    order of the blocks. stores: the jobs that fill them."""
+    """Where the blocks of a request are stored.
+
+    Attributes:
+        pages (list[Sequence[int]]): for each group of layers, the pages of its blocks, in order.
+        stores (list[Job]): the jobs that fill the pages.
+    """
 
     pages: list[Sequence[int]]
     stores: list[Job] = field(default_factory=list)
 
 
 class Swap:
-    """Moves blocks of the layout to host pages and back, one block a page.
+    """Copies units of a layout to host pages and back, one unit per page.
 
-    stream: the one that the model runs on, None for a cache on the CPU. Both directions start
-    behind what it was given so far, and never hold it up by themselves: who is about to write
-    blocks that may still be read or written here calls guard(). For one thread at a time.
+    Stores and loads wait for all work submitted to the model's stream so far. The stream itself
+    never waits: call guard() before work that writes units which are still being copied. Not thread
+    safe.
+
+    Args:
+        layout (PagedLayout): the cache.
+        num_pages (int): host pages.
+        stream (torch.cuda.Stream | None): the stream of the model; None for a cache on the CPU.
+        options (Options): copy options.
     """
 
     def __init__(
@@ -53,24 +68,34 @@ class Swap:
         options: Options,
     ) -> None:
         self.pool = HostPool(layout, num_pages)
-        # Whoever calls this also launches the model's kernels, and that is dearer than the copies.
+        # The calling thread also launches the model's kernels, so it should not submit copies.
         self.handler = OffloadHandler(
             layout, self.pool, copy_method=options.copy_method, submit_thread=True
         )
         self._stream = stream
         self._copy_engines_only = options.copy_engines_only
         self._part = max(1, FIRST_PART_BYTES // layout.block_bytes)
-        # A stack: pages that were freed together, and lie side by side, are taken together.
+        # A stack: pages that were freed together are adjacent, and are taken together again.
         self._free = list(range(num_pages))[::-1]
-        self._busy: list[tuple[Job, set[int]]] = []  # with the blocks that it reads or writes
+        self._busy: list[tuple[Job, set[int]]] = []  # jobs with the units that they read or write
 
     @property
     def num_free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def store(self, groups: Sequence[Sequence[int]]) -> Stored | None:
-        """Starts to store the blocks of a request; None when too few pages are free. Raises what
-        `OffloadHandler.store` does; then no page is taken."""
+        """Starts to store the blocks of a request.
+
+        Args:
+            groups: units of each group of layers.
+
+        Returns:
+            Stored | None: None if too few pages are free.
+
+        Raises:
+            Exception: see OffloadHandler.store(). No page is taken then.
+        """
         blocks = list(chain.from_iterable(groups))
         if len(blocks) > len(self._free):
             return None
@@ -96,8 +121,10 @@ class Swap:
         return stored
 
     def load(self, stored: Stored, groups: Sequence[Sequence[int]]) -> Job:
-        """Starts to load what is stored into these blocks. A group that has fewer blocks now, or
-        more, is loaded as far as both go. The pages stay taken."""
+        """Starts to load stored blocks into these units. The pages stay taken.
+
+        If a group has another number of units than at the store, the smaller number is loaded.
+        """
         pages: list[int] = []
         blocks: list[int] = []
         for held, wanted in zip(stored.pages, groups, strict=True):
@@ -114,44 +141,50 @@ class Swap:
         return job
 
     def free(self, stored: Stored) -> None:
-        """Gives the pages back. Whatever uses them next comes behind the jobs that still do."""
+        """Frees the pages. The handler orders later jobs on them behind the running ones."""
         self._free += chain.from_iterable(reversed(pages) for pages in reversed(stored.pages))
 
     def discard(self, stored: Stored) -> None:
-        """Gives the pages back, of which nobody wants to know what is in them. What has not begun
-        to fill them never will."""
+        """Frees pages whose contents are not needed, and cancels stores that have not started."""
         for job in stored.stores:
             self.handler.cancel(job)
         self.free(stored)
 
     def collect(self) -> None:
         """Finds out which jobs have ended, for `Job.result`, and lets the handler forget them.
-        Needed before blocks whose load failed are stored.
 
-        Asks the device for all jobs at once, which takes tens of microseconds."""
+        Needed before blocks of a failed load are stored. Asks the device for all jobs at once,
+        which takes tens of microseconds.
+        """
         self.handler.poll()
         self._busy = [busy for busy in self._busy if busy[0].result is None]
 
     def guard(self, written: Iterable[int] | None) -> None:
-        """Makes the stream wait for the jobs that read or write one of these blocks; None is any.
-        They are not waited for again. Iterates over the blocks only while a job may be running."""
+        """Makes the stream wait for the jobs that read or write these units.
+
+        The stream waits for each job only once.
+
+        Args:
+            written (Iterable[int] | None): the units; None is all. Not iterated if no job may be
+                running.
+        """
         if not self._busy:
             return
         wanted = None if written is None else set(written)
 
-        def is_in_the_way(blocks: set[int]) -> bool:
+        def conflicts(blocks: set[int]) -> bool:
             return wanted is None or not blocks.isdisjoint(wanted)
 
-        if not any(is_in_the_way(blocks) for _, blocks in self._busy):
+        if not any(conflicts(blocks) for _, blocks in self._busy):
             return
         self.collect()
         for job, blocks in self._busy:
-            if is_in_the_way(blocks):
+            if conflicts(blocks):
                 self._make_stream_wait(job)
-        self._busy = [busy for busy in self._busy if not is_in_the_way(busy[1])]
+        self._busy = [busy for busy in self._busy if not conflicts(busy[1])]
 
     def wait(self, job: Job) -> None:
-        """Blocks the host until the job has ended, well or not: `Job.result` says how."""
+        """Blocks the host until the job has ended. `Job.result` then has the outcome."""
         try:
             self.handler.synchronize(job)
         except TransferError:
@@ -166,7 +199,7 @@ class Swap:
     def _make_stream_wait(self, job: Job) -> None:
         try:
             job.wait(self._stream)
-        except TransferError:  # it has ended meanwhile, so that there is nothing to wait for
+        except TransferError:  # the job has already ended, so there is nothing to wait for
             assert job.query()
 
     def _add(self, job: Job, blocks: Sequence[int]) -> None:
@@ -180,7 +213,7 @@ class Swap:
 
 
 def _split(pages: list[int], groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """As many pages for each group as it has blocks."""
+    """The pages of each group, as many as it has units."""
     parts: list[Sequence[int]] = []
     begin = 0
     for blocks in groups:

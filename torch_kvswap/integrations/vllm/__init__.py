@@ -1,11 +1,11 @@
-"""vLLM's OffloadingConnector on our handler and pages, chosen by configuration only:
+"""An OffloadingSpec for vLLM's OffloadingConnector, enabled by configuration only:
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"spec_name": "KVSwapOffloadingSpec",
         "spec_module_path": "torch_kvswap.integrations.vllm", "cpu_bytes_to_use": 10737418240}}'
 
-docs/vllm.md has the options, and what happens when a copy fails. vLLM is imported when
-KVSwapOffloadingSpec is first asked for.
+docs/vllm.md describes the options, and what happens when a copy fails. vLLM is imported when
+KVSwapOffloadingSpec is first accessed.
 """
 
 from __future__ import annotations

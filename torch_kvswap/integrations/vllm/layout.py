@@ -1,4 +1,4 @@
-"""The KV caches that vLLM registers, as layouts, and its transfers, as lists of ids."""
+"""vLLM's registered KV caches as layouts, and its transfers as lists of ids."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_kvswap.layout import Int64Array, PagedLayout
+from torch_kvswap._native.abi import Int64Array
+from torch_kvswap.layout import PagedLayout
 
 
 class Move(NamedTuple):
-    """What a transfer copies, for each group: GPU blocks, pages, and the slot of the first block in
-    its page. Arguments of `OffloadHandler.store`."""
+    """The ids of a transfer, one entry per group: arguments of OffloadHandler.store().
+
+    Attributes:
+        blocks (list[np.ndarray]): int64, GPU blocks.
+        pages (list[np.ndarray]): int64, host pages.
+        first_blocks (list[int]): slot of the first block in the first page.
+    """
 
     blocks: list[Int64Array]
     pages: list[Int64Array]
@@ -19,8 +25,14 @@ class Move(NamedTuple):
 
 
 def group_layouts(kv_caches: Any) -> list[PagedLayout]:
-    """A layout for each group of CanonicalKVCaches: of its tensors, int8 [blocks, bytes], the bytes
-    that are used. Layers of a group that share a tensor are one plane."""
+    """Makes a layout for each group of layers.
+
+    Layers of a group that share a tensor become one slab. Only the bytes of a block that are in use
+    are part of the layout.
+
+    Args:
+        kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
+    """
     layouts = []
     for refs in kv_caches.group_data_refs:
         sizes: dict[int, int] = {}
@@ -32,13 +44,25 @@ def group_layouts(kv_caches: Any) -> list[PagedLayout]:
 
 
 def read_move(gpu: Any, host: Any, groups: int, blocks_per_page: int) -> Move:
-    """gpu: a GPULoadStoreSpec. host: what the manager made of it, with a page for each chunk in
-    `block_ids`. The first chunk of a group may be used from its middle on, the last one in part.
-    Raises ValueError when the two do not fit together."""
+    """Converts a vLLM transfer to lists of ids.
+
+    The first chunk of a group may be used from its middle on, the last chunk in part.
+
+    Args:
+        gpu: a GPULoadStoreSpec.
+        host: the manager's LoadStoreSpec, with one page per chunk in `block_ids`.
+        groups (int): number of groups.
+        blocks_per_page (int): GPU blocks per chunk.
+
+    Raises:
+        ValueError: gpu and host do not fit together.
+    """
     block_ids = np.asarray(gpu.block_ids, np.int64)
     page_ids = np.asarray(host.block_ids, np.int64)
     if len(gpu.group_sizes) != groups:
-        raise ValueError(f"a transfer of {len(gpu.group_sizes)} groups, the cache has {groups}")
+        raise ValueError(
+            f"the transfer has {len(gpu.group_sizes)} groups, but the cache has {groups}"
+        )
     blocks, pages, first_blocks = [], [], []
     block, page = 0, 0
     for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
@@ -50,8 +74,8 @@ def read_move(gpu: Any, host: Any, groups: int, blocks_per_page: int) -> Move:
         block, page = block + size, last_page
     if (block, page) != (len(block_ids), len(page_ids)):
         raise ValueError(
-            f"a transfer of {len(block_ids)} GPU blocks and {len(page_ids)} pages, of which its "
-            f"groups of {list(gpu.group_sizes)} blocks from {list(gpu.block_indices)} on take "
+            f"the transfer has {len(block_ids)} GPU blocks and {len(page_ids)} pages, but its "
+            f"groups of {list(gpu.group_sizes)} blocks starting at {list(gpu.block_indices)} need "
             f"{block} and {page}"
         )
     return Move(blocks, pages, first_blocks)

@@ -1,4 +1,4 @@
-"""The scheduler's side of KVSwapOffloadingSpec: which chunk is on which host page."""
+"""The scheduler side of KVSwapOffloadingSpec: which chunk is on which host page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch_kvswap.prefix.manager import BlockManager, Load, Store
 
 Key = bytes  # vLLM's OffloadKey
 _GROUP_0 = bytes(4)
-# 0.26 has a name for the medium, later releases a member of an enum.
+# In vLLM 0.26 the medium is a string, in later releases an enum member.
 _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
 
 
-@dataclass(eq=False)  # as a member of a set it is itself
-class _Filling:
+@dataclass(eq=False)  # hashed by identity
+class _PendingStore:
     """A store that has not ended."""
 
     store: Store
@@ -34,22 +34,29 @@ class _Filling:
 
 
 def _digest(key: Key) -> bytes:
-    """A block hash of vLLM is one already, but for the group of layers that is behind it."""
+    """The digest of a key: vLLM's block hash itself, if the key belongs to group 0."""
     if len(key) == DIGEST_BYTES + len(_GROUP_0) and key.endswith(_GROUP_0):
         return key[:DIGEST_BYTES]
     return key_digest(key)
 
 
 class KVSwapManager(base.OffloadingManager):
-    """A BlockManager behind vLLM's contract. Pages are of all groups of layers together: which of
-    them a prefix needs is decided by vLLM, key by key.
+    """A BlockManager behind vLLM's OffloadingManager interface.
 
-    vLLM asks for one key at a time, as often as a request waits: lookup() reads what this keeps in
-    Python. The scheduler's thread calls everything.
+    A page holds a chunk of all groups of layers, and vLLM decides key by key which pages a prefix
+    needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
+    Python dict. Only the scheduler's thread calls the methods.
 
-    A prompt is evicted from its end, though vLLM stores it in several steps: what has been stored
-    goes directly before what is in front of it in the prompt, and when the request has ended, all
-    of it is the newest. Only that, and a load, counts as a use of what another request had stored.
+    A prompt is evicted from its end, although vLLM stores it in several steps: stored chunks are
+    ordered directly behind the chunk in front of them, and when the request finishes, all its
+    chunks become the newest. Only that and a load count as a use of chunks that another request had
+    stored.
+
+    Args:
+        num_pages (int): host pages.
+        policy (str): "lru" or "arc".
+        store_threshold (int): number of times that a chunk is offered before it is stored.
+        events (bool): record events for take_events().
     """
 
     def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
@@ -58,27 +65,33 @@ class KVSwapManager(base.OffloadingManager):
             num_pages, policy=policy, store_threshold=threshold, events=["evicted"]
         )
         self._counts_offers = threshold > 1
-        self._states: dict[Key, base.LookupResult] = {}  # of what has a page
+        self._states: dict[Key, base.LookupResult] = {}  # keys that have a page
         self._digests: dict[Key, bytes] = {}
         self._keys: dict[bytes, Key] = {}
-        self._filling: dict[Key, _Filling] = {}
-        # The open loads of the same keys by one request: which of them ends first does not matter.
+        self._stores: dict[Key, _PendingStore] = {}
+        # A request may load the same keys several times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[Load]] = {}
-        self._cache = object()  # another one after a reset
+        self._cache = object()  # replaced by a reset
         self._events: list[Any] | None = [] if events else None
-        self._sizes: list[int] = []  # of the stores since get_stats()
+        self._sizes: list[int] = []  # chunks per store since get_stats()
         self._skipped = 0
-        self._usage: dict[str, float] | None = None  # None: has changed
+        self._usage: dict[str, float] | None = None  # None if it must be measured again
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
+        """The state of a key: a miss, a hit, or a hit that is still being stored."""
         return self._states.get(key, _MISS)
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.LoadStoreSpec:
+        """Holds the pages of the keys for a load.
+
+        Raises:
+            RuntimeError: a key is not stored.
+        """
         if not keys:
             return CPULoadStoreSpec([])
         digests = self._known(keys)
@@ -95,7 +108,7 @@ class KVSwapManager(base.OffloadingManager):
         return CPULoadStoreSpec(load.pages)
 
     def complete_load(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """Ends a load of just these keys by this request."""
+        """Ends one load of exactly these keys by this request."""
         if not keys:
             return
         name = req_context.req_id, frozenset(keys)
@@ -110,15 +123,22 @@ class KVSwapManager(base.OffloadingManager):
         self._usage = None
 
     def touch(self, keys: Collection[Key], req_context: base.ReqContext) -> None:
-        """0.26 calls it for all keys of a request, also for what the request has stored itself,
-        which is no reuse."""
+        """Counts a use of reused keys, and makes all keys the newest.
+
+        vLLM 0.26 calls it for all keys of a request, also for those that the request stored itself.
+        Those do not count as reused.
+        """
         access = self._access(req_context)
         access.see(req_context, keys)
         access.reuse(req_context, self._ready(keys))
         self._renew(keys, access)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """Stores of the request may still run: they end behind what is in front of them."""
+        """Makes the request's chunks the newest.
+
+        Its stores may still run. Their chunks are ordered behind those in front of them when they
+        end.
+        """
         access = self._access(req_context)
         self._renew(access.keys, access)
 
@@ -126,14 +146,17 @@ class KVSwapManager(base.OffloadingManager):
         return Access.of(req_context, self._cache)
 
     def _renew(self, keys: Collection[Key], access: Access) -> None:
-        """Makes them the newest, from the last to the first; a reuse counts as a use."""
+        """Makes the keys the newest, from the last to the first; a reuse counts as a use."""
         self._blocks.touch(self._known([key for key in keys if key in access.reused]))
         self._blocks.order(self._known(keys), renew=True)
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """keys_to_store are in the order of the keys: vLLM lists their blocks in that order."""
+        """Assigns pages to new keys.
+
+        keys_to_store keeps the order of `keys`, because vLLM lists the GPU blocks in that order.
+        """
         keys = list(keys)
         digests = [self._digests.get(key) or _digest(key) for key in keys]
         if self._counts_offers:
@@ -151,8 +174,8 @@ class KVSwapManager(base.OffloadingManager):
             self._digests.update(zip(new, of_new, strict=True))
             self._keys.update(zip(of_new, new, strict=True))
             access.insert(req_context, new)
-            filling = _Filling(store, tuple(access.sort(new)), access)
-            self._filling.update(dict.fromkeys(new, filling))
+            pending = _PendingStore(store, tuple(access.sort(new)), access)
+            self._stores.update(dict.fromkeys(new, pending))
             self._states.update(dict.fromkeys(new, _PENDING))
             self._sizes.append(len(new))
             self._usage = None
@@ -161,50 +184,55 @@ class KVSwapManager(base.OffloadingManager):
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """Ends the stores that fill the keys: vLLM names all keys of a store at once."""
-        for filling in set(map(self._filling.get, keys)):
-            if filling is None:
+        """Ends the stores of these keys. vLLM names all keys of a store at once."""
+        for pending in set(map(self._stores.get, keys)):
+            if pending is None:
                 continue
             self._usage = None
-            (self._blocks.complete if success else self._blocks.fail)(filling.store)
-            for key in filling.keys:
-                del self._filling[key]
+            (self._blocks.complete if success else self._blocks.fail)(pending.store)
+            for key in pending.keys:
+                del self._stores[key]
             if success:
-                self._states.update(dict.fromkeys(filling.keys, _HIT))
-                front = filling.access.before(filling.keys[0], self._is_ready)
-                self._blocks.order(self._known([*([front] if front else ()), *filling.keys]))
-                self._tell(filling.keys, removed=False)
+                self._states.update(dict.fromkeys(pending.keys, _HIT))
+                front = pending.access.before(pending.keys[0], self._is_ready)
+                self._blocks.order(self._known([*([front] if front else ()), *pending.keys]))
+                self._record_event(pending.keys, removed=False)
             else:
-                for key in filling.keys:
+                for key in pending.keys:
                     del self._states[key], self._keys[self._digests.pop(key)]
 
     def reset_cache(self) -> None:
-        """vLLM says no more of the jobs that run: the workers wait for them before they do anything
-        that it decides later, so that their pages are free now."""
+        """Forgets all chunks and ends all open jobs.
+
+        vLLM does not report these jobs any more. Their pages can be free at once, because the
+        workers wait for the jobs before they do what vLLM decides later.
+        """
         self._blocks.reset()
         open_jobs: list[Load | Store] = [*chain.from_iterable(self._loads.values())]
-        open_jobs += {id(one): one.store for one in self._filling.values()}.values()
+        open_jobs += {id(one): one.store for one in self._stores.values()}.values()
         for job in open_jobs:
             self._blocks.fail(job)
-        for known in (self._states, self._digests, self._keys, self._filling, self._loads):
+        for known in (self._states, self._digests, self._keys, self._stores, self._loads):
             known.clear()
         self._cache = object()
         self._blocks.events()
         self._usage = None
 
     def take_events(self) -> Iterable[Any]:
+        """The events since the last call."""
         taken, self._events = self._events or [], None if self._events is None else []
         return taken
 
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in 0.26, nor asked there
+        # vLLM 0.26 does not have this module, and does not call this method.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.HOST
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """Under the names of vLLM's own manager, so that dashboards go on."""
+        """Statistics under the names of vLLM's own manager, so that dashboards keep working."""
         stats = OffloadingConnectorStats()
-        self._usage = self._usage or self._measure_usage()  # vLLM asks in every step
+        self._usage = self._usage or self._measure_usage()  # cached: vLLM asks in every step
         for name, value in self._usage.items():
             stats.set_gauge(name, value)
         for size in self._sizes:
@@ -233,18 +261,19 @@ class KVSwapManager(base.OffloadingManager):
         return self._states.get(key) is _HIT
 
     def _known(self, keys: Collection[Key]) -> bytes:
-        """The digests of those that have a page, one after another."""
+        """The digests of the keys that have a page, one after another."""
         return b"".join(filter(None, map(self._digests.get, keys)))
 
     def _take_evicted(self) -> list[Key]:
+        """Forgets the keys that were evicted since the last call, and returns them."""
         events = self._blocks.events()
         evicted = [self._keys.pop(key) for kind, _, key in events if kind == "evicted"]
         for key in evicted:
             del self._digests[key], self._states[key]
         if evicted:
-            self._tell(evicted, removed=True)
+            self._record_event(evicted, removed=True)
         return evicted
 
-    def _tell(self, keys: Iterable[Key], removed: bool) -> None:
+    def _record_event(self, keys: Iterable[Key], removed: bool) -> None:
         if self._events is not None:
             self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed))

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` says to KVSwapOffloadingSpec."""
+"""The options of KVSwapOffloadingSpec in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-# What vLLM reads itself.
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+
+# Options that vLLM reads itself.
 _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
@@ -17,23 +19,34 @@ _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 @dataclass(frozen=True)
 class Options:
-    """cpu_bytes_to_use: host memory of all workers together. eviction_policy: "lru" or "arc".
-    store_threshold: a block is stored when it is offered for so many times. manager: whose
-    bookkeeping the scheduler uses. copy_method, staging_bytes: of OffloadHandler."""
+    """The options of KVSwapOffloadingSpec.
+
+    Attributes:
+        cpu_bytes_to_use (int): host memory of all workers together, in bytes.
+        eviction_policy (str): "lru" or "arc".
+        store_threshold (int): number of times that a chunk is offered before it is stored.
+        manager (str): the scheduler's bookkeeping: "torch_kvswap" or "vllm".
+        copy_method (str | None): see OffloadHandler.
+        staging_bytes (int): see OffloadHandler.
+    """
 
     cpu_bytes_to_use: int
     eviction_policy: str = "lru"
     store_threshold: int = 1
     manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
     copy_method: str | None = None
-    staging_bytes: int = 32 << 20
+    staging_bytes: int = DEFAULT_STAGING_BYTES
 
 
 _OURS = tuple(field.name for field in fields(Options))
 
 
 def read_options(config: Mapping[str, Any]) -> Options:
-    """Raises ValueError for an option that there is not, or that cannot have this value."""
+    """Reads the options.
+
+    Raises:
+        ValueError: an option is unknown or missing, or has an invalid value.
+    """
     if config.get("canonical_layout"):
         raise ValueError(
             "kv_connector_extra_config: canonical_layout is for vLLM's own spec; "

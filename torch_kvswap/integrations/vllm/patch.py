@@ -1,4 +1,4 @@
-"""vLLM's own offloading worker with our copies under it."""
+"""torch_kvswap's copies under vLLM's own offloading worker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ _log = logging.getLogger(__name__)
 
 
 def patch_ops() -> str:
-    """Puts `torch_kvswap.ops.swap_blocks_batch` in the place of vLLM's op of that name in this
-    process. Returns, and logs, what stays on vLLM's own kernels.
+    """Replaces vLLM's op swap_blocks_batch with torch_kvswap's in this process.
 
-    Call it in the process that runs the model, before vLLM builds its offloading worker there, for
-    instance from a plugin of the group vllm.general_plugins, which vLLM loads in every process.
-    Calling it again changes nothing. Raises RuntimeError when the worker is there already: it has
-    looked up its copies. KVSwapOffloadingSpec needs none of this.
+    Call it in the process that runs the model, before vLLM builds its offloading worker, for
+    example from a plugin of the group vllm.general_plugins, which vLLM loads in every process.
+    Calling it again changes nothing. KVSwapOffloadingSpec does not need it.
+
+    Returns:
+        str: what still uses vLLM's own kernels; also logged.
+
+    Raises:
+        RuntimeError: the worker already exists, and has looked up its copy functions.
+        ImportError: vLLM is not installed.
     """
     from vllm import _custom_ops
 
@@ -30,9 +35,9 @@ def patch_ops() -> str:
     from vllm.v1.kv_offload.cpu.swap_blocks_triton import MIN_N, THRESHOLD_BYTES
 
     stays = (
-        "stores, and loads of pieces that are large or few, are copied by torch_kvswap. On vLLM's "
-        f"Triton kernel stay loads of {MIN_N} or more pieces when every layer has less than "
-        f"{THRESHOLD_BYTES} bytes a block, and what else uses other ops of vLLM"
+        "torch_kvswap copies stores, and loads of few or large pieces. vLLM's Triton kernel still "
+        f"copies loads of {MIN_N} or more pieces if every layer has less than {THRESHOLD_BYTES} "
+        "bytes per block, and other ops of vLLM are unchanged"
     )
     _log.info("patch_ops: %s", stays)
     return stays
@@ -45,6 +50,6 @@ def _check_not_built() -> None:
     handler = module.SingleDirectionOffloadingHandler
     if any(type(each) is handler for each in gc.get_objects()):
         raise RuntimeError(
-            "patch_ops() has to come before vLLM builds its offloading worker, which has kept the "
-            "copies it found; call it earlier in this process, or use KVSwapOffloadingSpec"
+            "patch_ops() must be called before vLLM builds its offloading worker, which keeps the "
+            "copy functions it found; call it earlier in this process, or use KVSwapOffloadingSpec"
         )

@@ -1,4 +1,4 @@
-"""One host pool for all workers of an engine whose caches are the same, byte by byte."""
+"""One host pool for all workers of an engine whose caches have equal contents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _POLL_SECONDS = 0.02
 
 
 class Replicas(NamedTuple):
-    """Which of the workers this is, of how many, and the engine's name, which no other has."""
+    """A worker among those with equal caches.
+
+    Attributes:
+        rank (int): this worker, 0 to world - 1.
+        world (int): number of workers.
+        engine_id (str): name of the engine, unique on the machine.
+    """
 
     rank: int
     world: int
@@ -35,17 +41,19 @@ def replicated_pool(
 ) -> HostPool:
     """Makes the pool in the worker of rank 0, and attaches to it in the others.
 
-    All workers call it at about the same time. They meet at a Unix socket that is named after the
-    engine, in the network namespace that they share; only processes of the same user are served.
+    All workers must call it at about the same time. They meet at a Unix socket named after the
+    engine, in the network namespace that they share. Only processes of the same user are served.
 
     Args:
-        layout, num_pages, blocks_per_page: as of HostPool, the same in all workers.
-        replicas: this worker.
-        timeout: seconds that one worker waits for another one to come. Pinning takes no part in it.
+        layout (PagedLayout): the cache; the same in all workers.
+        num_pages (int): see HostPool; the same in all workers.
+        blocks_per_page (int): see HostPool; the same in all workers.
+        replicas (Replicas): this worker.
+        timeout (float): seconds to wait for another worker; the time to pin memory is not counted.
 
     Raises:
         TimeoutError: a worker has not come.
-        RuntimeError: rank 0 has failed, or an engine of this name has a pool already.
+        RuntimeError: rank 0 failed, or an engine with this name already has a pool.
     """
     address = _address(replicas.engine_id)
     deadline = time.monotonic() + timeout
@@ -58,7 +66,7 @@ def replicated_pool(
         except ConnectionError as error:
             raise RuntimeError(
                 f"worker {replicas.rank} got no host pool: worker 0 of engine "
-                f"{replicas.engine_id!r} ended before it had made it; its log says why"
+                f"{replicas.engine_id!r} ended before it had made the pool; see its log"
             ) from error
     try:
         return HostPool.attach(layout, handle, rank=replicas.rank)
@@ -67,7 +75,7 @@ def replicated_pool(
 
 
 def _address(engine_id: str) -> str:
-    """In the abstract namespace: no file is left of it."""
+    """The socket's address, in the abstract namespace, so that no file remains."""
     return f"\0torch_kvswap.{os.getuid()}.{hashlib.sha256(engine_id.encode()).hexdigest()}"
 
 
@@ -80,14 +88,15 @@ def _serve(
     replicas: Replicas,
     timeout: float,
 ) -> HostPool:
+    """Makes the pool and sends its handle to every other worker."""
     try:
         meeting.bind(address)
     except OSError as error:
         raise RuntimeError(
-            f"an engine with the engine_id {replicas.engine_id!r} makes its host pool on this "
-            "machine now; give each engine its own engine_id"
+            f"another engine with engine_id {replicas.engine_id!r} is making its host pool on this "
+            "machine; give each engine its own engine_id"
         ) from error
-    meeting.listen(replicas.world)  # before the pool is made: the others wait in receive()
+    meeting.listen(replicas.world)  # before the pool is made, so that the others wait in receive()
     pool = HostPool.create_shared(
         layout, num_pages, blocks_per_page, world=replicas.world, replicated=True
     )
@@ -107,16 +116,17 @@ def _serve(
 def _serve_one(
     meeting: socket.socket, handle: PoolHandle, served: int, replicas: Replicas, deadline: float
 ) -> None:
+    """Sends the handle to the next worker that connects."""
     while True:
         meeting.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             connection, _ = meeting.accept()
         except TimeoutError as error:
             raise TimeoutError(
-                f"{served} of the {replicas.world} workers of engine {replicas.engine_id!r} have "
-                "come for the host pool; the log of the others says why"
+                f"only {served} of the {replicas.world} workers of engine {replicas.engine_id!r} "
+                "have attached to the host pool; see the logs of the others"
             ) from error
-        # Of who hangs up nothing is known: a worker that has ended is missed in the end.
+        # A peer that hangs up is not counted. If it was a worker, the wait times out.
         with connection, contextlib.suppress(ConnectionError):
             if _user_of(connection) == os.getuid():
                 handle.send(connection)
@@ -124,6 +134,7 @@ def _serve_one(
 
 
 def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline: float) -> None:
+    """Connects to rank 0, which may not have come yet."""
     while True:
         try:
             meeting.connect(address)
@@ -131,8 +142,8 @@ def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"worker {replicas.rank} has found no worker 0 of engine "
-                    f"{replicas.engine_id!r}; all of them have to run on one machine, and its log "
-                    "says why it did not come"
+                    f"{replicas.engine_id!r}; all workers must run on one machine; see the log of "
+                    "worker 0"
                 ) from error
             time.sleep(_POLL_SECONDS)
             continue
@@ -144,5 +155,6 @@ def _connect(meeting: socket.socket, address: str, replicas: Replicas, deadline:
 
 
 def _user_of(connection: socket.socket) -> int:
+    """The user id of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

@@ -1,4 +1,4 @@
-"""A transfer that has failed, done again in the plainest way."""
+"""Repeats a failed transfer with plain copies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from torch_kvswap.layout import PagedLayout
 
 
 class Retry:
-    """Copies block by block and tensor by tensor with torch, on a stream of its own, so that it
-    shares nothing with the handler. Starts behind the current stream, and so behind what wrote the
-    blocks. Nothing raises: `error` is what went wrong, once has_ended() is true.
+    """Copies block by block and tensor by tensor with torch, without the handler.
 
-    layouts: of one plane a tensor. pages: uint8 [pages, slots, bytes].
+    Uses its own stream, which waits for the current stream, and thus for the kernels that wrote the
+    blocks. Never raises: `error` has the problem once has_ended() is true.
+
+    Args:
+        layouts (Sequence[PagedLayout]): the groups, with one slab per tensor.
+        pages (Tensor): uint8 [pages, slots, bytes].
+        direction (str): "store" or "load".
+        move (Move): what to copy.
+
+    Attributes:
+        direction (str): as given.
+        error (Exception | None): why it failed.
+        seconds (float): time until has_ended() or wait() saw the end.
+        nbytes (int): bytes to copy.
     """
 
     def __init__(
@@ -37,7 +48,7 @@ class Retry:
             self.error = error
 
     def has_ended(self) -> bool:
-        """Whether it has; waits for nothing."""
+        """Whether the copies have ended; does not wait."""
         try:
             ended = self.error is not None or self._end is None or self._end.query()
         except Exception as error:
@@ -47,7 +58,7 @@ class Retry:
         return bool(ended)
 
     def wait(self) -> None:
-        """Blocks the host until it has ended."""
+        """Blocks the host until the copies have ended."""
         try:
             if self._end is not None:
                 self._end.synchronize()
@@ -76,7 +87,7 @@ class Retry:
 def _rows(
     layouts: Sequence[PagedLayout], pages: Tensor, move: Move
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same bytes on the GPU and on the host, of each block and tensor."""
+    """The bytes on the GPU and on the host, of each block and tensor."""
     slots = pages.shape[1]
     for layout, blocks, of_pages, first in zip(layouts, *move, strict=True):
         for place, block in enumerate(blocks.tolist(), first):

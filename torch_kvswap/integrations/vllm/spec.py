@@ -1,4 +1,4 @@
-"""What vLLM is configured with: it makes the manager and the workers."""
+"""The spec that vLLM is configured with. It makes the manager and the workers."""
 
 from __future__ import annotations
 
@@ -22,46 +22,54 @@ except ImportError as error:
         "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install torch_kvswap[vllm]"
     ) from error
 
-RUN_WITH = ("0.26.0", "0.33.0")  # the releases that the tests have run with
+TESTED_VERSIONS = ("0.26.0", "0.33.0")
 _log = logging.getLogger(__name__)
 
 
 class KVSwapOffloadingSpec(OffloadingSpec):
-    """What vLLM makes once in the scheduler, which asks for the manager, and once in each worker.
+    """vLLM's OffloadingSpec on torch_kvswap's handler and pages.
 
-    Raises ValueError for options that are wrong or unknown.
+    vLLM makes one in the scheduler, which asks for the manager, and one in each worker.
+
+    Args:
+        config (OffloadingConfig): vLLM's configuration; `extra_config` has the Options.
+
+    Raises:
+        ValueError: an option is unknown, missing or invalid.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options: Options = read_options(config.extra_config)
-        # The caches of all workers are the same (0.33). vLLM reads it: then only rank 0 stores.
+        # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self.num_pages = _num_pages(config, copies, self.options.cpu_bytes_to_use)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
-        if version.partition("+")[0] not in RUN_WITH:
+        if version.partition("+")[0] not in TESTED_VERSIONS:
             _log.warning(
                 "KVSwapOffloadingSpec was tested with vLLM %s, this is %s",
-                " and ".join(RUN_WITH),
+                " and ".join(TESTED_VERSIONS),
                 version,
             )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> Any:
-        """Those of vLLM's own spec, whose names our manager uses too."""
+        """The metrics of vLLM's own spec, whose names our manager uses, too."""
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
         return CPUOffloadingSpec.build_metric_definitions(extra_config)
 
     def get_manager(self) -> OffloadingManager:
+        """The manager, made at the first call."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker, made at the first call."""
         if self._worker is None:
             from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
@@ -82,7 +90,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if options.manager == "vllm":
             from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-            return CPUOffloadingManager(  # releases differ in the name of the first one
+            return CPUOffloadingManager(  # the first parameter's name differs between releases
                 self.num_pages,
                 cache_policy=options.eviction_policy,
                 enable_events=events,
@@ -96,8 +104,16 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
 
 def _num_pages(config: OffloadingConfig, copies: int, nbytes: int) -> int:
-    """How many chunks go into so many bytes of all workers together: the same number for each of
-    them and for the scheduler. copies: how many workers keep a chunk."""
+    """How many chunks fit into `nbytes` bytes of all workers; equal for workers and scheduler.
+
+    Args:
+        config: vLLM's configuration.
+        copies (int): number of workers that keep a chunk.
+        nbytes (int): host memory of all workers together.
+
+    Raises:
+        ValueError: not a single chunk fits, or the model has no KV cache.
+    """
     chunk = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk * copies
     if chunk == 0:
         raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")

@@ -1,4 +1,4 @@
-"""The worker's side of KVSwapOffloadingSpec: moves blocks with an OffloadHandler."""
+"""The worker side of KVSwapOffloadingSpec: copies blocks with an OffloadHandler."""
 
 from __future__ import annotations
 
@@ -19,25 +19,31 @@ _log = logging.getLogger(__name__)
 
 
 class _Open(NamedTuple):
-    """A transfer that vLLM was not told the end of."""
+    """A transfer whose end was not reported to vLLM yet."""
 
     move: Move
     job: Job
 
 
 class KVSwapWorker(base.OffloadingWorker):
-    """Called by the thread that runs the model, on the stream that it runs on.
+    """vLLM's OffloadingWorker on an OffloadHandler.
 
-    Stores and loads wait for all that this stream has been given until then. What a store reads was
-    written there. What a load overwrites may still be zeroed there: by its own step before a
-    synchronous load, or by an earlier step, for a request that had the block before.
+    The thread that runs the model calls all methods, with the model's stream as the current stream.
+    Stores and loads wait for all work submitted to this stream so far: a store's blocks were
+    written there, and a load's blocks may still be zeroed there, by the same step before a
+    synchronous load or by an earlier step for the previous owner of the block.
 
-    A copy that fails is done once more by a Retry. When that fails too, the error is logged and the
-    result says so, which ends the engine: vLLM asserts that transfers succeed.
+    A copy that fails is repeated once by a Retry. If that fails too, the error is logged and
+    reported, which ends the engine: vLLM asserts that transfers succeed.
 
-    replicas: the caches of all workers are the same, and so they have one pool. vLLM gives stores
-    to rank 0 only, loads to all of them, and says when rank 0 has ended a store before anybody
-    loads its pages.
+    Args:
+        kv_caches: vLLM's CanonicalKVCaches.
+        num_pages (int): host pages.
+        blocks_per_page (int): GPU blocks per page.
+        options (Options): copy options.
+        replicas (Replicas | None): set if the workers have equal caches. They then share one pool.
+            vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
+            store in rank 0 before any worker loads its pages.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class KVSwapWorker(base.OffloadingWorker):
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Starts a store. Always returns True; a transfer without blocks ends at once."""
         move = self._read(src_spec, dst_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
@@ -76,7 +83,10 @@ class KVSwapWorker(base.OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """expedited: 0.33 waits for such a load before it goes on."""
+        """Starts a load, as submit_store().
+
+        vLLM 0.33 sets `expedited` for loads that it waits for.
+        """
         move = self._read(dst_spec, src_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
@@ -91,7 +101,7 @@ class KVSwapWorker(base.OffloadingWorker):
         return True
 
     def get_finished(self) -> list[base.TransferResult]:
-        """Each transfer once, with the bytes that it copied and the seconds that it took."""
+        """Reports each ended transfer once, with the bytes copied and the seconds taken."""
         if self._open:  # vLLM asks in every step
             self._collect()
         for number, retry in list(self._retries.items()):
@@ -101,10 +111,12 @@ class KVSwapWorker(base.OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Blocks the host until the transfers have ended, also those that have to be done again;
-        other numbers are ignored. get_finished() still reports them."""
+        """Blocks the host until transfers have ended, including retries.
+
+        Unknown numbers are ignored. get_finished() still reports the transfers.
+        """
         known = job_ids & self._open.keys()
-        # poll() reports those that fail, too.
+        # poll() reports failed jobs, too.
         with contextlib.suppress(TransferError):
             self._handler.synchronize([self._open[number].job for number in known])
         self._collect()
@@ -113,7 +125,7 @@ class KVSwapWorker(base.OffloadingWorker):
             self._end_retry(number)
 
     def shutdown(self) -> None:
-        """Waits for what runs, then lets the host memory go."""
+        """Waits for running transfers, then frees the host memory."""
         for retry in self._retries.values():
             retry.wait()
         self._pool.close()
@@ -122,20 +134,21 @@ class KVSwapWorker(base.OffloadingWorker):
         return read_move(gpu, host, len(self._handler.layouts), self._blocks_per_page)
 
     def _has_blocks(self, number: int, move: Move) -> bool:
+        """Whether the transfer copies anything; reports its end if not."""
         if any(map(len, move.blocks)):
             return True
         self._ended.append(base.TransferResult(number, True, 0, 0.0))
         return False
 
     def _collect(self) -> None:
-        """Hears from the handler what has ended; what has failed is begun once more."""
+        """Polls the handler, reports finished jobs and retries failed ones."""
         for result in self._handler.poll():
             number = result.tag
             move = self._open.pop(number).move
             if result.ok:
                 self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
-            _log.error("%s; it is done once more by plain copies", error_of([result]))
+            _log.error("%s; retrying with plain copies", error_of([result]))
             retry = Retry(self._handler.layouts, self._pool.pages, result.direction, move)
             self._retries[number] = retry
 
@@ -143,8 +156,8 @@ class KVSwapWorker(base.OffloadingWorker):
         retry = self._retries.pop(number)
         if retry.error is not None:
             _log.error(
-                "plain copies of %s %d failed too: %s; the blocks are lost, and vLLM ends the "
-                "engine because it takes every transfer to succeed",
+                "plain copies of %s %d failed, too: %s; the blocks are lost, and vLLM ends the "
+                "engine because it requires every transfer to succeed",
                 *(retry.direction, number, retry.error),
             )
         self._report(number, retry.error is None, retry.nbytes, retry.seconds)

@@ -1,0 +1,17 @@
+#include "prefix/eviction.h"
+
+#include "prefix/arc.h"
+#include "prefix/lru.h"
+
+namespace kvswap::prefix {
+
+size_t num_nodes(PolicyKind kind, size_t num_pages) {
+  return kind == PolicyKind::kArc ? 2 * num_pages : num_pages;
+}
+
+std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages) {
+  if (kind == PolicyKind::kArc) return std::make_unique<Arc>(table, num_pages);
+  return std::make_unique<Lru>(table);
+}
+
+}  // namespace kvswap::prefix
