@@ -608,6 +608,7 @@ class OffloadHandler(NotCopyable):
             gpu (PagedLayout | Sequence[PagedLayout]): new layouts with the same block sizes.
 
         Raises:
+            TypeError: gpu is no layout, or no list of as many layouts as before.
             ValueError: the new cache does not match the pools, or is on another device.
             RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
                 needs.

@@ -156,17 +156,10 @@ class OffloadEngine(NotCopyable):
 
     The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
     the engine's poll(), since that of the handler raises. The handler's cancel(), synchronize() and
-    metrics() may be used. A handler has one engine at a time. The engine holds the handler and does
-    not close it.
+    metrics() may be used. A handler has one engine at a time. The engine holds the handler, but does
+    not close it: close the handler when the engine is no longer used.
 
-    Nobody else may use the handler's pages or call its poll(). The engine holds the handler, but
-    does not close it: close the handler when the engine is no longer used. Any thread may call any
-    method. An engine cannot be copied or pickled.
-
-    Attributes:
-        handler (OffloadHandler): moves the blocks.
-        manager (BlockManager): knows which block is on which page. Its stats(), events(), touch(),
-            order(), lease() and reset() may be used; leave its jobs to the engine.
+    Any thread may call any method. An engine cannot be copied or pickled.
 
     Args:
         handler (OffloadHandler): copies the blocks.
@@ -178,7 +171,8 @@ class OffloadEngine(NotCopyable):
 
     Attributes:
         handler (OffloadHandler): the handler.
-        manager (BlockManager): the bookkeeping, for leases, events and statistics.
+        manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order(), lease()
+            and reset() may be used; leave its jobs to the engine.
 
     Raises:
         TypeError: an argument has a wrong type.
