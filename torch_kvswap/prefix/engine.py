@@ -156,8 +156,8 @@ class OffloadEngine(NotCopyable):
 
     The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
     the engine's poll(), since that of the handler raises. The handler's cancel(), synchronize() and
-    metrics() may be used. A handler has one engine at a time. The engine holds the handler, but does
-    not close it: close the handler when the engine is no longer used.
+    metrics() may be used. A handler has one engine at a time. The engine holds the handler, but
+    does not close it: close the handler when the engine is no longer used.
 
     Any thread may call any method. An engine cannot be copied or pickled.
 
