@@ -151,7 +151,9 @@ def test_views_of_one_cache_are_written_through(backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_expand_block_ids_compiles_once_for_counts_that_vary(backend, device):
-    frames = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    frames = CompileCounterWithBackend(backend)
 
     def step(ids, skip, count):
         return ops.expand_block_ids(ids, 4, skip, count) + 1
