@@ -16,7 +16,7 @@ struct Span {
   int64_t tensor;  // index of the tensor in the caller's list
 };
 
-// Finds two spans that share a byte and of which at least one is written. Sorts the spans.
+// Finds two spans that share a byte, if at least one of them is written. Sorts the spans.
 std::optional<std::pair<Span, Span>> find_overlap(std::vector<Span>& spans);
 
 }  // namespace kvswap

@@ -14,9 +14,8 @@
 namespace kvswap {
 
 // Limits of a channel: its transfers in flight, and the entries that they take in the driver's
-// queue. A stream that waits has room for 1,020 entries, of which a copy with its events takes
-// three; when it is full, the driver blocks the submitting thread (H200). Higher limits gain
-// nothing.
+// queue. A waiting stream has room for 1,020 entries, and a copy with its events takes three. When
+// the queue is full, the driver blocks the submitting thread (H200). Higher limits gain nothing.
 constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events

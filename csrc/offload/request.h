@@ -15,8 +15,8 @@ class RequestReader {
  public:
   explicit RequestReader(const std::vector<Group>& groups);
 
-  // groups: those that the reader was made for. Throws IndexError for an id out of range,
-  // ValueError for other mistakes.
+  // groups: the groups of the constructor. Throws IndexError for an id out of range, ValueError for
+  // other mistakes.
   JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
 
  private:

@@ -30,7 +30,7 @@ class Policy {
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
   // enter().
   virtual Admission admit(const Digest& key) = 0;
-  // Takes the key of an idle page, of which there is at least one, out of the table. Returns the
+  // Takes the key of an idle page out of the table and returns the page. There must be an idle
   // page.
   virtual uint32_t evict(const Admission& admission) = 0;
   // The admitted key gets a page, which is held.

@@ -123,7 +123,7 @@ class Manager {
   // Sets `found_`, the page of each key or kNone. all: of every key; otherwise, in groups without a
   // window, keys after the first miss may be left at kNone.
   void find(const Keys& keys, bool all);
-  // The longest prefix, in units, of which all needed blocks are cached. ready: are ready.
+  // The longest prefix, in units, whose needed blocks are all cached. ready: all ready.
   int64_t longest(const Keys& keys, bool ready) const;
   // The range [first, end) of a group's blocks that a prefix of this length needs.
   std::pair<size_t, size_t> needed(const Group& group, int64_t units) const;

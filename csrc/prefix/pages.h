@@ -71,9 +71,9 @@ class Pages {
   size_t num_ready_ = 0;
   Events& events_;
   Table table_;
-  // Free pages are those in free_, and those that were never given to a key: from num_tried_ to
-  // num_ready_, without num_kept_ pages that a job from before a reset still holds. So growing by a
-  // million pages touches none of them.
+  // Free pages are in free_, or were never given to a key. The latter are num_tried_ to num_ready_,
+  // except num_kept_ pages that a job from before a reset still holds. So growing by a million
+  // pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<Policy> policy_;

@@ -284,7 +284,7 @@ def test_blocks_rotate_through_the_pages_without_the_host_waiting(gpu: GpuCache)
 
 def test_a_page_is_filled_again_and_again_while_loads_still_read_it(order: str) -> None:
     # One page; blocks 0 to 3 are stored to it in turn, and it is loaded into 4 to 7 in turn. The
-    # consumer copies them: compute-sanitizer lets no kernel pass those that a held stream keeps back.
+    # consumer copies them: under compute-sanitizer kernels wait for kernels of a held stream.
     with GpuCache(blocks=8) as gpu, torch.cuda.stream(gpu.side):
         loader = second_handler(gpu, order)
         seen = torch.empty(500, ROW, dtype=torch.uint8, device="cuda:0")

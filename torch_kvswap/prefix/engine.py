@@ -473,7 +473,7 @@ class OffloadEngine(NotCopyable):
 
         Args:
             job (Load | Store): the prepared job.
-            keys, gpu_block_ids: what the caller passed.
+            blocks: the GPU blocks of all keys, per pool.
             start: handler.load or handler.store, with its options.
         """
         try:
