@@ -28,7 +28,7 @@ OBJECTS = COPY / "objects"  # beside each is what it has counted
 REPORT = COPY / "report"
 GCOV = COPY / "tests" / "support" / "gcov"
 FLAGS = "--coverage -fprofile-update=atomic -O0"  # threads count; -O0 merges no lines
-DOCS = ("README.md", "CHANGELOG.md", "docs")
+DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs")
 # They read the checkout, build wheels or look at the library's symbols.
 LEFT_OUT = ("architecture", "binary", "environment", "sanitize", "setup")
 COVERAGE = [sys.executable, "-m", "coverage"]
