@@ -114,45 +114,29 @@ Reason Channel::submit(Transfer& transfer, const std::vector<Event>& wait_events
     for (const Event event : wait_events) device_.wait_event(stream_, event);
     device_.record_event(transfer.start, stream_);
     copying = true;
-    copy(transfer, {0, transfer.remainder}, groups, layers);
+    copy(transfer, groups, layers);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);
   }
 }
 
-Reason Channel::submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
-                                 int64_t layers) noexcept {
-  try {
-    copy(transfer, {transfer.remainder, transfer.parts.size()}, groups, layers);
-    return {};
-  } catch (const std::exception& error) {
-    return Reason(error);
+void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers) {
+  for (TransferPart& part : transfer.parts) {
+    if (part.method == CopyMethod::kStaged) sort_by_slot(part);
   }
-}
-
-void Channel::copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups,
-                   int64_t layers) {
-  const PartRange all{0, transfer.parts.size()};
   for (int layer_group = 0; layer_group < transfer.layer_groups(); ++layer_group) {
-    if (environment_.check_addresses && parts.begin == 0) {
-      list_copies(transfer, all, layer_group, groups, layers);
-      check_addresses();
-    }
-    for (size_t i = parts.begin; i < parts.end; ++i) {
-      if (transfer.parts[i].method == CopyMethod::kStaged) sort_by_slot(transfer.parts[i]);
-    }
-    list_copies(transfer, parts, layer_group, groups, layers);
+    list_copies(transfer, layer_group, groups, layers);
+    if (environment_.check_addresses) check_addresses();
     const Stream end = copier_->copy(part_copies_, transfer.start, any_is_pageable(groups));
-    if (parts.end == all.end) device_.record_event(transfer.ends[layer_group], end);
+    device_.record_event(transfer.ends[layer_group], end);
   }
 }
 
-void Channel::list_copies(const Transfer& transfer, PartRange parts, int layer_group,
+void Channel::list_copies(const Transfer& transfer, int layer_group,
                           const std::vector<Group>& groups, int64_t layers) {
   part_copies_.clear();
-  for (size_t i = parts.begin; i < parts.end; ++i) {
-    const TransferPart& part = transfer.parts[i];
+  for (const TransferPart& part : transfer.parts) {
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;

@@ -19,8 +19,8 @@ namespace kvswap {
 constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events
-// that they need. The scheduler's lock guards it. Only submit(), submit_remainder() and
-// synchronize() run without the lock, called by the one thread that owns the channel at that time.
+// that they need. The scheduler's lock guards it. Only submit() and synchronize()
+// run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
   // The context of the device is current, here and in all calls below that use the device.
@@ -68,14 +68,11 @@ class Channel {
   // Gives back the events of a transfer that has ended or failed, once no other thread holds it.
   void retire(Transfers transfer) noexcept;
 
-  // Makes the stream wait for the events, records the transfer's start, and submits its copies up
-  // to the remainder. Returns why it could not, or an empty reason. copying: set if some bytes may
+  // Makes the stream wait for the events, records the transfer's start, submits its copies, and
+  // records the ends. Returns why it could not, or an empty reason. copying: set if some bytes may
   // have been copied, also after a failure. Without the lock.
   Reason submit(Transfer& transfer, const std::vector<Event>& wait_events,
                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
-  // Submits the copies of the remainder, and records the ends. Without the lock.
-  Reason submit_remainder(Transfer& transfer, const std::vector<Group>& groups,
-                          int64_t layers) noexcept;
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;
@@ -94,10 +91,10 @@ class Channel {
   void close();
 
  private:
-  void copy(Transfer& transfer, PartRange parts, const std::vector<Group>& groups, int64_t layers);
-  // Sets part_copies_ to some parts of the transfer, for one group of layers.
-  void list_copies(const Transfer& transfer, PartRange parts, int layer_group,
-                   const std::vector<Group>& groups, int64_t layers);
+  void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
+  // Sets part_copies_ to the parts of the transfer, for one group of layers.
+  void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
+                   int64_t layers);
   void check_addresses() const;
   void give_events(Transfer& transfer) noexcept;
 

@@ -252,8 +252,7 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
     launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
     predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
-  // While the remainder was late, the device may have had nothing to do.
-  if (!launched || seconds - transfer.remainder_delay < kCrowded * predicted) return;
+  if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
 
@@ -319,21 +318,6 @@ void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
   if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
   staging_ = 0;
-}
-
-size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds) {
-  const auto is_most = [](const TransferPart& part) { return !part.is_head_or_tail; };
-  const auto most = std::find_if(parts.begin(), parts.end(), is_most);
-  size_t blocks = 1;
-  while (blocks < most->blocks.size() &&
-         submit_seconds(most->method, group, blocks + 1) <= seconds) {
-    ++blocks;
-  }
-  if (blocks == most->blocks.size()) return parts.size();
-  TransferPart rest = cut(*most, blocks, group);
-  const size_t remainder = most - parts.begin() + 1;
-  parts.insert(parts.begin() + remainder, std::move(rest));
-  return remainder;
 }
 
 }  // namespace kvswap

@@ -103,8 +103,4 @@ class CopyPlanner {
   uint64_t staging_ = 0;
 };
 
-// Cuts the parts so that submitting the first ones takes about `seconds`. Returns the index of the
-// first part of the remainder; the number of parts if there is none.
-size_t split_remainder(std::vector<TransferPart>& parts, const Group& group, double seconds);
-
 }  // namespace kvswap

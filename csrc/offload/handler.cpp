@@ -128,10 +128,8 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
     if (for_all ? table.all_ended_until(last) : ended == jobs.size()) {
       return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
     }
-    const double left = seconds - (now() - began);
-    if (left <= 0) return 0;
+    if (now() - began >= seconds) return 0;
     const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
-    if (scheduler_.submit_remainder(lock, left)) continue;
     poll_end(lock, next.work->transfer, began);
   }
 }

@@ -18,12 +18,10 @@ namespace {
 // Of the workers, as ps and profilers show them: 15 characters at most.
 constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", "kvswap-expedite"};
 
-// What the thread that submits a job submits itself; of a larger job it submits the beginning. To
-// wake another thread takes ten microseconds, and hundreds where the processor sleeps deeply.
-// For 64 blocks of 160 x 8 KiB after 4 ms of idleness, against leaving such jobs to the worker: a
-// store has ended after 1.65 ms instead of 1.78, and Job.wait() returns after 0.17 ms instead of
-// 0.35; the call takes 0.2 ms instead of 0.1 (H200).
-constexpr double kSmallSeconds = 50e-6, kBeginningSeconds = 20e-6;
+// The thread that calls store() or load() submits a job itself if that takes no longer. For 64
+// blocks of 160 x 8 KiB, which the worker submits, the call takes 0.10 ms instead of 0.25, and the
+// job has ended after 1.75 ms instead of 1.69, because the worker has to be woken up (H200).
+constexpr double kSmallSeconds = 50e-6;
 
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
@@ -126,26 +124,19 @@ bool Scheduler::can_submit(const Queue& queue, const Job& job) const {
   return all_before_are_submitted(queue, *job.work);
 }
 
-bool Scheduler::can_submit_partially(const Job& job) const {
-  const Work& work = *job.work;
-  if (work.parts.size() != 1 || job.layer_groups > 1 || work.gate != nullptr) return false;
-  return !groups_[work.parts.front().group].host_is_pageable;
-}
-
 void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
   // A few at a time: a submission does not pay for all that has ended.
   if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
   if (!lost_.empty()) return end_unsubmitted(*job, State::kFailed, lost_);
-  const bool starts = !submit_thread_ && queue.jobs.empty() && can_submit(queue, *job);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
-  if (!(starts && is_small) && !ensure_worker(queue, *job)) return;
-  if (starts && (is_small || can_submit_partially(*job))) {
+  if (!submit_thread_ && is_small && queue.jobs.empty() && can_submit(queue, *job)) {
     queue.submitting = job->id;
     JobList jobs;
     jobs.push_back(job);
-    return submit_jobs(lock, queue, std::move(jobs), is_small ? kNoLimit : kBeginningSeconds);
+    return submit_jobs(lock, queue, std::move(jobs));
   }
+  if (!ensure_worker(queue, *job)) return;
   job->work->queued = true;
   ++queue.num_waiting;
   queue.jobs.push_back(job);
@@ -172,9 +163,8 @@ bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
 
 // Submitting.
 
-// Submits jobs as one transfer, or each by itself if that fails. seconds: what the calling thread
-// submits takes no longer; the remainder is left for others.
-void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double seconds) noexcept {
+// Submits jobs as one transfer, or each by itself if that fails.
+void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
   JobList ready;
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
@@ -182,20 +172,19 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, double secon
     const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
-  if (!ready.empty() && !try_submit(lock, queue, ready, seconds)) {
+  if (!ready.empty() && !try_submit(lock, queue, ready)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
       JobList one;
       one.push_back(ready.pop_front());
-      try_submit(lock, queue, one, kNoLimit);
+      try_submit(lock, queue, one);
     }
   }
-  if (!queue.partially_submitted.empty()) return queue.work.notify_one();
   queue.submitting = -1;
   progress_.notify_all();
 }
 
 // False, with the jobs, when they are worth trying one at a time.
-bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double seconds) noexcept {
+bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs) noexcept {
   if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
@@ -207,7 +196,7 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double secon
       if (job.work->after != nullptr) wait_events.push_back(job.work->after->event);
     }
     for (const auto& before : held) wait_events.push_back(before->ends.back());
-    made = make_transfer(queue, jobs, seconds);
+    made = make_transfer(queue, jobs);
   } catch (const std::exception& error) {
     return fail_unsubmitted(jobs, Reason(error));
   }
@@ -222,13 +211,7 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs, double secon
   bool copying = false;
   Reason error = queue.channel.submit(transfer, wait_events, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
-  if (!error.empty() || transfer.remainder == transfer.parts.size()) {
-    return end_attempt(lock, queue, std::move(made), std::move(error), copying, jobs);
-  }
-  lock.lock();
-  transfer.partially_submitted_at = now();
-  queue.partially_submitted = std::move(made);
-  return true;
+  return end_attempt(lock, queue, std::move(made), std::move(error), copying, jobs);
 }
 
 // The transfers in flight in other channels that the jobs must not overlap with.
@@ -245,49 +228,14 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& 
   return found;
 }
 
-Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs, double seconds) {
+Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const size_t entries = planner_.entries_of(parts);
-  size_t remainder = parts.size();
-  if (seconds < kNoLimit) remainder = split_remainder(parts, groups_[parts.front().group], seconds);
   Transfers made = queue.channel.make_transfer(jobs.front().layer_groups);
   Transfer& transfer = *made.front();
   transfer.parts = std::move(parts);
-  transfer.remainder = remainder;
   transfer.entries = entries;
   return made;
-}
-
-bool Scheduler::submit_remainder(Lock& lock, double seconds) noexcept {
-  for (Queue& queue : queues_) {
-    if (queue.partially_submitted.empty()) continue;
-    const Transfer& transfer = *queue.partially_submitted.front();
-    if (transfer.jobs.front().work->predicted_submit_seconds > seconds) continue;
-    if (transfer.entries > kMaxEntries) continue;  // the driver may block
-    std::optional<ContextGuard> context;
-    try {
-      context.emplace(device_);
-    } catch (const std::exception& error) {
-      lose(Reason(error));
-    }
-    submit_remainder(lock, queue);
-    return true;
-  }
-  return false;
-}
-
-// What the thread that submitted the job has left.
-void Scheduler::submit_remainder(Lock& lock, Queue& queue) noexcept {
-  Transfers made = std::exchange(queue.partially_submitted, {});
-  Transfer& transfer = *made.front();
-  transfer.remainder_delay = now() - transfer.partially_submitted_at;
-  Reason error = lost_;
-  lock.unlock();
-  if (error.empty()) error = queue.channel.submit_remainder(transfer, groups_, layers_);
-  JobList jobs;
-  end_attempt(lock, queue, std::move(made), std::move(error), true, jobs);
-  queue.submitting = -1;
-  progress_.notify_all();
 }
 
 // The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
@@ -332,8 +280,6 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
 
 void Scheduler::flush(Lock& lock, const Job& job) noexcept {
   flush_until_ = std::max(flush_until_, job.id);
-  while (!job.ended() && job.state != State::kRunning && submit_remainder(lock, kNoLimit)) {
-  }
   progress_.notify_all();
   progress_.wait(lock, [&] { return job.ended() || job.state == State::kRunning; });
 }
@@ -351,20 +297,14 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    queue.work.wait(lock, [&] {
-      return stopping_ || !queue.partially_submitted.empty() || !queue.jobs.empty();
-    });
-    if (!queue.partially_submitted.empty()) {
-      submit_remainder(lock, queue);
-      continue;
-    }
+    queue.work.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
     if (queue.jobs.empty()) return;
     advance(lock);
     // The first must be one that will be submitted: whether it may start is asked next.
     while (!queue.jobs.empty() && queue.jobs.front().ended()) queue.jobs.pop_front();
     if (queue.jobs.empty()) continue;
     if (can_submit(queue, queue.jobs.front())) {
-      submit_jobs(lock, queue, take_jobs(queue), kNoLimit);
+      submit_jobs(lock, queue, take_jobs(queue));
       pause = kShortPause;
     } else {
       // Another thread may have to submit something first, or the device to end something.

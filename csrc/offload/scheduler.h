@@ -21,17 +21,14 @@ namespace kvswap {
 // to give copies to the driver, which can take long.
 using Lock = std::unique_lock<std::mutex>;
 
-constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seconds
-
 // Decides when a job is submitted to the device, and notices when it has ended. Each channel runs
 // its jobs in order, and has a limited number in flight.
 //
 // Who gives copies to the driver:
-// - The thread that calls store() or load(), if that takes at most kSmallSeconds (scheduler.cpp).
-// - For a larger job, that thread submits the beginning. The channel's worker thread, or any thread
-//   that waits for a job, submits the remainder.
-// - The worker, for a job that had to be queued. It joins small jobs into one transfer.
-// - The worker, for all jobs with `submit_thread`, except on a synchronous device.
+// - The thread that calls store() or load(), if the job can start now and that takes at most
+//   kSmallSeconds (scheduler.cpp).
+// - The channel's worker thread otherwise. It joins small jobs into one transfer. With
+//   `submit_thread` it submits all jobs, except on a synchronous device.
 // This happens without the lock, by the one thread that owns the channel. Queue::submitting is set
 // from then until the transfer is completely submitted.
 //
@@ -88,10 +85,6 @@ class Scheduler {
   // Waits until a job is on the device or has ended. It and the jobs before it are then submitted
   // beyond the channel's limits, so this waits for the device only if the driver's queue is full.
   void flush(Lock& lock, const Job& job) noexcept;
-  // For threads that wait anyway: submits the remainder of a partially submitted transfer, of any
-  // channel, before its worker has woken up. Only if that takes `seconds` at most and cannot fill
-  // the driver's queue; otherwise returns false. No context need be current.
-  bool submit_remainder(Lock& lock, double seconds) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
   // Takes the first job that was not reported. Call it only if there is one.
@@ -127,9 +120,8 @@ class Scheduler {
     JobList jobs;             // queued; a cancelled job stays until it is at the front
     size_t num_waiting = 0;   // jobs that were not cancelled
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
-    Transfers partially_submitted;  // at most one, whose remainder no thread has taken yet
-    std::thread worker;             // submits remainders and jobs; started when it is first needed
-    std::condition_variable work;   // wakes the worker: to submit something, or to stop
+    std::thread worker;       // submits queued jobs; started when it is first needed
+    std::condition_variable work;  // wakes the worker: to submit something, or to stop
 
     // Whether all jobs up to this number were submitted, or have ended.
     bool is_past(int64_t id) const;
@@ -138,19 +130,17 @@ class Scheduler {
   Queue& queue_of(const Job& job) { return queues_[job.channel]; }
   bool all_before_are_submitted(const Queue& queue, const Work& work) const;
   bool can_submit(const Queue& queue, const Job& job) const;
-  bool can_submit_partially(const Job& job) const;
   void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
   JobList take_jobs(Queue& queue) noexcept;
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
 
-  void submit_jobs(Lock& lock, Queue& queue, JobList jobs, double seconds) noexcept;
-  bool try_submit(Lock& lock, Queue& queue, JobList& jobs, double seconds) noexcept;
+  void submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept;
+  bool try_submit(Lock& lock, Queue& queue, JobList& jobs) noexcept;
   std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
                                                           const JobList& jobs) const;
-  Transfers make_transfer(Queue& queue, const JobList& jobs, double seconds);
-  void submit_remainder(Lock& lock, Queue& queue) noexcept;
+  Transfers make_transfer(Queue& queue, const JobList& jobs);
   bool end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
                    JobList& jobs) noexcept;
   void on_submitted(Queue& queue, Transfers made) noexcept;

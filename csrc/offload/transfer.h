@@ -22,20 +22,12 @@ struct TransferPart {
   bool is_head_or_tail = false;
 };
 
-// Parts of a transfer, by index.
-struct PartRange {
-  size_t begin, end;
-};
-
 // The copies of one job, or of several small ones that were joined: they start and end together. A
 // thread that is about to wait for its events holds a shared_ptr until the wait is enqueued, so
 // that the events are not reused before.
 struct Transfer {
-  JobList jobs;                       // in the order of submission
-  std::vector<TransferPart> parts;    // in the order in which they are copied
-  size_t remainder = 0;               // index of the first part that the caller's thread leaves
-  double partially_submitted_at = 0;  // when the parts before it were with the driver
-  double remainder_delay = 0;         // seconds from then until a thread took the remainder
+  JobList jobs;                     // in the order of submission
+  std::vector<TransferPart> parts;  // in the order in which they are copied
   Event start = nullptr;
   std::vector<Event> ends;  // one for each group of layers; the last is the end of all
   size_t entries = 0;       // of the driver's queue

@@ -15,8 +15,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
-from patience import in_time
-from simulated_cache import needs_kernels, rest, threads
+from simulated_cache import needs_kernels
 from simulated_driver import DEVICE, Driver, on_device, place, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -279,33 +278,6 @@ def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
     ):
         taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
     assert taken == ["staged", "staged"]
-
-
-@needs_kernels
-@stubbed
-def test_a_host_that_is_late_with_the_rest_of_a_transfer_is_not_taken_for_busy_kernels(
-    driver: Driver, tmp_path: Path
-) -> None:
-    layout = on_device(driver, torch.zeros(4, 400, 512, dtype=torch.uint8))
-    ids = list(range(400))
-    before = threads()
-    with (
-        figures(tmp_path, strided=(20, 0, 0), staged=(10, 0, 0)),
-        OffloadHandler(layout, HostPool(layout, 400)) as handler,
-    ):
-        handler.synchronize(handler.store(gpu_block_ids=ids, page_ids=ids, after=()))
-        (worker,) = threads() - before
-        assert in_time(lambda: rest({worker}))
-        with driver.stopped(worker):
-            job = handler.store(gpu_block_ids=ids, page_ids=ids, after=())
-            driver.advance_clock(200)
-            time.sleep(0.25)  # as late as the device, or later
-        handler.synchronize(job)
-        assert job.result is not None
-        assert job.result.copy_seconds > 0.2
-        handler.synchronize(job := handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
-        assert job.result is not None
-        assert job.result.copy_method == "staged"
 
 
 @stubbed

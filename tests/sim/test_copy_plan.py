@@ -1,4 +1,4 @@
-"""A transfer is copied in parts: the first part starts at once, and no call takes long."""
+"""Who submits a job, and the parts in which it is copied."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from simulated_driver import Driver, on_device, stubbed
 from torch_kvswap import HostPool, OffloadHandler
 from torch_kvswap.handler import Job, TransferError
 
-BLOCKS = 1024  # more than are enqueued in the call that submits them
+BLOCKS = 1024  # more than the calling thread submits
 ALL = list(range(BLOCKS))
+COPY = "cuMemcpyBatchAsync"
 
 
 def large(sim: SimulatedCache, kind: str) -> Job:
@@ -27,34 +28,40 @@ def batches(driver: Driver) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
+@pytest.mark.parametrize("submit_thread", [False, True])
 @stubbed
-def test_who_submits_a_large_job_enqueues_its_beginning(driver: Driver, kind: str) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        large(sim, kind)
-        assert states(sim.finish()) == ["done"]
-        first, rest = batches(driver)
-        assert 1 < first < 100
-        assert first + rest == BLOCKS
+def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
+    driver: Driver, kind: str, submit_thread: bool
+) -> None:
+    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=submit_thread) as sim:
+        for job_is_small in (True, False):
+            before = driver.calls_here(COPY)
+            job = sim.submit(kind, [1, 5, 3], [2, 6, 4]) if job_is_small else large(sim, kind)
+            job.wait(Stream(SIDE))  # until it was submitted
+            assert driver.calls_here(COPY) - before == (job_is_small and not submit_thread)
+        assert states(sim.finish()) == ["done", "done"]
+        assert batches(driver) == [3, BLOCKS]
         assert sim.is_right()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
-def test_a_stream_that_waits_for_a_large_job_waits_for_all_of_it(driver: Driver, kind: str) -> None:
+def test_a_stream_that_waits_for_a_large_job_waits_for_its_copies(
+    driver: Driver, kind: str
+) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         sim.start_log()
         large(sim, kind).wait(Stream(SIDE))
         lines = sim.log().splitlines()
-        waits = next(i for i, line in enumerate(lines) if line.endswith("on side"))
-        copies = [i for i, line in enumerate(lines) if line.startswith("batch of")]
-        assert len(copies) == 2
-        assert copies[1] < waits
+        (waits,) = (i for i, line in enumerate(lines) if line.endswith("on side"))
+        (copies,) = (i for i, line in enumerate(lines) if line.startswith("batch of"))
+        assert copies < waits
         sim.finish()
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
-def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: str) -> None:
+def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
             large(sim, kind)
@@ -66,11 +73,11 @@ def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: s
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @stubbed
-def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
+def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
     driver: Driver, kind: str
 ) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
-        driver.fail("cuMemcpyBatchAsync", 2)
+        driver.fail(COPY, 1)
         failed = large(sim, kind)
         with pytest.raises(TransferError):
             sim.handler.synchronize(failed)  # and the device runs only what is waited for
@@ -95,7 +102,7 @@ def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: s
 
 
 @stubbed
-def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) -> None:
+def test_threads_submit_large_jobs_and_wait_for_them(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.set_mode("threaded")
         ended = []
@@ -154,22 +161,9 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
         driver.set_mode("immediate")
 
 
-@pytest.mark.parametrize("options", ["gate", "layer_groups"])
-@stubbed
-def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
-    driver: Driver, options: str
-) -> None:
-    with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, layers=2) as sim:
-        given = {"gate": sim.handler.gate()} if options == "gate" else {"layer_groups": 2}
-        sim.submit("load", ALL, ALL[::-1], **given)
-        assert states(sim.finish()) == ["done"]
-        assert batches(driver) == ([2 * BLOCKS] if options == "gate" else [BLOCKS, BLOCKS])
-        assert sim.is_right()
-
-
 @needs_kernels
 @stubbed
-def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) -> None:
+def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))
     with OffloadHandler(layout, HostPool(layout, num_pages=160), copy_method="staged") as handler:
@@ -178,5 +172,5 @@ def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) 
             driver.log()
             handler.synchronize(getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids, after=()))
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
-    # The first are what the submitting thread has enqueued; three blocks are the edge.
-    assert sizes == {"store": [7, 30, 64, 56], "load": [7, 64, 64, 18, 4]}
+    # Three blocks of each transfer are its head or tail, which is not staged.
+    assert sizes == {"store": [9, 36, 64, 48], "load": [64, 64, 24, 5]}

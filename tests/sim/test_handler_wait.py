@@ -18,15 +18,12 @@ import pytest
 from error_text import error_text
 from patience import PATIENCE, in_time
 from simulated_cache import (
-    CHANNELS,
     SIDE,
     SimulatedCache,
     Stream,
     let_threads_look,
-    rest,
     run_until,
     states,
-    threads,
 )
 from simulated_driver import Driver, stubbed
 
@@ -35,11 +32,6 @@ from torch_kvswap.handler import Job
 
 PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
-LARGE, TOO_LARGE = (
-    1024,
-    20000,
-)  # blocks that one call does not enqueue; nor the driver's queue holds
-COPY = "cuMemcpyBatchAsync"
 
 
 @stubbed
@@ -238,119 +230,6 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
             closing = [Call(loader.call, *close) for _ in range(2)]
             assert all(call.waits() for call in closing)
         assert [call.ends() for call in closing] == [True, True]
-
-
-# What was begun: the worker's part of a job that is too large for the call that submits it
-
-
-@contextmanager
-def late_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
-    """The worker of the channel sleeps on while there is something for it."""
-    before = threads()
-    begin(sim, kind)
-    sim.finish()
-    (worker,) = threads() - before
-    assert in_time(lambda: rest({worker}))
-    with sim.driver.stopped(worker):
-        yield
-    sim.finish()
-
-
-def begin(sim: SimulatedCache, kind: str) -> tuple[Job, Callable[[], int]]:
-    """A large job, of all blocks but the last, and how many of its copies this thread has enqueued
-    since."""
-    count = len(sim.tensors[0]) - 1
-    job = sim.submit(kind, range(count), range(count)[::-1])
-    before = sim.driver.calls_here(COPY)
-    return job, lambda: sim.driver.calls_here(COPY) - before
-
-
-@contextmanager
-def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator[None]:
-    """A thread of the test runs the device as soon as all copies of the job have been enqueued."""
-    copies = sim.driver.calls(COPY)
-
-    def run() -> None:
-        assert in_time(lambda: sim.driver.calls(COPY) > copies)
-        run_until(sim.driver, job.query)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    thread.join()
-
-
-@pytest.mark.parametrize("how", ["host", "stream", "host, for another job"])
-@pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
-def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
-    driver: Driver, kind: str, how: str
-) -> None:
-    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
-        pages = sim.host.pages
-        other = sim.submit("store" if kind == "load" else "load", [1], [1])
-        job, enqueued = begin(sim, kind)
-        if how == "stream":
-            job.wait(Stream(SIDE))
-        else:
-            with device_that_runs_what_is_complete(sim, job):
-                sim.handler.synchronize(job if how == "host" else other, timeout=PATIENCE)
-        assert enqueued() == 1
-    assert sim.is_right(pages=pages)
-
-
-@stubbed
-def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driver) -> None:
-    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
-        job, enqueued = begin(sim, "store")
-        for _ in range(20):  # some end before it has looked, on a busy machine
-            with pytest.raises(TimeoutError):
-                sim.handler.synchronize(job, timeout=0.0005)
-        assert enqueued() == 0
-
-
-@pytest.mark.parametrize("how", ["host", "stream"])
-@stubbed
-def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
-    driver: Driver, how: str
-) -> None:
-    with (
-        SimulatedCache(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as sim,
-        late_worker(sim, "store"),
-    ):
-        _, enqueued = begin(sim, "store")
-        if how == "stream":
-            sim.fill("expedited", TOO_LARGE - 1, TOO_LARGE - 1)[-1].wait(Stream(SIDE))
-        else:
-            with pytest.raises(TimeoutError):
-                sim.handler.synchronize(timeout=0.09)  # four times what it would take
-        assert enqueued() == 0
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
-def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
-    driver: Driver, kind: str
-) -> None:
-    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
-        job, enqueued = begin(sim, kind)
-        driver.lose()
-        assert "DeviceLostError" in error_text(sim.handler.synchronize, job)
-        assert enqueued() == 0
-        assert job.result is not None
-        assert "the device is lost" in str(job.result.error)
-
-
-@stubbed
-def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
-    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
-        job, enqueued = begin(sim, "store")
-        driver.set_global_capture(True)
-        with device_that_runs_what_is_complete(sim, job):
-            sim.handler.synchronize(job, timeout=PATIENCE)
-        driver.set_global_capture(False)
-        assert enqueued() == 1
-        assert driver.capture_spoilt == 0
 
 
 @stubbed

@@ -188,7 +188,7 @@ def fill_the_queue(attempt: Attempt) -> None:
     attempt.poll()
 
 
-def divide_a_job(attempt: Attempt) -> None:
+def leave_a_job_to_the_worker(attempt: Attempt) -> None:
     attempt.begin()
     attempt.submit("store", 0, 0, count=300)
     attempt.run()
@@ -308,7 +308,7 @@ SCENARIOS: dict[str, tuple[Callable[[Attempt], None], dict[str, Any]]] = {
     "submit some, several layers": (submit_some, {"layers": 3}),
     "wait behind streams": (wait_behind_streams, {}),
     "fill the queue": (fill_the_queue, {}),
-    "divide a job": (divide_a_job, {"layers": 2}),
+    "leave a job to the worker": (leave_a_job_to_the_worker, {"layers": 2}),
     "wait and cancel": (wait_and_cancel, {}),
     "wait and cancel, threaded": (wait_and_cancel, {"submit_thread": True}),
     "use gates": (use_gates, {}),
