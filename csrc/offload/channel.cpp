@@ -107,8 +107,8 @@ void Channel::give_events(Transfer& transfer) noexcept {
   for (const Event end : transfer.ends) events_.give(end);
 }
 
-Reason Channel::submit(Transfer& transfer, const std::vector<Event>& wait_events,
-                       const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
+Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
+                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
   copying = false;
   try {
     for (const Event event : wait_events) device_.wait_event(stream_, event);

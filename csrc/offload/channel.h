@@ -19,7 +19,7 @@ namespace kvswap {
 constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events
-// that they need. The scheduler's lock guards it. Only submit() and synchronize()
+// that they need. The scheduler's lock guards it. Only enqueue() and synchronize()
 // run without the lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
@@ -47,7 +47,7 @@ class Channel {
   // the order of these calls.
   StreamPoint* point_of_stream(Stream stream) { return points_.take(stream); }
   StreamPoint* point_of_event(Event event);
-  void give_point(StreamPoint* point) noexcept { points_.give(point); }
+  void release_point(StreamPoint* point) noexcept { points_.give(point); }
   bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
 
   // The stream of the copies; null where the device has no streams.
@@ -71,8 +71,8 @@ class Channel {
   // Makes the stream wait for the events, records the transfer's start, submits its copies, and
   // records the ends. Returns why it could not, or an empty reason. copying: set if some bytes may
   // have been copied, also after a failure. Without the lock.
-  Reason submit(Transfer& transfer, const std::vector<Event>& wait_events,
-                const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
+  Reason enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
+                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;

@@ -84,7 +84,7 @@ void Scheduler::start_after_event(const Lock&, Job& job, Event event) {
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
-  queue_of(job).channel.give_point(std::exchange(job.work->after, nullptr));
+  queue_of(job).channel.release_point(std::exchange(job.work->after, nullptr));
 }
 
 void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
@@ -105,7 +105,7 @@ void Scheduler::submit(Lock& lock, const JobRef& job, const Reason& failure,
   table_.record_submit(job->channel, job->submit_seconds);
 }
 
-bool Scheduler::Queue::is_past(int64_t id) const {
+bool Scheduler::Queue::has_submitted_until(int64_t id) const {
   if (submitting >= 0) return id < submitting;
   return jobs.empty() || id < jobs.front().id;
 }
@@ -113,7 +113,8 @@ bool Scheduler::Queue::is_past(int64_t id) const {
 // Those in other channels that must not overlap with this work.
 bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) const {
   for (const Queue& other : queues_) {
-    if (&other != &queue && !other.is_past(work.runs_after[other.channel.number()])) return false;
+    if (&other != &queue && !other.has_submitted_until(work.runs_after[other.channel.number()]))
+      return false;
   }
   return true;
 }
@@ -172,11 +173,11 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
     const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
-  if (!ready.empty() && !try_submit(lock, queue, ready)) {
+  if (!ready.empty() && !submit_transfer(lock, queue, ready)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
       JobList one;
       one.push_back(ready.pop_front());
-      try_submit(lock, queue, one);
+      submit_transfer(lock, queue, one);
     }
   }
   queue.submitting = -1;
@@ -184,7 +185,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
 }
 
 // False, with the jobs, when they are worth trying one at a time.
-bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs) noexcept {
+bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept {
   if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
@@ -209,9 +210,9 @@ bool Scheduler::try_submit(Lock& lock, Queue& queue, JobList& jobs) noexcept {
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
   bool copying = false;
-  Reason error = queue.channel.submit(transfer, wait_events, groups_, layers_, copying);
+  Reason error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, copying);
   if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
-  return end_attempt(lock, queue, std::move(made), std::move(error), copying, jobs);
+  return end_submission(lock, queue, std::move(made), std::move(error), copying, jobs);
 }
 
 // The transfers in flight in other channels that the jobs must not overlap with.
@@ -240,8 +241,8 @@ Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
 
 // The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
 // worth trying one at a time.
-bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                            JobList& jobs) noexcept {
+bool Scheduler::end_submission(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
+                               JobList& jobs) noexcept {
   bool alive = true;
   if (!error.empty() && copying) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
@@ -252,7 +253,7 @@ bool Scheduler::end_attempt(Lock& lock, Queue& queue, Transfers made, Reason err
   }
   jobs = std::move(made.front()->jobs);
   queue.channel.retire(std::move(made));
-  if (!alive && lost_.empty()) lose(error);
+  if (!alive && lost_.empty()) mark_lost(error);
   return fail_unsubmitted(jobs, lost_.empty() ? error : lost_);
 }
 
@@ -268,7 +269,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   const std::shared_ptr<Transfer>& transfer = made.front();
   table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
-    queue.channel.give_point(std::exchange(job.work->after, nullptr));
+    queue.channel.release_point(std::exchange(job.work->after, nullptr));
     if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
     job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
@@ -293,7 +294,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   try {
     context.emplace(device_);
   } catch (const std::exception& error) {
-    lose(Reason(error));
+    mark_lost(Reason(error));
   }
   Seconds pause = kShortPause;
   for (;;) {
@@ -354,7 +355,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   // What it starts after may itself come after one of the other jobs.
   if (work.after == nullptr) return true;
   if (!queue.channel.is_over(*work.after)) return false;
-  queue.channel.give_point(std::exchange(work.after, nullptr));
+  queue.channel.release_point(std::exchange(work.after, nullptr));
   return true;
 }
 
@@ -379,7 +380,7 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   } catch (const std::bad_alloc&) {
     // No memory for the message of an error: the next one that asks gets that.
   } catch (const std::exception& error) {
-    lose(Reason(error));
+    mark_lost(Reason(error));
   }
 }
 
@@ -436,7 +437,7 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
   }
   Queue& queue = queue_of(job);
   queue.num_waiting -= work.queued && !work.submission_started;
-  queue.channel.give_point(work.after);
+  queue.channel.release_point(work.after);
   const bool cancelled = state == State::kCancelled || work.cancelled;
   table_.finish(job, cancelled ? State::kCancelled : state, error);
   progress_.notify_all();
@@ -451,10 +452,10 @@ bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
 }
 
 void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
-  if (lost_.empty() && !queues_[kStores].channel.is_alive()) lose(error);
+  if (lost_.empty() && !queues_[kStores].channel.is_alive()) mark_lost(error);
 }
 
-void Scheduler::lose(const Reason& reason) noexcept {
+void Scheduler::mark_lost(const Reason& reason) noexcept {
   const auto text = [&] {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";

@@ -124,7 +124,7 @@ class Scheduler {
     std::condition_variable work;  // wakes the worker: to submit something, or to stop
 
     // Whether all jobs up to this number were submitted, or have ended.
-    bool is_past(int64_t id) const;
+    bool has_submitted_until(int64_t id) const;
   };
 
   Queue& queue_of(const Job& job) { return queues_[job.channel]; }
@@ -137,12 +137,12 @@ class Scheduler {
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
 
   void submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept;
-  bool try_submit(Lock& lock, Queue& queue, JobList& jobs) noexcept;
+  bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept;
   std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
                                                           const JobList& jobs) const;
   Transfers make_transfer(Queue& queue, const JobList& jobs);
-  bool end_attempt(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                   JobList& jobs) noexcept;
+  bool end_submission(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
+                      JobList& jobs) noexcept;
   void on_submitted(Queue& queue, Transfers made) noexcept;
   bool fail_unsubmitted(JobList& jobs, const Reason& error) noexcept;
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;
@@ -152,7 +152,7 @@ class Scheduler {
   void retire_first(Queue& queue);
   void open_gates(const Lock& lock) noexcept;
   bool has_closed_gates() const;
-  void lose(const Reason& reason) noexcept;
+  void mark_lost(const Reason& reason) noexcept;
 
   std::mutex mutex_;
   // A job was submitted or has ended, a gate is not busy any more, or the handler was closed.
