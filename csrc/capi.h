@@ -85,8 +85,12 @@ struct kvswap_group {
 // Predicted seconds of a transfer: start + blocks * block + fragments * fragment, with
 // fragment_seconds[i] for a fragment of 512 << i bytes. start_seconds < 0: not known, and the
 // method is not chosen.
+// Predicted seconds that the submitting thread takes to give it to the driver: submit_start +
+// copies * submit_copy. A copy is a fragment (batch), a block's run of equidistant slabs (strided),
+// or a block (other methods). Both are 0 if not known.
 struct kvswap_copy_method_costs {
   double start_seconds, block_seconds;
+  double submit_start_seconds, submit_copy_seconds;
   double fragment_seconds[KVSWAP_FRAGMENT_SIZES];
 };
 struct kvswap_copy_method_options {
@@ -310,5 +314,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 3
+#define KVSWAP_ABI_VERSION 4
 KVSWAP_API int kvswap_abi_version();

@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from statistics import median
+from dataclasses import replace
+from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 
-from torch_kvswap.copy_method import DIRECTIONS, SMALLEST_FRAGMENT, CopyMethodCosts, Costs
+from torch_kvswap.copy_method import (
+    DIRECTIONS,
+    SMALLEST_FRAGMENT,
+    CopyMethodCosts,
+    Costs,
+    gpu_name,
+    shipped_figures,
+)
 from torch_kvswap.handler import AFTER_NOTHING, OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -25,73 +34,129 @@ _BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
 
 _FASTEST = 0.97  # no fragment is predicted to take less than this share of its time on the link
 
-# Measures the seconds of a transfer: copy method, direction, fragment bytes, slabs, blocks.
-Seconds = Callable[[str, str, int, int, int], float]
+
+class Seconds(NamedTuple):
+    """What a transfer took.
+
+    Attributes:
+        total (float): seconds from the call until the host saw the end.
+        submit (float): seconds in the call, whose thread submitted the transfer.
+    """
+
+    total: float
+    submit: float
 
 
-def calibrate(seconds: Seconds, progress: Callable[[], object] = lambda: None) -> Costs:
+# Measures a transfer: copy method, direction, fragment bytes, slabs, blocks.
+Measure = Callable[[str, str, int, int, int], Seconds]
+
+
+class _Line(NamedTuple):
+    """Seconds for the first block, and for each further one."""
+
+    first: float
+    more: float
+
+    @classmethod
+    def through(cls, first: float, all_: float, blocks: int) -> _Line:
+        return cls(first, max(all_ - first, 0.0) / (blocks - 1))
+
+
+_Lines = Mapping[tuple[int, int], _Line]  # by fragment bytes and slabs
+
+
+def calibrate(measure: Measure, progress: Callable[[], object] = lambda: None) -> Costs:
     """Computes the costs of all copy methods from measured transfers.
 
     Args:
-        seconds: measures one transfer, such as Machine.seconds().
+        measure: measures one transfer, such as Machine.measure().
         progress: called STEPS times.
 
     Returns:
         Costs: by direction, then by copy method.
+
+    Raises:
+        RuntimeError: submitting transfers seems to take no time.
     """
-    times = {}
+    kinds = [(direction, method) for direction in DIRECTIONS for method in COPY_METHODS[direction]]
+    copying: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
+    submitting: dict[tuple[str, str], dict[tuple[int, int], _Line]] = {kind: {} for kind in kinds}
     for size, slabs, blocks in _SHAPES:
-        for direction in DIRECTIONS:
-            for copy_method in COPY_METHODS[direction]:
-                one = seconds(copy_method, direction, size, slabs, 1)
-                more = seconds(copy_method, direction, size, slabs, blocks) - one
-                times[direction, copy_method, size, slabs] = one, max(more, 0.0) / (blocks - 1)
-                progress()
-    return {
-        direction: {
-            copy_method: _costs(
-                {
-                    key[2:]: time
-                    for key, time in times.items()
-                    if key[:2] == (direction, copy_method)
-                },
-                _link(direction, times),
+        for direction, copy_method in kinds:
+            none, one, all_ = (
+                measure(copy_method, direction, size, slabs, count) for count in (0, 1, blocks)
             )
-            for copy_method in COPY_METHODS[direction]
-        }
-        for direction in DIRECTIONS
-    }
+            total = _Line.through(one.total, all_.total, blocks)
+            # A call without blocks takes as long as one that leaves its job to another thread.
+            submit = _Line.through(one.submit - none.submit, all_.submit - none.submit, blocks)
+            copying[direction, copy_method][size, slabs] = total
+            submitting[direction, copy_method][size, slabs] = submit
+            progress()
+    costs: Costs = {direction: {} for direction in DIRECTIONS}
+    for direction, copy_method in kinds:
+        link = min(_seconds_per_byte(copying[direction, of]) for of in COPY_METHODS[direction])
+        start, block, fragment = _fit(copying[direction, copy_method], link)
+        submit_start, submit_copy = _fit_submission(submitting[direction, copy_method], copy_method)
+        if submit_start == submit_copy == 0:
+            raise RuntimeError(
+                f"submitting a {direction} by copy_method={copy_method!r} seemed to take no time; "
+                "nothing was kept. Calibrate again while the machine is idle"
+            )
+        costs[direction][copy_method] = CopyMethodCosts(
+            start, block, submit_start, submit_copy, fragment
+        )
+    return costs
 
 
-def _link(direction: str, times: Mapping[tuple[str, str, int, int], tuple[float, float]]) -> float:
-    """Seconds per byte of the fastest copy method with the largest fragments."""
+def _seconds_per_byte(lines: _Lines) -> float:
+    """Seconds per byte with the largest fragments."""
     size, slabs = SIZES[-1], _slabs(SIZES[-1])
-    blocks = (
-        times[direction, copy_method, size, slabs][1] for copy_method in COPY_METHODS[direction]
-    )
-    return min(blocks) / (size * slabs)
+    return lines[size, slabs].more / (size * slabs)
 
 
-def _costs(times: Mapping[tuple[int, int], tuple[float, float]], link: float) -> CopyMethodCosts:
-    """Fits the costs of one copy method.
+def _fit(lines: _Lines, link: float) -> tuple[float, float, dict[int, float]]:
+    """Fits the time of transfers.
 
     Args:
-        times: (fragment bytes, slabs) to (seconds of one block, seconds of each further block).
+        lines: seconds of transfers.
         link: seconds per byte of the link.
+
+    Returns:
+        tuple: seconds per transfer, per block, and per fragment by its size.
     """
     # A block takes block + slabs * fragment seconds. Two numbers of slabs give both unknowns.
-    few, many = times[_SPLIT_SIZE, _FEW][1], times[_SPLIT_SIZE, _slabs(_SPLIT_SIZE)][1]
+    few, many = lines[_SPLIT_SIZE, _FEW].more, lines[_SPLIT_SIZE, _slabs(_SPLIT_SIZE)].more
     share = _FEW / _slabs(_SPLIT_SIZE)
     block = (few - share * many) / (1 - share)
     # No fragment is much faster than the link. Disturbed measurements may suggest otherwise.
     least = _FASTEST * link
-    block = min([block, *(more - least * math.prod(key) for key, (_, more) in times.items())])
+    block = min([block, *(line.more - least * math.prod(key) for key, line in lines.items())])
     block = max(block, 0.0)
     fragment = {
-        size: max(times[size, _slabs(size)][1] - block, 0.0) / _slabs(size) for size in SIZES
+        size: max(lines[size, _slabs(size)].more - block, 0.0) / _slabs(size) for size in SIZES
     }
-    start = median(one - more for one, more in times.values())
-    return CopyMethodCosts(max(start, 0.0), block, fragment)
+    return _start(lines), block, fragment
+
+
+def _fit_submission(lines: _Lines, copy_method: str) -> tuple[float, float]:
+    """Fits the time that a thread takes to submit a transfer, roughly.
+
+    A copy takes different times in different shapes: a fragment of a batch by its size, a staged
+    page by the number of pieces. The middle of the quartiles, as a ratio, is right for most of
+    them within a factor of two, and a few disturbed measurements do not change it much.
+
+    Returns:
+        tuple: seconds per transfer, and per copy as CopyMethodCosts.submit_copy counts them.
+    """
+    copies = (
+        line.more / (slabs if copy_method == "batch" else 1) for (_, slabs), line in lines.items()
+    )
+    low, _, high = quantiles(copies, n=4)
+    return _start(lines), math.sqrt(low * high)
+
+
+def _start(lines: _Lines) -> float:
+    return max(median(line.first - line.more for line in lines.values()), 0.0)
 
 
 def _slabs(size: int) -> int:
@@ -109,6 +174,20 @@ _SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
 STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 
 
+class _InlineHandler(OffloadHandler):
+    """A handler whose calls submit their jobs themselves, whatever was measured before."""
+
+    def __init__(self, layout: PagedLayout, pool: HostPool, copy_method: str) -> None:
+        self._costs = {
+            direction: {
+                method: replace(costs, submit_start=0.0, submit_copy=0.0)
+                for method, costs in of_direction.items()
+            }
+            for direction, of_direction in shipped_figures(gpu_name(layout.device)).costs.items()
+        }
+        super().__init__(layout, pool, copy_method=copy_method)
+
+
 class Machine:
     """Measures transfers on a device, which should be otherwise idle.
 
@@ -123,10 +202,10 @@ class Machine:
         self._shape: tuple[int, int] | None = None
         self._handlers: dict[str, OffloadHandler] = {}
 
-    def seconds(
+    def measure(
         self, copy_method: str, direction: str, size: int, slabs: int, blocks: int
-    ) -> float:
-        """Measures a transfer with scattered ids, from the call until the host sees its end.
+    ) -> Seconds:
+        """Measures a transfer with scattered ids that the calling thread submits.
 
         Args:
             copy_method (str): see copy_method.CHOICES.
@@ -136,7 +215,10 @@ class Machine:
             blocks (int): blocks per transfer.
 
         Returns:
-            float: seconds of the fastest of several transfers, because disturbances only add time.
+            Seconds: the least of several transfers, because disturbances only add time.
+
+        Raises:
+            RuntimeError: another thread had to submit the transfer.
         """
         handler = self._handler(copy_method, size, slabs)
         count = handler.layouts[0].num_blocks
@@ -149,12 +231,19 @@ class Machine:
             else:
                 job = handler.load(page_ids=page_ids, gpu_block_ids=block_ids, after=AFTER_NOTHING)
             handler.synchronize(job)
-            samples.append(time.perf_counter() - start)
-            handler.poll()
-        return min(samples[1:])
+            total = time.perf_counter() - start
+            (result,) = handler.poll()
+            if result.queue_seconds > 0:
+                raise RuntimeError(
+                    f"a {direction} by copy_method={copy_method!r} was queued, so the time of its "
+                    "submission is not known"
+                )
+            samples.append(Seconds(total, result.submit_seconds))
+        totals, submits = zip(*samples[1:], strict=True)
+        return Seconds(min(totals), min(submits))
 
     def close(self) -> None:
-        """Closes the handlers and pools; seconds() makes new ones."""
+        """Closes the handlers and pools; measure() makes new ones."""
         for handler in self._handlers.values():
             handler.close()
         for pool in {id(h.pools[0]): h.pools[0] for h in self._handlers.values()}.values():
@@ -170,7 +259,5 @@ class Machine:
             self._layout = PagedLayout(list(whole))
             self._pool = HostPool(self._layout, blocks)
         if copy_method not in self._handlers:
-            self._handlers[copy_method] = OffloadHandler(
-                self._layout, self._pool, copy_method=copy_method
-            )
+            self._handlers[copy_method] = _InlineHandler(self._layout, self._pool, copy_method)
         return self._handlers[copy_method]

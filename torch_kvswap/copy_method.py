@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,20 @@ GENERIC = "NVIDIA H200"  # GPU whose shipped costs are used for a GPU without co
 SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 32 << 20
 _MOST_MICROSECONDS = 1e12
+_FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
 
 
 @dataclass(frozen=True)
 class CopyMethodCosts:
-    """The predicted time of a transfer by one copy method.
+    """What one copy method takes: the time of a transfer, and of its submission by the host.
 
     Attributes:
         start (float): seconds per transfer.
         block (float): seconds per block.
+        submit_start (float): seconds that a thread takes to submit any transfer, in addition to
+            what the call takes if another thread submits it.
+        submit_copy (float): seconds that it takes for each copy of the transfer: a fragment
+            ("batch"), a block's run of equidistant slabs ("strided") or a block (other methods).
         fragment (Mapping[int, float]): seconds per fragment, by fragment size in bytes; at least
             one size. Interpolated in the logarithm of the size; proportional to the size above the
             largest entry, constant below the smallest.
@@ -41,6 +46,8 @@ class CopyMethodCosts:
 
     start: float
     block: float
+    submit_start: float
+    submit_copy: float
     fragment: Mapping[int, float]
 
     def fragment_seconds(self, nbytes: int) -> float:
@@ -64,7 +71,9 @@ class CopyMethodCosts:
         """The costs as the structure that the native side reads."""
         sizes = (SMALLEST_FRAGMENT << power for power in range(abi.FRAGMENT_SIZES))
         table = (ctypes.c_double * abi.FRAGMENT_SIZES)(*map(self.fragment_seconds, sizes))
-        return abi.CopyMethodCosts(self.start, self.block, table)
+        return abi.CopyMethodCosts(
+            self.start, self.block, self.submit_start, self.submit_copy, table
+        )
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:
@@ -75,26 +84,29 @@ class CopyMethodCosts:
             name (str): position in the file, for error messages.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: the content is malformed.
+            TypeError, ValueError: the content is malformed.
         """
-        start, block = (
-            _read_microseconds(f"{name}.{field}", content[field]) / 1e6
-            for field in ("start_us", "block_us")
+        _check_keys(name, content, required=(*_FIELDS, "fragment_us"))
+        start, block, submit_start, submit_copy = (
+            _read_microseconds(f"{name}.{field}", content[field]) / 1e6 for field in _FIELDS
         )
         fragment = {}
+        _check_keys(f"{name}.fragment_us", content["fragment_us"])
         for size, microseconds in content["fragment_us"].items():
             field = f"{name}.fragment_us.{size}"
             nbytes = read_int(f"the size of {field}", int(size), 1, INT64_MAX)
             fragment[nbytes] = _read_microseconds(field, microseconds) / 1e6
         if not fragment:
             raise ValueError(f"{name}.fragment_us needs at least one size, in bytes")
-        return cls(start, block, fragment)
+        return cls(start, block, submit_start, submit_copy, fragment)
 
     def to_json(self) -> dict[str, Any]:
         """The costs in microseconds, rounded, as JSON content."""
         return {
             "start_us": round(self.start * 1e6, 3),
             "block_us": round(self.block * 1e6, 4),
+            "submit_start_us": round(self.submit_start * 1e6, 3),
+            "submit_copy_us": round(self.submit_copy * 1e6, 4),
             "fragment_us": {
                 str(size): round(seconds * 1e6, 4)
                 for size, seconds in sorted(self.fragment.items())
@@ -152,6 +164,11 @@ def read_figures(gpu: str) -> Figures:
         )
     else:
         return Figures(_read(cached, content), str(cached))
+    return shipped_figures(gpu)
+
+
+def shipped_figures(gpu: str) -> Figures:
+    """The costs that the package has for a GPU, otherwise those for GENERIC."""
     shipped = json.loads(SHIPPED.read_text())
     name = gpu if gpu in shipped else GENERIC
     return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}", bool(gpu) and name != gpu)
@@ -204,7 +221,7 @@ def cache_file(gpu: str) -> Path:
 def _read(file: Path, content: bytes) -> Costs:
     try:
         return _parse(json.loads(content))
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _unreadable(file, error) from error
 
 
@@ -216,13 +233,33 @@ def _unreadable(file: Path, error: Exception) -> ValueError:
 
 
 def _parse(content: Mapping[str, Any]) -> Costs:
-    return {
-        direction: {
+    _check_keys("the file", content, required=DIRECTIONS, optional=("source",))
+    costs: Costs = {}
+    for direction in DIRECTIONS:
+        _check_keys(direction, content[direction], optional=COPY_METHODS)
+        costs[direction] = {
             copy_method: CopyMethodCosts.from_json(of_method, f"{direction}.{copy_method}")
             for copy_method, of_method in content[direction].items()
         }
-        for direction in DIRECTIONS
-    }
+    return costs
+
+
+def _check_keys(
+    name: str,
+    content: object,
+    required: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> None:
+    """Refuses what is no JSON object with these keys; without keys, an object with any."""
+    if not isinstance(content, dict):
+        raise TypeError(f"{name} is a {type(content).__name__}; it must be an object")
+    for key in required:
+        if key not in content:
+            raise ValueError(f"{name} lacks {key!r}")
+    known = {*required, *optional}
+    unknown = [key for key in content if known and key not in known]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; the keys are {sorted(known)}")
 
 
 def _read_microseconds(name: str, value: object) -> float:
@@ -239,7 +276,10 @@ _UNKNOWN = -1.0  # start_seconds of a method without costs: it is not chosen
 
 
 def copy_method_options(
-    copy_method: str | None, staging_bytes: int, device: torch.device
+    copy_method: str | None,
+    staging_bytes: int,
+    device: torch.device,
+    costs: Costs | None = None,
 ) -> abi.CopyMethodOptions:
     """The options of a native handler that choose the copy method.
 
@@ -248,6 +288,7 @@ def copy_method_options(
             "auto".
         staging_bytes (int): GPU memory for staged copies.
         device (torch.device): the device of the cache.
+        costs (Costs | None): those of this device; None reads them. A cache on the CPU has none.
 
     Raises:
         TypeError: staging_bytes is not an integer.
@@ -263,19 +304,26 @@ def copy_method_options(
     options = abi.CopyMethodOptions()
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
-    figures = None if device.type == "cpu" else figures_of(device)
-    if figures is not None and figures.is_generic and copy_method == AUTO:
-        warn_once(
-            f"the copy method is chosen by figures of an {GENERIC}: there are none of this GPU; "
-            "`python -m torch_kvswap calibrate` measures it"
-        )
-    for direction, costs in zip(DIRECTIONS, options.costs, strict=True):
+    if costs is None and device.type != "cpu":
+        figures = figures_of(device)
+        costs = figures.costs
+        if figures.is_generic and copy_method == AUTO:
+            warn_once(
+                f"the copy method is chosen by figures of an {GENERIC}: there are none of this "
+                "GPU; `python -m torch_kvswap calibrate` measures it"
+            )
+    for direction, native in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_method in enumerate(COPY_METHODS):
-            found = figures.costs[direction].get(of_method) if figures else None
-            costs[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
+            found = costs[direction].get(of_method) if costs else None
+            native[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
     return options
 
 
 def figures_of(device: torch.device) -> Figures:
     """The costs for a device; the generic ones if torch sees no GPU."""
-    return read_figures(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "")
+    return read_figures(gpu_name(device))
+
+
+def gpu_name(device: torch.device) -> str:
+    """The GPU's name; "" if torch sees no GPU."""
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""

@@ -15,7 +15,7 @@ from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, rea
 from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -359,6 +359,8 @@ class OffloadHandler(NotCopyable):
         RuntimeError: a pool is closed, or a tensor of a layout has moved.
     """
 
+    _costs: Costs | None = None  # of the copy methods; None: those of the device
+
     def __init__(
         self,
         gpu: PagedLayout | Sequence[PagedLayout],
@@ -374,7 +376,7 @@ class OffloadHandler(NotCopyable):
         self._tags_lock = threading.Lock()
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
-        options = copy_method_options(copy_method, staging_bytes, groups.device)
+        options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         self._native = NativeHandler(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))

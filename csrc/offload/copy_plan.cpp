@@ -6,18 +6,17 @@
 
 #include "check.h"
 #include "copy/pack_arguments.h"
-#include "copy/staged_piece.h"
 #include "offload/clock.h"
 
 namespace kvswap {
 namespace {
 
-constexpr double kSecondsPerBatchFragment = 1e-6, kSecondsPerStridedCopy = 1.6e-6;
-constexpr double kSecondsPerPage = 0.5e-6, kSecondsPerPiece = 9e-6, kSecondsPerLaunch = 4e-6;
+// The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
+// the driver blocks the submitting thread (H200).
 constexpr size_t kFragmentsPerEntry = 25;
+constexpr size_t kPredictedPieces = 8;  // a staged transfer that fits into the queue has fewer
 // A kernel that waits for the link slows down the compute beside it all the while.
 constexpr double kMaxKernelBytes = 4 << 20;
-constexpr size_t kPredictedPieces = 8;  // of a transfer that is small enough to count
 
 // Seconds for a fragment of this size, interpolated between the powers of two around it.
 double fragment_seconds(const double* table, double bytes) {
@@ -43,7 +42,7 @@ constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
 constexpr size_t kMaxUnstagedRuns = 2;
 
-// Entries of the driver's queue that the copies take; a stream has about 1,020 (H200).
+// Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
 size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
   if (method == CopyMethod::kStrided) return blocks * group.runs.size();
   if (method == CopyMethod::kStaged) return blocks + kPredictedPieces;
@@ -51,22 +50,11 @@ size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }
 
-double submit_seconds(CopyMethod method, const Group& group, size_t blocks) {
-  if (method == CopyMethod::kHost) return 0;  // another thread would copy no faster
-  const auto count = static_cast<double>(blocks);
-  if (method == CopyMethod::kStrided) {
-    return count * static_cast<double>(group.runs.size()) * kSecondsPerStridedCopy;
-  }
-  if (method == CopyMethod::kStaged) {
-    // Each piece is three times as large as all before it together.
-    const double bytes = count * static_cast<double>(group.block_bytes);
-    const double pieces = std::min(count, 1 + std::log2(1 + bytes / double{kMinPieceBytes}) / 2);
-    return count * kSecondsPerPage + pieces * kSecondsPerPiece;
-  }
-  if (method == CopyMethod::kKernel) {
-    return static_cast<double>(1 + blocks / kPackBlocks) * kSecondsPerLaunch;
-  }
-  return count * static_cast<double>(group.gpu.count()) * kSecondsPerBatchFragment;
+// The copies that a block is made of, as CopyMethodCosts in copy_method.py counts them.
+size_t copies_per_block(CopyMethod method, const Group& group) {
+  if (method == CopyMethod::kStrided) return group.runs.size();
+  if (method == CopyMethod::kBatch) return group.gpu.count();
+  return 1;
 }
 
 // The blocks from `first` on, as a part of their own.
@@ -116,6 +104,8 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
         costs.block_seconds +=
             slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
+        costs.submit_copy_seconds *=
+            static_cast<double>(copies_per_block(static_cast<CopyMethod>(method), group));
         fitted.costs[direction][method] = costs;
       }
     }
@@ -128,6 +118,14 @@ double MethodChooser::seconds(CopyMethod method, const Transfer& transfer) const
       groups_[transfer.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
+}
+
+double MethodChooser::submit_seconds(CopyMethod method, const Transfer& transfer) const {
+  const int direction = transfer.channel == kStores ? 0 : 1;
+  const kvswap_copy_method_costs& costs =
+      groups_[transfer.group].costs[direction][static_cast<int>(method)];
+  return costs.submit_start_seconds +
+         static_cast<double>(transfer.blocks) * costs.submit_copy_seconds;
 }
 
 CopyMethod MethodChooser::choose(const Transfer& transfer) const {
@@ -239,8 +237,9 @@ void CopyPlanner::plan(Job& job) const noexcept {
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
     work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count));
-    seconds +=
-        group.host_is_pageable ? kPageableSeconds : submit_seconds(method, group, part.count);
+    seconds += group.host_is_pageable
+                   ? kPageableSeconds
+                   : chooser_.submit_seconds(method, {part.group, job.channel, part.count});
   }
   work.predicted_submit_seconds = static_cast<float>(seconds);
 }

@@ -28,6 +28,8 @@ class MethodChooser {
   CopyMethod choose(const Transfer& transfer) const;
   // Predicted seconds; infinite for a copy method without figures.
   double seconds(CopyMethod method, const Transfer& transfer) const;
+  // Predicted seconds that a thread takes to submit it; 0 for a copy method without figures.
+  double submit_seconds(CopyMethod method, const Transfer& transfer) const;
 
   // Whether this copy method would be chosen for some number of blocks.
   bool wants(CopyMethod method) const;
@@ -39,7 +41,8 @@ class MethodChooser {
   struct Group {
     bool host_is_pageable;
     double block_bytes;
-    kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];  // block_seconds includes the fragments
+    // For a block, block_seconds includes all fragments, and submit_copy_seconds all copies.
+    kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];
   };
 
   int forced_;
@@ -68,7 +71,7 @@ class CopyPlanner {
   void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
   // Sets what it takes to copy this job alone: the copy method of its first group, its entries in
-  // the driver's queue, and the seconds that submitting it takes.
+  // the driver's queue, and the predicted seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.

@@ -15,7 +15,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
-from simulated_cache import needs_kernels
+from simulated_cache import CHANNELS, needs_kernels, new_threads, threads
 from simulated_driver import DEVICE, Driver, on_device, place, run, stubbed, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -86,17 +86,29 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @contextmanager
-def figures(folder: Path, **of_paths: tuple[float, float, float]) -> Iterator[None]:
+def figures(
+    folder: Path,
+    *,
+    submit_store: tuple[float, float] = (0, 1),
+    submit_load: tuple[float, float] = (0, 1),
+    **of_paths: tuple[float, float, float],
+) -> Iterator[None]:
+    """submit_store, submit_load: microseconds to submit any transfer, and each of its copies."""
     costs = {
-        copy_method: {
-            "start_us": 1000 * start,
-            "block_us": 1000 * block,
-            "fragment_us": {"512": 1000 * fragment},
+        direction: {
+            copy_method: {
+                "start_us": 1000 * start,
+                "block_us": 1000 * block,
+                "submit_start_us": submit[0],
+                "submit_copy_us": submit[1],
+                "fragment_us": {"512": 1000 * fragment},
+            }
+            for copy_method, (start, block, fragment) in of_paths.items()
         }
-        for copy_method, (start, block, fragment) in of_paths.items()
+        for direction, submit in (("store", submit_store), ("load", submit_load))
     }
     file = folder / "costs.json"
-    file.write_text(json.dumps({"store": costs, "load": costs}))
+    file.write_text(json.dumps(costs))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
         yield
@@ -171,6 +183,76 @@ def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_pa
                 assert job.result is not None
                 taken.append(job.result.copy_method)
     assert taken == ["strided", "batch"]
+
+
+# Which thread submits: the calling one what is predicted to take 50 us at most.
+
+
+def calls_that_submit(
+    driver: Driver, layers: list[int], copy_method: str = "auto", pinned: bool = True
+) -> str:
+    """The most blocks of a store, a load and an expedited load that start no other thread."""
+    whole = torch.zeros(11, 100, 512, dtype=torch.uint8)
+    layout = on_device(driver, whole, [whole[layer] for layer in layers])
+    most = []
+    for kind in CHANNELS:
+        pool = HostPool(layout, 100, pinned=pinned)
+        with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
+            before, count = threads(), 0
+            while new_threads(before) == 0 and count < 100:
+                count += 1
+                ids = list(range(count))
+                if kind == "store":
+                    job = handler.store(gpu_block_ids=ids, page_ids=ids)
+                else:
+                    expedited = kind == "expedited"
+                    job = handler.load(page_ids=ids, gpu_block_ids=ids, expedited=expedited)
+                handler.synchronize(job)
+            most.append(f"{kind} {count - new_threads(before)}")
+    return ", ".join(most)
+
+
+@pytest.mark.parametrize(
+    ("copy_method", "layers", "expected"),
+    [
+        ("batch", [0, 1, 2, 3], "store 9, load 4, expedited 4"),  # a copy for each fragment
+        ("strided", [0, 1, 2, 3], "store 39, load 19, expedited 19"),  # for each block
+        ("strided", [0, 1, 3, 6, 10], "store 13, load 6, expedited 6"),  # for each of three runs
+        pytest.param(
+            *("staged", [0, 1, 2, 3], "store 39, load 19, expedited 19"), marks=needs_kernels
+        ),
+        pytest.param(
+            *("kernel", [0, 1, 2, 3], "store 39, load 19, expedited 19"), marks=needs_kernels
+        ),
+    ],
+)
+@stubbed
+def test_the_caller_submits_as_many_copies_as_take_50_us(
+    driver: Driver, tmp_path: Path, copy_method: str, layers: list[int], expected: str
+) -> None:
+    costs = {copy_method: (1.0, 0.0, 0.0), "strided": (2.0, 0.0, 0.0)}
+    with figures(tmp_path, submit_store=(10.5, 1), submit_load=(10.5, 2), **costs):
+        assert calls_that_submit(driver, layers, copy_method) == expected
+
+
+@stubbed
+def test_the_caller_submits_nothing_where_any_submission_takes_longer(
+    driver: Driver, tmp_path: Path
+) -> None:
+    with figures(tmp_path, submit_store=(51, 0), submit_load=(49, 0), strided=(1, 0, 0)):
+        taken = calls_that_submit(driver, [0, 1, 2, 3])
+    assert taken == "store 0, load 100, expedited 100"
+
+
+@stubbed
+def test_the_caller_submits_by_a_method_without_figures_and_never_pageable_memory(
+    driver: Driver, tmp_path: Path
+) -> None:
+    with figures(tmp_path, strided=(1, 0, 0)):
+        taken = calls_that_submit(driver, [0, 1, 2, 3], "batch")
+        assert taken == "store 100, load 100, expedited 100"
+        taken = calls_that_submit(driver, [0, 1, 2, 3], "batch", pinned=False)
+        assert taken == "store 0, load 0, expedited 0"
 
 
 @needs_kernels

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from torch_kvswap.calibrate import COPY_METHODS, SIZES, STEPS, Machine, Seconds, calibrate
+from torch_kvswap.calibrate import COPY_METHODS, SIZES, STEPS, Machine, Measure, Seconds, calibrate
 from torch_kvswap.copy_method import CopyMethodCosts
 
+ANY_CALL = 20e-6  # seconds of a call that submits nothing
 
-def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Seconds:
-    def seconds(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> float:
-        return costs[direction, copy_method].seconds(blocks, slabs, size)
 
-    return seconds
+def submit_seconds(costs: CopyMethodCosts, copy_method: str, slabs: int, blocks: int) -> float:
+    copies = blocks * (slabs if copy_method == "batch" else 1)
+    return costs.submit_start + copies * costs.submit_copy if blocks else 0.0
+
+
+def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
+    def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
+        of_method = costs[direction, copy_method]
+        submit = ANY_CALL + submit_seconds(of_method, copy_method, slabs, blocks)
+        return Seconds(of_method.seconds(blocks, slabs, size), submit)
+
+    return measure
 
 
 def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
@@ -23,11 +35,13 @@ def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
         for copy_method in copy_methods:
             n = 1 + len(costs)
             fragment = {size: (n * 30 + size / 50) * 1e-9 for size in SIZES}
-            costs[direction, copy_method] = CopyMethodCosts(n * 5e-6, n * 0.3e-6, fragment)
+            costs[direction, copy_method] = CopyMethodCosts(
+                n * 5e-6, n * 0.3e-6, n * 2e-6, n * 0.5e-6, fragment
+            )
     return costs
 
 
-def test_it_finds_the_start_the_block_and_every_fragment() -> None:
+def test_it_finds_the_start_the_block_every_fragment_and_the_submission() -> None:
     truth = made_up()
     found = calibrate(machine_with(truth))
     assert {
@@ -37,16 +51,93 @@ def test_it_finds_the_start_the_block_and_every_fragment() -> None:
         costs = found[direction][copy_method]
         assert costs.start == pytest.approx(expected.start)
         assert costs.block == pytest.approx(expected.block)
+        assert costs.submit_start == pytest.approx(expected.submit_start)
+        assert costs.submit_copy == pytest.approx(expected.submit_copy)
         assert costs.fragment == pytest.approx(expected.fragment)
 
 
 def test_noise_makes_no_cost_negative() -> None:
-    def seconds(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> float:
-        return 1e-5 / blocks  # more blocks take less
+    def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
+        noise = 1e-5 / max(blocks, 0.5)  # more blocks take less
+        return Seconds(noise, 1e-4 - noise)
 
-    for of_direction in calibrate(seconds).values():
+    for of_direction in calibrate(measure).values():
         for costs in of_direction.values():
             assert min(costs.start, costs.block, *costs.fragment.values()) >= 0
+            assert min(costs.submit_start, costs.submit_copy) >= 0
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 64])
+@pytest.mark.parametrize("size", [512, 4096, SIZES[-1]])
+def test_a_disturbed_measurement_hardly_changes_what_submission_is_predicted_to_take(
+    size: int, blocks: int
+) -> None:
+    """Neither does every call submit its job after that, nor none."""
+    truth = made_up()
+    undisturbed = machine_with(truth)
+
+    def measure(copy_method: str, direction: str, of: int, slabs: int, count: int) -> Seconds:
+        seconds = undisturbed(copy_method, direction, of, slabs, count)
+        is_disturbed = of == size and min(count, 2) == min(blocks, 2)
+        return seconds._replace(submit=seconds.submit + 5e-3) if is_disturbed else seconds
+
+    for direction, of_direction in calibrate(measure).items():
+        for copy_method, costs in of_direction.items():
+            expected = truth[direction, copy_method]
+            assert costs.submit_start == pytest.approx(expected.submit_start)
+            assert costs.submit_copy == pytest.approx(expected.submit_copy)
+
+
+def staged_on_an_h200(block_bytes: int, blocks: int) -> float:
+    """Seconds: half a microsecond for each page, nine for each piece, which grow threefold."""
+    pieces = min(blocks, 1 + math.log2(1 + blocks * block_bytes / (512 << 10)) / 2)
+    return blocks * 0.5e-6 + pieces * 9e-6
+
+
+def batch_on_an_h200(size: int) -> float:
+    """Seconds to submit one fragment of a store."""
+    return 0.4e-6 if size < 8192 else 0.9e-6
+
+
+def test_costs_that_are_not_linear_are_predicted_well_enough_to_tell_small_jobs_from_large() -> (
+    None
+):
+    """A job is small up to 50 us: half of that never counts as large, twice of that never as small."""
+    undisturbed = machine_with(made_up())
+
+    def measure(copy_method: str, direction: str, size: int, slabs: int, blocks: int) -> Seconds:
+        seconds = undisturbed(copy_method, direction, size, slabs, blocks)
+        submit = {
+            "staged": staged_on_an_h200(size * slabs, blocks),
+            "batch": blocks * slabs * batch_on_an_h200(size),
+        }
+        return seconds._replace(submit=ANY_CALL + submit.get(copy_method, blocks * 1.6e-6))
+
+    store = calibrate(measure)["store"]
+    limit = 50e-6
+    for blocks in range(1, 500):
+        cases = [
+            (
+                staged_on_an_h200(kib << 10, blocks),
+                submit_seconds(store["staged"], "staged", 1, blocks),
+            )
+            for kib in (64, 128, 320, 1024, 2048)
+        ]
+        cases += [
+            (blocks * batch_on_an_h200(size), submit_seconds(store["batch"], "batch", 1, blocks))
+            for size in SIZES
+        ]
+        for taken, predicted in cases:
+            assert not (taken < limit / 2 and predicted > limit)
+            assert not (taken > limit * 2 and predicted <= limit)
+
+
+def test_costs_that_would_leave_every_submission_to_the_caller_are_refused() -> None:
+    measure = machine_with(
+        {kind: replace(costs, submit_start=0, submit_copy=0) for kind, costs in made_up().items()}
+    )
+    with pytest.raises(RuntimeError, match="submitting a store by copy_method='strided'"):
+        calibrate(measure)
 
 
 def test_progress_ends_when_all_is_measured() -> None:
@@ -59,11 +150,13 @@ def test_a_kernel_is_never_chosen_for_stores() -> None:
     assert "kernel" not in calibrate(machine_with(made_up()))["store"]
 
 
-def test_the_machine_moves_blocks_on_the_path_that_is_asked_for() -> None:
+def test_the_machine_measures_calls_of_any_size() -> None:
     machine = Machine(torch.device("cpu"))
     try:
-        assert machine.seconds("batch", "store", 4096, 3, 2) > 0
-        assert machine.seconds("batch", "load", 512, 1, 2) > 0
+        for direction in COPY_METHODS:
+            none, one = (machine.measure("auto", direction, 4096, 3, count) for count in (0, 1))
+            assert one.total >= one.submit > 0
+            assert none.submit > 0
     finally:
         machine.close()
 
@@ -72,7 +165,7 @@ def test_the_machine_moves_blocks_on_the_path_that_is_asked_for() -> None:
 def test_a_gpu_is_calibrated() -> None:
     machine = Machine(torch.device("cuda", 0))
     try:
-        costs = calibrate(machine.seconds)
+        costs = calibrate(machine.measure)
     finally:
         machine.close()
     for direction, copy_methods in COPY_METHODS.items():
@@ -80,3 +173,7 @@ def test_a_gpu_is_calibrated() -> None:
         big = max(SIZES)
         for of_method in costs[direction].values():
             assert 1e9 < big / of_method.fragment_seconds(big) < 2e11  # bytes a second
+            assert of_method.submit_start < 1e-3
+            assert of_method.submit_copy < 1e-4
+        assert costs[direction]["strided"].submit_copy > 1e-7  # a driver call for each block
+        assert costs[direction]["batch"].submit_copy > 1e-8

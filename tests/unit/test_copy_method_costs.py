@@ -25,7 +25,7 @@ from torch_kvswap.copy_method import (
 )
 
 COSTS = {
-    direction: {"strided": CopyMethodCosts(1e-5, 2e-6, {1024: 1e-7, 4096: 3e-7})}
+    direction: {"strided": CopyMethodCosts(1e-5, 2e-6, 3e-6, 4e-6, {1024: 1e-7, 4096: 3e-7})}
     for direction in DIRECTIONS
 }
 
@@ -37,19 +37,22 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_size_in_between_lies_between_its_neighbours() -> None:
-    costs = CopyMethodCosts(0, 0, {1024: 1.0, 4096: 3.0})
+    costs = CopyMethodCosts(0, 0, 0, 0, {1024: 1.0, 4096: 3.0})
     sizes = (1, 1024, 2048, 4096, 8192)
     assert [costs.fragment_seconds(size) for size in sizes] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
 def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
-    assert CopyMethodCosts(100.0, 10.0, {512: 1.0}).seconds(3, 4, 512) == 100 + 3 * 10 + 12
+    costs = CopyMethodCosts(100.0, 10.0, 7.0, 8.0, {512: 1.0})
+    assert costs.seconds(3, 4, 512) == 100 + 3 * 10 + 12
 
 
 def test_the_native_table_has_the_same_figures() -> None:
     native = COSTS["load"]["strided"].native()
     assert native.start_seconds == 1e-5
     assert native.block_seconds == 2e-6
+    assert native.submit_start_seconds == 3e-6
+    assert native.submit_copy_seconds == 4e-6
     expected = [COSTS["load"]["strided"].fragment_seconds(512 << power) for power in range(14)]
     assert list(native.fragment_seconds) == expected
 
@@ -59,6 +62,7 @@ def test_json_gives_back_what_it_was_given() -> None:
     again = CopyMethodCosts.from_json(json.loads(json.dumps(costs.to_json())))
     assert again.fragment == pytest.approx(costs.fragment)
     assert (again.start, again.block) == pytest.approx((costs.start, costs.block))
+    assert (again.submit_start, again.submit_copy) == pytest.approx((3e-6, 4e-6))
 
 
 # Where they are from
@@ -181,9 +185,18 @@ def test_figures_that_cannot_be_written_leave_no_file(
     assert list(cache_file("Imaginary 9000").parent.iterdir()) == []
 
 
-def with_cost(field: str, text: str) -> str:
-    fields = {"start_us": "1", "block_us": "1", "fragment_us": '{"512": 1}', field: text}
-    written = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+FIELDS = {
+    "start_us": "1",
+    "block_us": "1",
+    "submit_start_us": "1",
+    "submit_copy_us": "1",
+    "fragment_us": '{"512": 1}',
+}
+
+
+def with_cost(field: str, text: str | None) -> str:
+    fields = {**FIELDS, field: text}
+    written = ", ".join(f'"{name}": {value}' for name, value in fields.items() if value)
     return f'{{"store": {{"strided": {{{written}}}}}, "load": {{}}}}'
 
 
@@ -202,13 +215,16 @@ def with_cost(field: str, text: str) -> str:
         (with_cost("fragment_us", '{"512": NaN}'), "store.strided.fragment_us.512 is nan"),
         (with_cost("fragment_us", '{"0": 1}'), "the size of store.strided.fragment_us.0 is 0"),
         (with_cost("fragment_us", f'{{"{10**400}": 1}}'), "the size of store.strided.fragment_us"),
-        (with_cost("fragment_us", "[]"), "AttributeError"),
-        ("[]", "TypeError"),
-        ('{"store": {}}', "KeyError: 'load'"),
-        (
-            '{"store": {"strided": {"start_us": 1, "block_us": 1, "fragment_us": {}}}}',
-            "at least one",
-        ),
+        (with_cost("fragment_us", "[]"), "TypeError: store.strided.fragment_us is a list"),
+        (with_cost("fragment_us", "{}"), "store.strided.fragment_us needs at least one size"),
+        (with_cost("submit_copy_us", "-1"), "store.strided.submit_copy_us is -1"),
+        *((with_cost(key, None), f"store.strided lacks '{key}'") for key in FIELDS),
+        (with_cost("submit_us", "1"), "store.strided has the unknown key 'submit_us'"),
+        ("[]", "TypeError: the file is a list; it must be an object"),
+        ('{"store": {}}', "ValueError: the file lacks 'load'"),
+        ('{"store": [], "load": {}}', "TypeError: store is a list; it must be an object"),
+        ('{"store": {"stride": {}}, "load": {}}', "store has the unknown key 'stride'; the keys"),
+        ('{"store": {}, "load": {}, "copy": {}}', "the file has the unknown key 'copy'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_way_out(

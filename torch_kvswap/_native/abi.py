@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -67,6 +67,8 @@ class CopyMethodCosts(ctypes.Structure):
     _fields_ = (
         ("start_seconds", ctypes.c_double),
         ("block_seconds", ctypes.c_double),
+        ("submit_start_seconds", ctypes.c_double),
+        ("submit_copy_seconds", ctypes.c_double),
         ("fragment_seconds", ctypes.c_double * FRAGMENT_SIZES),
     )
 

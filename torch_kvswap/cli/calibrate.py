@@ -20,7 +20,7 @@ _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code; 2 if there is no GPU."""
+    """Runs the command and returns its exit code; 1 if it fails, 2 if there is no GPU."""
     parser = argparse.ArgumentParser("python -m torch_kvswap calibrate", description=__doc__)
     parser.add_argument("--device", type=int, default=0, help="number of the GPU")
     parser.add_argument("--forget", action="store_true", help="remove what was measured before")
@@ -36,7 +36,10 @@ def main(arguments: list[str]) -> int:
     progress = Progress("measurements", STEPS, True, sys.stderr)
     machine = Machine(device)
     try:
-        costs = calibrate(machine.seconds, lambda: progress.advance(1))
+        costs = calibrate(machine.measure, lambda: progress.advance(1))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     finally:
         machine.close()
     for direction, of_direction in costs.items():
@@ -45,13 +48,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _table(direction: str, costs: Mapping[str, CopyMethodCosts]) -> str:
+def _table(direction: str, of_direction: Mapping[str, CopyMethodCosts]) -> str:
     """A table of one direction's costs, one line per copy method."""
-    sizes = [f"{size >> 10} KiB" for size in _SHOWN]
-    lines = [f"{direction:8}{'start, us':>11}{'block, us':>11}   fragments in GB/s:{'':2}"]
-    lines[0] += "".join(f"{size:>9}" for size in sizes)
-    for copy_method, of_method in costs.items():
-        rates = (size / max(of_method.fragment_seconds(size), 1e-12) / 1e9 for size in _SHOWN)
-        figures = f"{of_method.start * 1e6:11.1f}{of_method.block * 1e6:11.2f}"
-        lines.append(f"{copy_method:8}{figures}{'':23}" + "".join(f"{rate:9.1f}" for rate in rates))
+    columns = ("start, us", "block, us", "submit: start", "a copy, us")
+    header = f"{direction:8}" + "".join(f"{column:>15}" for column in columns)
+    lines = [header + "   fragments in GB/s:" + "".join(f"{size >> 10:>5} KiB" for size in _SHOWN)]
+    for copy_method, costs in of_direction.items():
+        seconds = (costs.start, costs.block, costs.submit_start, costs.submit_copy)
+        rates = (size / max(costs.fragment_seconds(size), 1e-12) / 1e9 for size in _SHOWN)
+        line = f"{copy_method:8}" + "".join(f"{1e6 * figure:15.2f}" for figure in seconds)
+        lines.append(f"{line}{'':21}" + "".join(f"{rate:9.1f}" for rate in rates))
     return "\n".join(lines)
