@@ -346,8 +346,9 @@ class OffloadHandler(NotCopyable):
         host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
             layout.
         copy_method (str | None): "auto" chooses the method with the lowest predicted time for each
-            transfer; "strided", "batch", "staged" and "kernel" force one method. None reads
-            KVSWAP_COPY_METHOD, which defaults to "auto".
+            transfer; "strided", "batch", "staged" and "kernel" force one method, which the device
+            must have: a cache on the CPU accepts only "auto". None reads KVSWAP_COPY_METHOD, which
+            defaults to "auto".
         staging_bytes (int): GPU memory for staged copies, half for stores and half for loads.
             Allocated at construction if any transfer could be staged.
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes

@@ -169,6 +169,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
       options_(options),
       chooser_(options, device.copy_methods(), groups),
       stream_(stores.stream()) {
+  check_forced_method();
   try {
     set_up(stores, loads);
   } catch (const std::bad_alloc&) {
@@ -184,6 +185,19 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
                        "' cannot be had: ", error.what());
     }
   }
+}
+
+void CopyPlanner::check_forced_method() const {
+  if (options_.copy_method < 0) return;
+  const auto forced = static_cast<CopyMethod>(options_.copy_method);
+  std::string methods;
+  for (const CopyMethod method : device_.copy_methods()) {
+    if (method == forced) return;
+    methods += (methods.empty() ? "" : ", ") + std::string(copy_method_name(method));
+  }
+  fail<ValueError>("copy_method='", copy_method_name(forced), "' is no copy method of ",
+                   device_.name(), ", which has: ", methods,
+                   "; pass copy_method='auto', or unset KVSWAP_COPY_METHOD");
 }
 
 void CopyPlanner::set_up(Channel& stores, Channel& loads) {

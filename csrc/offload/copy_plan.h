@@ -57,7 +57,8 @@ class CopyPlanner {
   static constexpr uint64_t kMinStagingBytes = 1 << 20;
 
   // Gives the groups their tables and the channels their staging buffers, if some transfer would
-  // use them. Throws ValueError when a forced copy method is not available.
+  // use them. Throws ValueError when the device does not have the forced copy method, or when that
+  // is not available.
   CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
               Channel& stores, Channel& loads);
   ~CopyPlanner() { close(); }
@@ -89,6 +90,7 @@ class CopyPlanner {
   void leak() noexcept;
 
  private:
+  void check_forced_method() const;
   void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;

@@ -20,8 +20,10 @@ from simulated_driver import DEVICE, Driver, on_device, place, run, stubbed, wit
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native import loader
+from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import CHOICES, copy_method_options
+from torch_kvswap.groups import Groups
 from torch_kvswap.handler import Result
 from torch_kvswap.metrics import COPY_METHODS
 
@@ -75,10 +77,44 @@ def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
     assert copy_method_options("auto", 0, CPU).costs[0][0].start_seconds < 0
     layout = PagedLayout([torch.zeros(4, 8)])
-    with OffloadHandler(layout, HostPool(layout, 2), copy_method="staged") as handler:
+    with OffloadHandler(layout, HostPool(layout, 2)) as handler:
         job = handler.store(gpu_block_ids=[1], page_ids=[1], copy_engines_only=True)
         assert job.result is not None
         assert job.result.copy_method == "host"
+
+
+@pytest.mark.parametrize("copy_method", CHOICES[1:])
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_a_method_that_the_device_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, copy_method: str, given: str
+) -> None:
+    layout = PagedLayout([torch.zeros(4, 8)])
+    argument = copy_method if given == "argument" else None
+    monkeypatch.setenv("KVSWAP_COPY_METHOD", "auto" if argument else copy_method)
+    with pytest.raises(ValueError, match="copy_method") as refusal:
+        OffloadHandler(layout, HostPool(layout, 2), copy_method=argument)
+    assert str(refusal.value) == (
+        f"copy_method='{copy_method}' is no copy method of host memory, which has: host; pass "
+        "copy_method='auto', or unset KVSWAP_COPY_METHOD"
+    )
+    OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
+
+
+@stubbed
+def test_a_method_that_no_gpu_has_is_refused_with_nothing_left(driver: Driver) -> None:
+    layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
+    pool = HostPool(layout, 4)
+    groups = Groups(layout, pool)
+    options = copy_method_options("auto", 1 << 20, GPU)
+    options.copy_method = COPY_METHODS.index("host")
+    before = driver.live("streams")
+    with pytest.raises(ValueError, match="copy_method") as refusal:
+        NativeHandler(groups, False, options)
+    assert_expected_inline(
+        str(refusal.value),
+        """copy_method='host' is no copy method of CUDA device 0, which has: strided, batch, staged, kernel; pass copy_method='auto', or unset KVSWAP_COPY_METHOD""",
+    )
+    assert driver.live("streams") == before
 
 
 # The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
