@@ -174,7 +174,7 @@ _SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
 STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 
 
-class _InlineHandler(OffloadHandler):
+class InlineHandler(OffloadHandler):
     """A handler whose calls submit their jobs themselves, whatever was measured before."""
 
     def __init__(self, layout: PagedLayout, pool: HostPool, copy_method: str) -> None:
@@ -259,5 +259,5 @@ class Machine:
             self._layout = PagedLayout(list(whole))
             self._pool = HostPool(self._layout, blocks)
         if copy_method not in self._handlers:
-            self._handlers[copy_method] = _InlineHandler(self._layout, self._pool, copy_method)
+            self._handlers[copy_method] = InlineHandler(self._layout, self._pool, copy_method)
         return self._handlers[copy_method]

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from simulated_cache import new_threads, threads
+from simulated_driver import Driver, on_device, stubbed
 
-from torch_kvswap.calibrate import COPY_METHODS, SIZES, STEPS, Machine, Measure, Seconds, calibrate
-from torch_kvswap.copy_method import CopyMethodCosts
+from torch_kvswap import HostPool, OffloadHandler
+from torch_kvswap.calibrate import (
+    COPY_METHODS,
+    SIZES,
+    STEPS,
+    InlineHandler,
+    Machine,
+    Measure,
+    Seconds,
+    calibrate,
+)
+from torch_kvswap.copy_method import DIRECTIONS, CopyMethodCosts
 
 ANY_CALL = 20e-6  # seconds of a call that submits nothing
 
@@ -159,6 +173,46 @@ def test_the_machine_measures_calls_of_any_size() -> None:
             assert none.submit > 0
     finally:
         machine.close()
+
+
+@stubbed
+def test_a_handler_that_is_measured_submits_all_itself_whatever_the_costs_are(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """Costs that leave all to another thread are the control, and then a file without any."""
+    layout = on_device(driver, torch.zeros(4, 200, 512, dtype=torch.uint8))
+    ids = list(range(200))
+    file = tmp_path / "costs.json"
+    costs = CopyMethodCosts(1e-6, 1e-6, 51e-6, 0.0, {512: 1e-6}).to_json()
+    file.write_text(json.dumps({key: {"strided": costs} for key in DIRECTIONS}))
+
+    def new_threads_of(handler: OffloadHandler) -> int:
+        before = threads()
+        with handler:
+            store = handler.store(gpu_block_ids=ids, page_ids=ids, after=())
+            load = handler.load(gpu_block_ids=ids, page_ids=ids, after=())
+            handler.synchronize([store, load])
+            return new_threads(before)
+
+    with pytest.MonkeyPatch.context() as environment, HostPool(layout, 200) as pool:
+        environment.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
+        assert new_threads_of(OffloadHandler(layout, pool, copy_method="strided")) == 2
+        assert new_threads_of(InlineHandler(layout, pool, "strided")) == 0
+        file.write_text("{}")
+        assert new_threads_of(InlineHandler(layout, pool, "batch")) == 0
+
+
+@stubbed
+def test_a_transfer_that_another_thread_submitted_is_no_measurement(driver: Driver) -> None:
+    layout = on_device(driver, torch.zeros(4, 8, 512, dtype=torch.uint8))
+    with (
+        HostPool(layout, 8) as pool,
+        OffloadHandler(layout, pool, copy_method="batch", submit_thread=True) as handler,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(Machine, "_handler", lambda *_: handler)
+        with pytest.raises(RuntimeError, match=r"a store by copy_method='batch' was queued"):
+            Machine(torch.device("cpu")).measure("batch", "store", 512, 4, 2)
 
 
 @pytest.mark.gpu

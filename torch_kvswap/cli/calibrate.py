@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 def _table(direction: str, of_direction: Mapping[str, CopyMethodCosts]) -> str:
     """A table of one direction's costs, one line per copy method."""
-    columns = ("start, us", "block, us", "submit: start", "a copy, us")
+    columns = ("start, us", "block, us", "submit, us", "per copy, us")
     header = f"{direction:8}" + "".join(f"{column:>15}" for column in columns)
     lines = [header + "   fragments in GB/s:" + "".join(f"{size >> 10:>5} KiB" for size in _SHOWN)]
     for copy_method, costs in of_direction.items():
