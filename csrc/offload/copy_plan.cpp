@@ -90,10 +90,10 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 
 MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
                              const std::vector<CopyMethod>& available,
-                             const std::vector<kvswap::Group>& groups)
+                             const std::vector<Group>& groups)
     : forced_(options.copy_method), available_(available) {
-  for (const kvswap::Group& group : groups) {
-    Group& fitted = groups_.emplace_back();
+  for (const Group& group : groups) {
+    GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     const auto slabs = static_cast<double>(group.gpu.count());
@@ -112,37 +112,35 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
   }
 }
 
-double MethodChooser::seconds(CopyMethod method, const Transfer& transfer) const {
-  const int direction = transfer.channel == kStores ? 0 : 1;
+double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
+  const int direction = copy.channel == kStores ? 0 : 1;
   const kvswap_copy_method_costs& costs =
-      groups_[transfer.group].costs[direction][static_cast<int>(method)];
+      groups_[copy.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
-  return costs.start_seconds + static_cast<double>(transfer.blocks) * costs.block_seconds;
+  return costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
 }
 
-double MethodChooser::submit_seconds(CopyMethod method, const Transfer& transfer) const {
-  const int direction = transfer.channel == kStores ? 0 : 1;
+double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
+  const int direction = copy.channel == kStores ? 0 : 1;
   const kvswap_copy_method_costs& costs =
-      groups_[transfer.group].costs[direction][static_cast<int>(method)];
-  return costs.submit_start_seconds +
-         static_cast<double>(transfer.blocks) * costs.submit_copy_seconds;
+      groups_[copy.group].costs[direction][static_cast<int>(method)];
+  return costs.submit_start_seconds + static_cast<double>(copy.blocks) * costs.submit_copy_seconds;
 }
 
-CopyMethod MethodChooser::choose(const Transfer& transfer) const {
-  const Group& group = groups_[transfer.group];
+CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
+  const GroupCosts& group = groups_[copy.group];
   if (group.host_is_pageable) return CopyMethod::kBatch;
-  const double bytes = static_cast<double>(transfer.blocks) * group.block_bytes;
+  const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer.
-  const bool may_stage =
-      transfer.may_launch && transfer.may_stage && transfer.channel != kExpedited;
+  const bool may_stage = copy.may_launch && copy.may_stage && copy.channel != kExpedited;
   CopyMethod best = available_.front();
   double least = std::numeric_limits<double>::infinity();
   for (const CopyMethod method : available_) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
-    if (method == CopyMethod::kKernel && !transfer.may_launch) continue;
+    if (method == CopyMethod::kKernel && !copy.may_launch) continue;
     if (forces(method)) return method;
     if (method == CopyMethod::kKernel && bytes > kMaxKernelBytes) continue;
-    const double predicted = seconds(method, transfer);
+    const double predicted = seconds(method, copy);
     if (predicted >= least) continue;
     least = predicted;
     best = method;
@@ -307,9 +305,9 @@ size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
-double CopyPlanner::without_kernels(const MethodChooser::Transfer& transfer) const {
-  return std::min(chooser_.seconds(CopyMethod::kStrided, transfer),
-                  chooser_.seconds(CopyMethod::kBatch, transfer));
+double CopyPlanner::without_kernels(const MethodChooser::GroupCopy& copy) const {
+  return std::min(chooser_.seconds(CopyMethod::kStrided, copy),
+                  chooser_.seconds(CopyMethod::kBatch, copy));
 }
 
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {

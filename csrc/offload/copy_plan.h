@@ -18,18 +18,18 @@ class MethodChooser {
   MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
-  // The blocks of one group in a transfer; not kvswap::Transfer.
-  struct Transfer {
+  // The blocks of one group in a transfer.
+  struct GroupCopy {
     int group, channel;
     size_t blocks;
     bool may_launch = true;  // kernels may copy
     bool may_stage = true;   // the channel has a staging buffer
   };
-  CopyMethod choose(const Transfer& transfer) const;
+  CopyMethod choose(const GroupCopy& copy) const;
   // Predicted seconds; infinite for a copy method without figures.
-  double seconds(CopyMethod method, const Transfer& transfer) const;
+  double seconds(CopyMethod method, const GroupCopy& copy) const;
   // Predicted seconds that a thread takes to submit it; 0 for a copy method without figures.
-  double submit_seconds(CopyMethod method, const Transfer& transfer) const;
+  double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
 
   // Whether this copy method would be chosen for some number of blocks.
   bool wants(CopyMethod method) const;
@@ -37,8 +37,8 @@ class MethodChooser {
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
-  // What is known of a kvswap::Group.
-  struct Group {
+  // What it takes to copy blocks of a group.
+  struct GroupCosts {
     bool host_is_pageable;
     double block_bytes;
     // For a block, block_seconds includes all fragments, and submit_copy_seconds all copies.
@@ -47,7 +47,7 @@ class MethodChooser {
 
   int forced_;
   std::vector<CopyMethod> available_;
-  std::vector<Group> groups_;
+  std::vector<GroupCosts> groups_;
 };
 
 // Plans how jobs are copied, and owns the GPU memory for it: the tables of slabs and the staging
@@ -95,7 +95,7 @@ class CopyPlanner {
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
   size_t unstaged_blocks(const Job& job) const;
-  double without_kernels(const MethodChooser::Transfer& transfer) const;  // seconds
+  double without_kernels(const MethodChooser::GroupCopy& copy) const;  // seconds
 
   std::vector<Group>& groups_;
   Device& device_;
