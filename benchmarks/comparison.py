@@ -1,0 +1,284 @@
+"""Transfers, one big copy of their bytes and the reference in turn, warm and cold."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from big_copy import Before, BigCopy, Reference, nothing
+from blocks import NumberedBlocks
+from other_work import CALLS, MIB, OtherWork
+from timing import Hold, Move, TimeLimit, no_garbage_collection, quartiles, synchronize
+from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
+
+from torch_kvswap import OffloadHandler
+from torch_kvswap.cli.progress import Progress
+
+OURS, BIG, REFERENCE = "ours", "big copy", "reference"
+WARM, HELD, COLD = "warm", "held", "cold"
+TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
+LEAST = 5  # samples that a limit of time leaves
+LINK_EACH = 5  # for so many samples one is measured on the device alone
+_WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
+
+Timed = Callable[[Before], Move]  # does it once, and tells what it took
+
+
+@dataclass
+class Samples:
+    """What was measured in one state: by way, in the order of the rounds."""
+
+    moves: dict[str, list[Move]]
+
+    def numbers(self, way: str, what: str = TOTAL) -> list[float]:
+        return [getattr(move, what) for move in self.moves[way]]
+
+    def median(self, way: str, what: str = TOTAL) -> float:
+        return median(self.numbers(way, what))
+
+    def ratios(self, way: str, other: str, what: str = TOTAL) -> list[float]:
+        """Quartiles of the ratios of a way to another one in the same round."""
+        pairs = zip(self.numbers(way, what), self.numbers(other, what), strict=False)
+        return quartiles([mine / beside for mine, beside in pairs])
+
+    def ratio(self, way: str, other: str, what: str = TOTAL) -> float:
+        return self.ratios(way, other, what)[1]
+
+    @property
+    def count(self) -> int:
+        """Rounds that were kept."""
+        return max(map(len, self.moves.values()), default=0)
+
+    @property
+    def copy_methods(self) -> dict[str, list[str]]:
+        """Those that the results name, by way."""
+        used = {way: {move.copy_method for move in moves} for way, moves in self.moves.items()}
+        return {way: sorted(filter(None, names)) for way, names in used.items() if any(names)}
+
+    def to_json(self) -> dict[str, Any]:
+        measured = [way for way, moves in self.moves.items() if moves]
+        others = [way for way in (BIG, REFERENCE) if way in measured]
+        summary = {
+            what: {
+                "quartiles": {way: quartiles(self.numbers(way, what)) for way in measured},
+                **{
+                    f"over {other}": {
+                        way: self.ratios(way, other, what) for way in measured if way != other
+                    }
+                    for other in others
+                },
+            }
+            for what in (TOTAL, SUBMIT)
+        }
+        rounded = {
+            way: {
+                what: [round(number, 2) for number in self.numbers(way, what)]
+                for what in (TOTAL, SUBMIT)
+            }
+            for way in self.moves
+        }
+        return {
+            "count": self.count,
+            "copy_methods": self.copy_methods,
+            **summary,
+            "samples": rounded,
+        }
+
+
+@dataclass
+class Cell:
+    """Transfers of one kind. link_us: on the device alone, ours and the big copy's. wrong: blocks
+    and pages."""
+
+    kind: Kind
+    states: dict[str, Samples] = field(default_factory=dict)
+    link_us: list[tuple[float, float]] = field(default_factory=list)
+    wrong: int = 0
+
+    @property
+    def link_ratio(self) -> float | None:
+        return median(ours / big for ours, big in self.link_us) if self.link_us else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self.kind),
+            "wrong": self.wrong,
+            "link_ratio": self.link_ratio,
+            "link_us": self.link_us,
+            "states": {state: samples.to_json() for state, samples in self.states.items()},
+        }
+
+
+def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> None:
+    """The options of a program that compares."""
+    add = parser.add_argument
+    add_transfers(parser)
+    add("--samples", type=int, default=samples, help="rounds in a cell, after those that warm up")
+    text = "rounds in a cell in which other work is done before each transfer and each copy"
+    add("--cold-samples", type=int, default=cold_samples, help=text)
+    text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"
+    add("--time-limit", type=float, metavar="SECONDS", help=text)
+    text = f"of host memory that the other work reads; default: {MIB}, without a GPU 4"
+    add("--other-mib", type=int, help=text)
+
+
+def settings(options: Namespace) -> dict[str, Any]:
+    """What says how a comparison was made, for the JSON file."""
+    names = ("samples", "cold_samples", "arrangements", "time_limit", "other_mib")
+    return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
+
+
+def other_work(options: Namespace, device: torch.device) -> OtherWork:
+    on_cuda = device.type == "cuda"
+    if options.other_mib is None:
+        options.other_mib = MIB if on_cuda else 4
+    return OtherWork(device, options.other_mib, CALLS)
+
+
+def alternate(
+    ways: Mapping[str, Timed],
+    before: Before,
+    rounds: range,
+    end: float,
+    candidates: Callable[[int, dict[str, list[Move]]], list[str]] | None = None,
+) -> Samples:
+    """All ways once in each round, and each of them at every place in turn.
+
+    Args:
+        ways: by name.
+        before: is called right before each of them.
+        rounds: rounds below zero warm up, and are not kept.
+        end: after that time of perf_counter() no round begins once there are LEAST samples.
+        candidates: gets the number of a round that has ended and all moves so far, also of rounds
+            that warm up, and returns the ways that are worth measuring on.
+    """
+    everything: dict[str, list[Move]] = {name: [] for name in ways}
+    kept: dict[str, list[Move]] = {name: [] for name in ways}
+    names = list(ways)
+    with no_garbage_collection():
+        for number in rounds:
+            if number >= LEAST and time.perf_counter() > end:
+                break
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                moved = ways[name](before)
+                everything[name].append(moved)
+                if number >= 0:
+                    kept[name].append(moved)
+            names = candidates(number, everything) if candidates else names
+    return Samples(kept)
+
+
+def rounds_of(state: str, options: Namespace) -> range:
+    return range(-_WARM_UPS[state], options.cold_samples if state == COLD else options.samples)
+
+
+@contextmanager
+def before_each(
+    state: str, other: OtherWork, device: torch.device, blocks: int
+) -> Iterator[Before]:
+    """What makes the state, right before a transfer of so many blocks."""
+    if state != HELD:
+        yield other if state == COLD else nothing
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield lambda: Hold(stream, 0.002 + 4e-6 * blocks)  # longer than the call
+
+
+def copies(kind: Kind, big: BigCopy, reference: Reference) -> dict[str, Timed]:
+    """What the transfers are compared with."""
+    return {
+        BIG: lambda before: big.move(kind.directions, kind.nbytes, before),
+        REFERENCE: lambda before: reference.move(kind.directions, kind.nbytes, before),
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: every direction and number of blocks, in every state. links: whether also
+    on the device alone."""
+
+    shapes: Sequence[Shape]
+    directions: Sequence[str]
+    counts: Sequence[int]
+    states: Sequence[str]
+    links: bool
+
+
+def measure_all(
+    plan: Plan, device: torch.device, options: Namespace, what: str, **handler_options: Any
+) -> list[Cell]:
+    """what: its name in the line of progress."""
+    kinds = [*product(plan.directions, plan.counts)]
+    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
+    limit = TimeLimit(options.time_limit, number * len(plan.states))
+    progress = Progress(what, number, True, sys.stderr)
+    other = other_work(options, device)
+    big = BigCopy(device, max(plan.counts) * max(shape.block_bytes for shape in plan.shapes))
+    reference = Reference(big, device)
+    cells = []
+    for arrangement, shape in product(options.arrangements, plan.shapes):
+        # As many blocks again do not move. With very few a page would soon get a block that it has,
+        # and nobody would see when it does not.
+        at_once = 2 if BOTH in plan.directions else 1
+        count = (at_once + 1) * max(*plan.counts, 16) + 2
+        blocks = shape.new_blocks(device, count, arrangement)
+        with blocks.host, OffloadHandler(blocks.layout, blocks.host, **handler_options) as handler:
+            for direction, count in kinds:
+                kind = Kind(shape, arrangement, direction, count)
+                cell = Cell(kind)
+                blocks.refill()
+                for state in plan.states:
+                    cell.states[state] = measure(
+                        handler, blocks, big, reference, kind, state, other, options, limit
+                    )
+                if plan.links and device.type == "cuda":
+                    cell.link_us = links(handler, blocks, big, kind, options.samples // LINK_EACH)
+                cell.wrong = blocks.wrong()
+                cells.append(cell)
+                progress.advance(1)
+        del handler, blocks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape has blocks of another size
+    return cells
+
+
+def measure(
+    handler: Any,
+    blocks: NumberedBlocks,
+    big: BigCopy,
+    reference: Reference,
+    kind: Kind,
+    state: str,
+    other: OtherWork,
+    options: Namespace,
+    limit: TimeLimit,
+) -> Samples:
+    def ours(before: Before) -> Move:
+        return move(handler, blocks, kind.directions, kind.blocks, before)
+
+    ways = {OURS: ours, **copies(kind, big, reference)}
+    with before_each(state, other, blocks.device, kind.blocks) as before:
+        samples = alternate(ways, before, rounds_of(state, options), limit.next_part())
+    synchronize(blocks.device)
+    return samples
+
+
+def links(
+    handler: Any, blocks: NumberedBlocks, big: BigCopy, kind: Kind, samples: int
+) -> list[tuple[float, float]]:
+    """Microseconds on the device alone: of our transfers, and of big copies."""
+    stream = torch.cuda.Stream(blocks.device)
+    pairs = (
+        link_us(handler, blocks, kind.directions, kind.blocks, big, stream) for _ in range(samples)
+    )
+    return [pair for pair in pairs if pair]
