@@ -45,6 +45,8 @@ class NumberedBlocks:
         else:
             flat = _one_by_one(device, layers, count * fragment_bytes)
             self._tensors = [layer.view(torch.int64).view(count, self._words) for layer in flat]
+            if len(set(distances(self._tensors))) != layers - 1:
+                raise RuntimeError("layers that were allocated one by one lie at equal distances")
         self.layout = PagedLayout(self._tensors)
         # torch copies whole slices of it, which may not straddle two registrations
         self.host = HostPool(self.layout, count, chunk_bytes=64 << 30)
@@ -115,6 +117,4 @@ def _one_by_one(device: torch.device, layers: int, nbytes: int) -> list[Tensor]:
             places = (one for one in places if distances([placed[-1], one])[0] not in seen)
         placed.append(next(places))
         seen.update(distances(placed[-2:]))
-    if len(seen) != layers - 1:
-        raise RuntimeError("layers that were allocated one by one lie at equal distances")
     return placed

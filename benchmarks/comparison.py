@@ -30,6 +30,7 @@ LINK_EACH = 5  # for so many samples one is measured on the device alone
 _WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
 
 Timed = Callable[[Before], Move]  # does it once, and tells what it took
+Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
 
 
 @dataclass
@@ -56,6 +57,11 @@ class Samples:
     def count(self) -> int:
         """Rounds that were kept."""
         return max(map(len, self.moves.values()), default=0)
+
+    @property
+    def complete(self) -> list[str]:
+        """The ways that took part in all rounds."""
+        return [way for way, moves in self.moves.items() if len(moves) == self.count]
 
     @property
     def copy_methods(self) -> dict[str, list[str]]:
@@ -136,19 +142,12 @@ def settings(options: Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
 
 
-def other_work(options: Namespace, device: torch.device) -> OtherWork:
-    on_cuda = device.type == "cuda"
-    if options.other_mib is None:
-        options.other_mib = MIB if on_cuda else 4
-    return OtherWork(device, options.other_mib, CALLS)
-
-
 def alternate(
     ways: Mapping[str, Timed],
     before: Before,
     rounds: range,
     end: float,
-    candidates: Callable[[int, dict[str, list[Move]]], list[str]] | None = None,
+    candidates: Candidates | None = None,
 ) -> Samples:
     """All ways once in each round, and each of them at every place in turn.
 
@@ -163,43 +162,81 @@ def alternate(
     everything: dict[str, list[Move]] = {name: [] for name in ways}
     kept: dict[str, list[Move]] = {name: [] for name in ways}
     names = list(ways)
-    with no_garbage_collection():
-        for number in rounds:
-            if number >= LEAST and time.perf_counter() > end:
-                break
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                moved = ways[name](before)
-                everything[name].append(moved)
-                if number >= 0:
-                    kept[name].append(moved)
-            names = candidates(number, everything) if candidates else names
+    for number in rounds:
+        if number >= LEAST and time.perf_counter() > end:
+            break
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            moved = ways[name](before)
+            everything[name].append(moved)
+            if number >= 0:
+                kept[name].append(moved)
+        names = candidates(number, everything) if candidates else names
     return Samples(kept)
 
 
-def rounds_of(state: str, options: Namespace) -> range:
-    return range(-_WARM_UPS[state], options.cold_samples if state == COLD else options.samples)
+class Comparison:
+    """Measures transfers beside a big copy and the reference, warm and cold.
 
+    Args:
+        options: see add_comparison().
+        nbytes: of the largest transfer.
+        parts: how often run() will be called; they share the limit of time.
+    """
 
-@contextmanager
-def before_each(
-    state: str, other: OtherWork, device: torch.device, blocks: int
-) -> Iterator[Before]:
-    """What makes the state, right before a transfer of so many blocks."""
-    if state != HELD:
-        yield other if state == COLD else nothing
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield lambda: Hold(stream, 0.002 + 4e-6 * blocks)  # longer than the call
+    def __init__(self, device: torch.device, options: Namespace, nbytes: int, parts: int) -> None:
+        if options.other_mib is None:
+            options.other_mib = MIB if device.type == "cuda" else 4
+        self._device = device
+        self._samples = {WARM: options.samples, HELD: options.samples, COLD: options.cold_samples}
+        self._limit = TimeLimit(options.time_limit, parts)
+        self._other = OtherWork(device, options.other_mib, CALLS)
+        self._big = BigCopy(device, nbytes)
+        self._reference = Reference(self._big, device)
 
+    def copies(self, kind: Kind) -> dict[str, Timed]:
+        """What the transfers are compared with."""
+        return {
+            BIG: lambda before: self._big.move(kind.directions, kind.nbytes, before),
+            REFERENCE: lambda before: self._reference.move(kind.directions, kind.nbytes, before),
+        }
 
-def copies(kind: Kind, big: BigCopy, reference: Reference) -> dict[str, Timed]:
-    """What the transfers are compared with."""
-    return {
-        BIG: lambda before: big.move(kind.directions, kind.nbytes, before),
-        REFERENCE: lambda before: reference.move(kind.directions, kind.nbytes, before),
-    }
+    def run(
+        self,
+        ways: Mapping[str, Timed],
+        kind: Kind,
+        state: str,
+        candidates: Candidates | None = None,
+    ) -> Samples:
+        """All ways in turn; see alternate()."""
+        rounds = range(-_WARM_UPS[state], self._samples[state])
+        with self._before_each(state, kind.blocks) as before:
+            samples = alternate(ways, before, rounds, self._limit.next_part(), candidates)
+        synchronize(self._device)
+        return samples
+
+    def link_us(
+        self, handler: Any, blocks: NumberedBlocks, kind: Kind
+    ) -> list[tuple[float, float]]:
+        """Microseconds on the device alone, of our transfers and of big copies; none without it."""
+        if self._device.type != "cuda":
+            return []
+        stream = torch.cuda.Stream(self._device)
+        pairs = (
+            link_us(handler, blocks, kind.directions, kind.blocks, self._big, stream)
+            for _ in range(self._samples[WARM] // LINK_EACH)
+        )
+        return [pair for pair in pairs if pair]
+
+    @contextmanager
+    def _before_each(self, state: str, blocks: int) -> Iterator[Before]:
+        """What makes the state, right before a transfer of so many blocks."""
+        if state != HELD:
+            yield self._other if state == COLD else nothing
+            return
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            yield lambda: Hold(stream, 0.002 + 4e-6 * blocks)  # longer than the call
 
 
 @dataclass(frozen=True)
@@ -220,31 +257,21 @@ def measure_all(
     """what: its name in the line of progress."""
     kinds = [*product(plan.directions, plan.counts)]
     number = len(plan.shapes) * len(options.arrangements) * len(kinds)
-    limit = TimeLimit(options.time_limit, number * len(plan.states))
     progress = Progress(what, number, True, sys.stderr)
-    other = other_work(options, device)
-    big = BigCopy(device, max(plan.counts) * max(shape.block_bytes for shape in plan.shapes))
-    reference = Reference(big, device)
+    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
+    comparison = Comparison(device, options, nbytes, number * len(plan.states))
+    at_once = 2 if BOTH in plan.directions else 1
     cells = []
     for arrangement, shape in product(options.arrangements, plan.shapes):
         # As many blocks again do not move. With very few a page would soon get a block that it has,
         # and nobody would see when it does not.
-        at_once = 2 if BOTH in plan.directions else 1
         count = (at_once + 1) * max(*plan.counts, 16) + 2
         blocks = shape.new_blocks(device, count, arrangement)
-        with blocks.host, OffloadHandler(blocks.layout, blocks.host, **handler_options) as handler:
+        handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
+        with blocks.host, handler, no_garbage_collection():
             for direction, count in kinds:
                 kind = Kind(shape, arrangement, direction, count)
-                cell = Cell(kind)
-                blocks.refill()
-                for state in plan.states:
-                    cell.states[state] = measure(
-                        handler, blocks, big, reference, kind, state, other, options, limit
-                    )
-                if plan.links and device.type == "cuda":
-                    cell.link_us = links(handler, blocks, big, kind, options.samples // LINK_EACH)
-                cell.wrong = blocks.wrong()
-                cells.append(cell)
+                cells.append(measure(comparison, handler, blocks, kind, plan))
                 progress.advance(1)
         del handler, blocks
         if device.type == "cuda":
@@ -253,32 +280,18 @@ def measure_all(
 
 
 def measure(
-    handler: Any,
-    blocks: NumberedBlocks,
-    big: BigCopy,
-    reference: Reference,
-    kind: Kind,
-    state: str,
-    other: OtherWork,
-    options: Namespace,
-    limit: TimeLimit,
-) -> Samples:
+    comparison: Comparison, handler: Any, blocks: NumberedBlocks, kind: Kind, plan: Plan
+) -> Cell:
+    """The first and the last block and page stay as they are."""
+
     def ours(before: Before) -> Move:
         return move(handler, blocks, kind.directions, kind.blocks, before)
 
-    ways = {OURS: ours, **copies(kind, big, reference)}
-    with before_each(state, other, blocks.device, kind.blocks) as before:
-        samples = alternate(ways, before, rounds_of(state, options), limit.next_part())
-    synchronize(blocks.device)
-    return samples
-
-
-def links(
-    handler: Any, blocks: NumberedBlocks, big: BigCopy, kind: Kind, samples: int
-) -> list[tuple[float, float]]:
-    """Microseconds on the device alone: of our transfers, and of big copies."""
-    stream = torch.cuda.Stream(blocks.device)
-    pairs = (
-        link_us(handler, blocks, kind.directions, kind.blocks, big, stream) for _ in range(samples)
-    )
-    return [pair for pair in pairs if pair]
+    blocks.refill()
+    cell, ways = Cell(kind), {OURS: ours, **comparison.copies(kind)}
+    for state in plan.states:
+        cell.states[state] = comparison.run(ways, kind, state)
+    if plan.links:
+        cell.link_us = comparison.link_us(handler, blocks, kind)
+    cell.wrong = blocks.wrong()
+    return cell

@@ -22,30 +22,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from big_copy import Before, BigCopy, Reference
+from big_copy import Before
 from blocks import NumberedBlocks
-from comparison import (
-    COLD,
-    WARM,
-    Timed,
-    add_comparison,
-    alternate,
-    before_each,
-    copies,
-    other_work,
-    rounds_of,
-    settings,
-)
+from comparison import COLD, WARM, Comparison, Timed, add_comparison, settings
 from copy_methods_report import Cell, candidates, judge, tables
-from other_work import OtherWork
 from program import device_of, finish, new_parser
-from timing import Move, TimeLimit, synchronize
+from timing import Move, no_garbage_collection
 from transfers import BLOCKS, DIRECTIONS, Kind, Shape, move, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.copy_method import AUTO, CHOICES
 
+STATES = (WARM, COLD)
 FORCED = [copy_method for copy_method in CHOICES if copy_method != AUTO]
 
 
@@ -79,11 +68,9 @@ def measure_all(
 ) -> list[Cell]:
     kinds = [*product(DIRECTIONS, counts)]
     number = len(options.arrangements) * len(shapes) * len(kinds)
-    limit = TimeLimit(options.time_limit, 2 * number)
     progress = Progress("copy methods", number, True, sys.stderr)
-    other = other_work(options, device)
-    big = BigCopy(device, max(counts) * max(shape.block_bytes for shape in shapes))
-    reference = Reference(big, device)
+    nbytes = max(counts) * max(shape.block_bytes for shape in shapes)
+    comparison = Comparison(device, options, nbytes, len(STATES) * number)
     cells = []
     for arrangement, shape in product(options.arrangements, shapes):
         count = 2 * max(*counts, 16) + 2  # half of them do not move
@@ -93,10 +80,10 @@ def measure_all(
             ours, refused = handlers(blocks)
             for handler in ours.values():
                 stack.enter_context(handler)
+            stack.enter_context(no_garbage_collection())
             for direction, count in kinds:
                 kind = Kind(shape, arrangement, direction, count)
-                beside = copies(kind, big, reference)
-                cells.append(measure(ours, beside, refused, blocks, kind, other, options, limit))
+                cells.append(measure(comparison, ours, refused, blocks, kind))
                 progress.advance(1)
         del ours, handler, blocks
         if device.type == "cuda":
@@ -116,14 +103,11 @@ def handlers(blocks: NumberedBlocks) -> tuple[dict[str, OffloadHandler], dict[st
 
 
 def measure(
+    comparison: Comparison,
     ours: Mapping[str, Any],
-    beside: Mapping[str, Timed],
     refused: Mapping[str, str],
     blocks: NumberedBlocks,
     kind: Kind,
-    other: OtherWork,
-    options: Namespace,
-    limit: TimeLimit,
 ) -> Cell:
     def moved(handler: Any, before: Before) -> Move:
         return move(handler, blocks, kind.directions, kind.blocks, before)
@@ -131,16 +115,10 @@ def measure(
     blocks.refill()
     cell = Cell(kind, refused=dict(refused))
     ways: dict[str, Timed] = {name: partial(moved, handler) for name, handler in ours.items()}
-    ways.update(beside)
-    for state in (WARM, COLD):
-        with before_each(state, other, blocks.device, kind.blocks) as before:
-            cell.states[state] = samples = alternate(
-                ways, before, rounds_of(state, options), limit.next_part(), candidates
-            )
-        ways = {
-            name: way for name, way in ways.items() if len(samples.moves[name]) == samples.count
-        }
-    synchronize(blocks.device)
+    ways.update(comparison.copies(kind))
+    for state in STATES:
+        cell.states[state] = samples = comparison.run(ways, kind, state, candidates)
+        ways = {name: ways[name] for name in samples.complete}
     cell.wrong = blocks.wrong()
     return cell
 

@@ -132,7 +132,7 @@ def draw_bandwidth(figures: Figures) -> Any:
     from matplotlib import pyplot
 
     rows = panels(figures)
-    size = (11, 1 + 3.5 * len(rows))
+    size = (12, 1 + 3.5 * len(rows))
     picture, axes = pyplot.subplots(
         len(rows), 2, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -141,7 +141,9 @@ def draw_bandwidth(figures: Figures) -> Any:
             _draw_lines(axis, figures, arrangement, state, direction)
             axis.set(title=f"{direction}, {arrangement}, {state}", xlabel="blocks in a transfer")
         row[0].set_ylabel("total time / one big copy")
-    axes[0][1].legend(title="a block; dashed: R; x: peers", fontsize="small")
+    axes[0][1].legend(
+        title="a block\n--: R, x: peers", fontsize="small", loc="upper left", bbox_to_anchor=(1, 1)
+    )
     picture.suptitle(f"Scattered blocks beside one big pinned copy ({_title(figures)})")
     return picture
 
@@ -168,7 +170,7 @@ def draw_interference(figures: Figures) -> Any:
     rows = list(
         dict.fromkeys((cell["arrangement"], shape_name(cell["shape"])) for cell in figures["cells"])
     )
-    size = (12, 1 + 3 * len(rows))
+    size = (13, 1 + 3 * len(rows))
     picture, axes = pyplot.subplots(
         len(rows), 2, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -177,7 +179,7 @@ def draw_interference(figures: Figures) -> Any:
             _draw_bars(axis, bars(figures, arrangement, direction, shape))
             axis.set_title(f"{direction}, {shape}, {arrangement}")
         row[0].set_ylabel("compute lost, ms/GB")
-    axes[0][1].legend(fontsize="small")
+    axes[0][1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     picture.suptitle(f"What compute loses beside transfers ({_title(figures)})")
     return picture
 

@@ -47,11 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all benchmarks ran, targets met or not, and 1 if one failed or found wrong
     bytes."""
     options = _parser().parse_args(arguments)
+    suffix = f"-{options.machine}" if options.machine else ""
     with TemporaryDirectory() as temporary:
         folder = options.json or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         outcomes = [
-            _run(name, folder / f"{name}{options.suffix}.json", seconds)
+            _run(name, folder / f"{name}{suffix}.json", seconds)
             for name, seconds in limits(options.only, options.seconds).items()
         ]
     print(summary(outcomes))
@@ -62,7 +63,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="DIR", help="keep the figures there, NAME.json each")
-    add("--suffix", default="", help="of the names of these files: -h200")
+    add("--machine", metavar="NAME", help="in the names of these files: bandwidth-NAME.json")
     add("--only", nargs="+", choices=SHARES, default=list(SHARES), metavar="NAME")
     text = "for all of them; a program takes longer where a few samples of each cell need it"
     add("--seconds", type=float, default=SECONDS, help=text)
