@@ -70,33 +70,39 @@ class Samples:
         return {way: sorted(filter(None, names)) for way, names in used.items() if any(names)}
 
     def to_json(self) -> dict[str, Any]:
+        """For the JSON file: counts, quartiles, their ratios to both copies, and all samples."""
         measured = [way for way, moves in self.moves.items() if moves]
         others = [way for way in (BIG, REFERENCE) if way in measured]
         summary = {
             what: {
-                "quartiles": {way: quartiles(self.numbers(way, what)) for way in measured},
+                "quartiles": {
+                    way: _rounded(quartiles(self.numbers(way, what))) for way in measured
+                },
                 **{
                     f"over {other}": {
-                        way: self.ratios(way, other, what) for way in measured if way != other
+                        way: _rounded(self.ratios(way, other, what))
+                        for way in measured
+                        if way != other
                     }
                     for other in others
                 },
             }
             for what in (TOTAL, SUBMIT)
         }
-        rounded = {
-            way: {
-                what: [round(number, 2) for number in self.numbers(way, what)]
-                for what in (TOTAL, SUBMIT)
-            }
+        samples = {
+            way: {what: _rounded(self.numbers(way, what)) for what in (TOTAL, SUBMIT)}
             for way in self.moves
         }
         return {
             "count": self.count,
             "copy_methods": self.copy_methods,
             **summary,
-            "samples": rounded,
+            "samples": samples,
         }
+
+
+def _rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 4) for number in numbers]
 
 
 @dataclass
@@ -193,6 +199,8 @@ class Comparison:
         self._other = OtherWork(device, options.other_mib, CALLS)
         self._big = BigCopy(device, nbytes)
         self._reference = Reference(self._big, device)
+        # One for all that is held: of 32 that are made torch would hand out those of the copies.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copies(self, kind: Kind) -> dict[str, Timed]:
         """What the transfers are compared with."""
@@ -219,9 +227,9 @@ class Comparison:
         self, handler: Any, blocks: NumberedBlocks, kind: Kind
     ) -> list[tuple[float, float]]:
         """Microseconds on the device alone, of our transfers and of big copies; none without it."""
-        if self._device.type != "cuda":
+        stream = self._stream
+        if stream is None:
             return []
-        stream = torch.cuda.Stream(self._device)
         pairs = (
             link_us(handler, blocks, kind.directions, kind.blocks, self._big, stream)
             for _ in range(self._samples[WARM] // LINK_EACH)
@@ -234,7 +242,8 @@ class Comparison:
         if state != HELD:
             yield self._other if state == COLD else nothing
             return
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
+        assert stream is not None, "without a GPU no stream can be held"
         with torch.cuda.stream(stream):
             yield lambda: Hold(stream, 0.002 + 4e-6 * blocks)  # longer than the call
 

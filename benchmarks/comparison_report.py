@@ -51,7 +51,7 @@ def _table(title: str, cells: Sequence[Cell], targets: Targets) -> str:
     headers = [title, "blocks"]
     for state in cells[0].states:
         headers += [f"{state}: total / big", "[quartiles]", "R / big", "total / R", "call, us"]
-        headers += ["call / R's", "peer / big"]
+        headers += ["call / R's", "peer / big", "its call, us"]
     rows = []
     for cell in cells:
         row: list[object] = [str(cell.kind.shape), cell.kind.blocks]
@@ -67,6 +67,7 @@ def _table(title: str, cells: Sequence[Cell], targets: Targets) -> str:
                 samples.median(OURS, SUBMIT),
                 _text(cell, state, CALL_OVER_REFERENCE, found),
                 peer and peer.ratio,
+                peer and peer.submit_us,
             ]
         used = {name for one in cell.states.values() for name in one.copy_methods.get(OURS, ())}
         rows.append([*row, cell.link_ratio, "/".join(sorted(used))])

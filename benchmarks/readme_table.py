@@ -1,13 +1,34 @@
-"""Prints the large table of the README from results/bandwidth-h200.json."""
+"""Prints the large table of the README from results/bandwidth-h200.json, or writes it there."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("results") / "bandwidth-h200.json"
+README = Path(__file__).parents[1] / "README.md"
+TABLE = re.compile(r"^\| [^|\n]+: fragments per block \|.*(\n\|.*)*", re.MULTILINE)
+
+
+def main(arguments: list[str]) -> int:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="to the README, over its table")
+    options = parser.parse_args(arguments)
+    table = markdown(json.loads(FILE.read_text()))
+    if not options.write:
+        print(table)
+        return 0
+    text, replaced = TABLE.subn(table, README.read_text())
+    if replaced != 1:
+        print(f"{README} has {replaced} such tables instead of one", file=sys.stderr)
+        return 2
+    README.write_text(text)
+    return 0
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
@@ -37,4 +58,4 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(FILE.read_text())))
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from bandwidth_report import CALLS
 from comparison import BIG, HELD, OURS, REFERENCE, SUBMIT, WARM, Cell
+from comparison_report import peer_of
 from report import Verdict, table
 from timing import Spread
 
@@ -45,13 +46,16 @@ def tables(cells: Sequence[Cell]) -> str:
 
 def _table(title: str, cells: Sequence[Cell]) -> str:
     headers = [title, "blocks", "state", "median", "p90", "p99", "big copy", "R", "median / R"]
+    headers.append("best peer")
     rows: list[list[object]] = []
     for cell in cells:
         for state, samples in cell.states.items():
             ours = np.percentile(samples.numbers(OURS, SUBMIT), [50, 90, 99]).tolist()
             beside = [samples.median(way, SUBMIT) for way in (BIG, REFERENCE)]
             ratio = samples.ratio(OURS, REFERENCE, SUBMIT)
-            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *ours, *beside, ratio])
+            peer = peer_of(cell, state)
+            numbers = [*ours, *beside, ratio, peer and peer.submit_us]
+            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *numbers])
     return table(headers, rows)
 
 

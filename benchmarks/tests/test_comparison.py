@@ -121,7 +121,7 @@ def test_a_cell_is_written_with_all_samples_and_the_ratios_to_both() -> None:
     assert cold["total_us"] == {
         "quartiles": {OURS: [12] * 3, BIG: [8] * 3, REFERENCE: [6] * 3},
         "over big copy": {OURS: [1.5] * 3, REFERENCE: [0.75] * 3},
-        "over reference": {OURS: [2] * 3, BIG: [8 / 6] * 3},
+        "over reference": {OURS: [2] * 3, BIG: [1.3333] * 3},
     }
     assert cold["submit_us"]["over reference"][OURS] == [2] * 3
     assert cold["samples"][OURS] == {"total_us": [12, 12], "submit_us": [3, 3]}

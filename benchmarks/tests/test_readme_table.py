@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import readme_table
-
-README = Path(__file__).parents[2] / "README.md"
 
 
 def a_cell(direction: str, blocks: int, ratio: float, arrangement: str = "one") -> dict[str, Any]:
@@ -37,4 +36,22 @@ def test_the_table_has_medians_of_the_first_arrangement_warm_and_cold() -> None:
 
 
 def test_the_readme_has_the_committed_figures() -> None:
-    assert readme_table.markdown(json.loads(readme_table.FILE.read_text())) in README.read_text()
+    table = readme_table.markdown(json.loads(readme_table.FILE.read_text()))
+    assert f"\n\n{table}\n\n" in readme_table.README.read_text()
+
+
+@pytest.mark.parametrize(("tables", "code"), [(1, 0), (0, 2), (2, 2)])
+def test_the_table_is_written_over_the_one_that_is_there(
+    tables: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = "| one tensor: fragments per block | 1 block |\n| --- | --- |\n| 1 x 1 KiB | 1 |\n"
+    text = "before\n\n" + (old + "\n") * tables + "after | it\n"
+    readme, figures = tmp_path / "README.md", tmp_path / "figures.json"
+    readme.write_text(text)
+    cells = [a_cell("store", 1, 1.5), a_cell("load", 1, 1.4)]
+    figures.write_text(json.dumps({"settings": {"arrangements": ["one"]}, "cells": cells}))
+    monkeypatch.setattr(readme_table, "README", readme)
+    monkeypatch.setattr(readme_table, "FILE", figures)
+    assert readme_table.main(["--write"]) == code
+    new = readme_table.markdown(json.loads(figures.read_text()))
+    assert readme.read_text() == (f"before\n\n{new}\n\nafter | it\n" if code == 0 else text)

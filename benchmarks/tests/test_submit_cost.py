@@ -74,7 +74,7 @@ def test_the_table_has_the_call_beside_those_of_the_copies() -> None:
     (_, found) = tables([a_cell(160, 8, 27)]).split("\n\n")
     assert found.splitlines()[1].split() == [
         *("160", "x", "8", "KiB", "8", "warm"),
-        *("27.00", "27.00", "27.00", "2", "20", "1.35"),
+        *("27.00", "27.00", "27.00", "2", "20", "1.35", "-"),
     ]
 
 
