@@ -12,7 +12,7 @@ native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
 
-# Some minutes on one GPU; ARGS="--only bandwidth --json DIR"
+# About 7 minutes on one GPU; ARGS="--only bandwidth --json DIR --seconds 100"
 bench:
 	@python=$$($(environment) build) && "$$python" benchmarks/run_all.py $(ARGS)
 

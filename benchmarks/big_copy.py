@@ -1,17 +1,27 @@
-"""What everything is compared with: one big copy between the device and pinned memory."""
+"""What everything is compared with: one big copy to or from pinned memory, also by PyTorch."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
+from timing import Move
 from torch import Tensor
 
+Before = Callable[[], object]  # what is done right before the clock starts
+
+
+def nothing() -> None:
+    """A Before that leaves all as it is."""
+
+
 _NOT_READY = 600
+_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -75,27 +85,101 @@ class BigCopy:
         for direction in directions:
             current.wait_stream(self.stream(direction))
 
-    def nanoseconds(self, directions: Sequence[str], nbytes: int) -> int:
-        """From the call until the host sees the end of nbytes each way at once."""
-        ways = [self._ways[direction] for direction in directions]
+    def tensors(self, direction: str, nbytes: int) -> tuple[Tensor, Tensor]:
+        """The first nbytes of what it copies from, and of what it copies to."""
+        way = self._ways[direction]
+        return way.source[:nbytes], way.target[:nbytes]
+
+    def move(self, directions: Sequence[str], nbytes: int, before: Before = nothing) -> Move:
+        """Copies nbytes each way at once, and waits until the host sees the end."""
         if self._driver is None:
-            start = time.perf_counter_ns()
-            for way in ways:
-                way.target[:nbytes].copy_(way.source[:nbytes])
-            return time.perf_counter_ns() - start
+            return _copied_at_once(self, directions, nbytes, before)
+        ways = [self._ways[direction] for direction in directions]
         calls = [(way.arguments(nbytes), _handle(way.stream), way.event) for way in ways]
         copy, record = self._driver.cuMemcpyAsync, self._driver.cuEventRecord
         query, status = self._driver.cuEventQuery, 0
+        before()
         start = time.perf_counter_ns()
         for arguments, stream, event in calls:
             status = status or copy(*arguments, stream) or record(event, stream)
+        submitted = time.perf_counter_ns()
         for _, _, event in calls:
             while (state := query(event)) == _NOT_READY:
                 pass
             status = status or state
         seen = time.perf_counter_ns()
         _check(status, "a big copy")
-        return seen - start
+        return Move((seen - start) / 1e3, (submitted - start) / 1e3)
+
+
+class Reference:
+    """What PyTorch needs for one contiguous copy that gives the guarantees of a transfer.
+
+    An event on the current stream, for which a copy stream waits; on that stream an event, the
+    copy and an event; then the host waits for the last one. It copies the memory of a big copy.
+    Without a GPU a copy is all.
+    """
+
+    def __init__(self, big: BigCopy, device: torch.device) -> None:
+        self._big = big
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            directions = ("store", "load")
+            self._streams = {direction: torch.cuda.Stream(device) for direction in directions}
+            # Made once, as an engine does. Of several copies in flight each needs its own.
+            self._events = {
+                direction: cycle([_new_events() for _ in range(_IN_FLIGHT)])
+                for direction in directions
+            }
+
+    def enqueue(self, direction: str, nbytes: int) -> torch.cuda.Event | None:
+        """Begins a copy, one of at most four at once. Returns the event after it; without a GPU it
+        copies at once, and there is none."""
+        copy = self._big.tensors(direction, nbytes)
+        if self._on_cuda:
+            return self._submit(direction, *copy)
+        copy[1].copy_(copy[0])
+        return None
+
+    def move(self, directions: Sequence[str], nbytes: int, before: Before = nothing) -> Move:
+        """Copies nbytes each way at once, and waits until the host sees the end."""
+        if not self._on_cuda:
+            return _copied_at_once(self._big, directions, nbytes, before)
+        copies = [(direction, *self._big.tensors(direction, nbytes)) for direction in directions]
+        before()
+        start = time.perf_counter_ns()
+        ends = [self._submit(*copy) for copy in copies]
+        submitted = time.perf_counter_ns()
+        for end in ends:
+            end.synchronize()
+        seen = time.perf_counter_ns()
+        return Move((seen - start) / 1e3, (submitted - start) / 1e3)
+
+    def _submit(self, direction: str, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        stream, (ready, start, end) = self._streams[direction], next(self._events[direction])
+        ready.record()  # on the current stream
+        stream.wait_event(ready)
+        start.record(stream)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        end.record(stream)
+        return end
+
+
+def _new_events() -> tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]:
+    """Before the copy may start; its start and its end, which have times."""
+    event: Any = torch.cuda.Event  # it has no types
+    return event(), event(enable_timing=True), event(enable_timing=True)
+
+
+def _copied_at_once(big: BigCopy, directions: Sequence[str], nbytes: int, before: Before) -> Move:
+    copies = [big.tensors(direction, nbytes) for direction in directions]
+    before()
+    start = time.perf_counter_ns()
+    for source, target in copies:
+        target.copy_(source)
+    took = (time.perf_counter_ns() - start) / 1e3
+    return Move(took, took)
 
 
 def _handle(stream: Any) -> ctypes.c_void_p:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from timing import synchronize
@@ -12,20 +13,40 @@ from torch_kvswap import HostPool, PagedLayout
 
 _ODD = -7046029254386353131  # multiplying by it gives every number other bytes
 _CHUNK_BYTES = 64 << 20  # looked at in one go
+_STEP = 512  # bytes by which torch aligns what it allocates on a GPU
+
+# How the layers of a cache lie in memory. Serving engines allocate one tensor after another.
+ONE_BY_ONE, ONE_TENSOR = "layers one by one", "one tensor"
+ARRANGEMENTS = (ONE_BY_ONE, ONE_TENSOR)
 
 
 class NumberedBlocks:
     """`count` blocks in tensors on the device, and as many host pages of one block each.
 
-    The tensors are slices of one allocation, so that all of them are equally far apart.
+    Args:
+        arrangement: ONE_TENSOR: the layers are slices of one allocation, and all distances between
+            neighbours are equal. ONE_BY_ONE: each has its own, and no two distances are equal.
     """
 
-    def __init__(self, device: torch.device, count: int, layers: int, fragment_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        count: int,
+        layers: int,
+        fragment_bytes: int,
+        arrangement: str = ONE_BY_ONE,
+    ) -> None:
         self.count = count
         self.device = device
         self._words = fragment_bytes // 8
-        whole = torch.zeros(layers, count, self._words, dtype=torch.int64, device=device)
-        self._tensors = list(whole)
+        if arrangement == ONE_TENSOR:
+            whole = torch.empty(layers, count, self._words, dtype=torch.int64, device=device)
+            self._tensors = list(whole)
+        else:
+            flat = _one_by_one(device, layers, count * fragment_bytes)
+            self._tensors = [layer.view(torch.int64).view(count, self._words) for layer in flat]
+            if len(set(distances(self._tensors))) != layers - 1:
+                raise RuntimeError("layers that were allocated one by one lie at equal distances")
         self.layout = PagedLayout(self._tensors)
         # torch copies whole slices of it, which may not straddle two registrations
         self.host = HostPool(self.layout, count, chunk_bytes=64 << 30)
@@ -73,3 +94,27 @@ class NumberedBlocks:
         width = self._words * len(self._tensors)
         words = torch.arange(width, device=self.device)
         return (numbers.to(self.device)[:, None] * width + words) * _ODD
+
+
+def distances(tensors: list[Tensor]) -> list[int]:
+    """Bytes from each tensor to the next."""
+    return [after.data_ptr() - before.data_ptr() for before, after in pairwise(tensors)]
+
+
+def _one_by_one(device: torch.device, layers: int, nbytes: int) -> list[Tensor]:
+    """An allocation for each layer, in the order of their addresses.
+
+    Allocations of one size often lie at equal distances. So each is a little larger than its layer,
+    which begins at the first place in it whose distance from the layer before is a new one.
+    """
+    room = layers * _STEP  # each earlier distance excludes one place at most
+    whole = [torch.empty(nbytes + room, dtype=torch.uint8, device=device) for _ in range(layers)]
+    placed: list[Tensor] = []
+    seen: set[int] = set()
+    for allocation in sorted(whole, key=Tensor.data_ptr):
+        places = (allocation[at : at + nbytes] for at in range(0, room, _STEP))
+        if placed:
+            places = (one for one in places if distances([placed[-1], one])[0] not in seen)
+        placed.append(next(places))
+        seen.update(distances(placed[-2:]))
+    return placed

@@ -1,103 +1,95 @@
-"""How far the chosen path is from the best forced one: a table for each direction, the targets."""
+"""How far the chosen copy method is from the best forced one: tables, and the targets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import comparison
+from comparison import BIG, REFERENCE
 from report import Verdict, table
-from transfers import Kind
+from timing import Move
 
 from torch_kvswap.copy_method import AUTO
 
-RATIO = 1.05  # of the automatic path over the best forced one
-SLOW = 2.0  # over the best: no candidate for it
+RATIO = 1.05  # of the automatic method over the best forced one
+FIRST = 2  # samples after which SLOW decides
+SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even worth FIRST samples
+COPIES = (BIG, REFERENCE)
+
+
+def candidates(number: int, moves: Mapping[str, Sequence[Move]]) -> list[str]:
+    """After that round: all but the forced methods that cannot be the best."""
+    best = {name: min(move.total_us for move in of_way) for name, of_way in moves.items()}
+    least = min(us for name, us in best.items() if name not in COPIES)
+    times = SLOW if number >= FIRST - 1 else MUCH_SLOWER
+    return [name for name, us in best.items() if name in (AUTO, *COPIES) or us <= times * least]
 
 
 @dataclass
-class Cell:
-    """Transfers of one kind by each path, in microseconds. used: the paths that the results name.
-    refused: why a path cannot be had."""
+class Cell(comparison.Cell):
+    """Transfers of one kind by each method. refused: why a method cannot be had."""
 
-    kind: Kind
-    total_us: dict[str, list[float]]
     refused: dict[str, str] = field(default_factory=dict)
-    used: dict[str, list[str]] = field(default_factory=dict)
-    wrong: int = 0  # blocks and pages
 
-    def add(self, name: str, total_us: float, path: str) -> None:
-        self.total_us[name].append(total_us)
-        self.used[name] = sorted({*self.used.get(name, ()), path})
-
-    def worth_while(self) -> list[str]:
-        """The automatic path, and all that may be the best."""
-        best = min(map(min, self.total_us.values()))
-        return [
-            name
-            for name, times in self.total_us.items()
-            if name == AUTO or min(times) <= SLOW * best
-        ]
-
-    @property
-    def ratios(self) -> dict[str, float]:
-        """Of the automatic path over each forced one: medians over the samples of both."""
-        ours = self.total_us[AUTO]
+    def ratios(self, state: str) -> dict[str, float]:
+        """Of the automatic method over each forced one: medians over the rounds of both."""
+        samples = self.states[state]
         return {
-            name: median(mine / forced for mine, forced in zip(ours, times, strict=False))
-            for name, times in self.total_us.items()
-            if name != AUTO
+            name: samples.ratio(AUTO, name)
+            for name, moves in samples.moves.items()
+            if moves and name not in (AUTO, *COPIES)
         }
 
-    @property
-    def ratio(self) -> float | None:
-        """Over the best forced path; None when no path can be forced."""
-        return max(self.ratios.values(), default=None)
+    def ratio(self, state: str) -> float | None:
+        """Over the best forced method; None when no method can be forced."""
+        return max(self.ratios(state).values(), default=None)
 
-    @property
-    def best(self) -> str | None:
-        return max(self.ratios, key=self.ratios.__getitem__, default=None)
+    def best(self, state: str) -> str | None:
+        ratios = self.ratios(state)
+        return max(ratios, key=ratios.__getitem__, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self.kind),
-            "ratio": self.ratio,
-            "best": self.best,
-            "used": self.used,
-            "ratios": self.ratios,
-            "total_us": self.total_us,
-            "refused": self.refused,
-            "wrong": self.wrong,
-        }
+        states = self.states
+        found = {state: {"ratio": self.ratio(state), "best": self.best(state)} for state in states}
+        return {**super().to_json(), "refused": self.refused, "auto over best forced": found}
 
 
 def tables(cells: Sequence[Cell]) -> str:
-    """A row for each shape and number of blocks; what was refused below."""
-    directions = dict.fromkeys(cell.kind.direction for cell in cells)
+    """A row for each shape, number of blocks and state; what was refused below."""
+    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
     refused = dict.fromkeys(item for cell in cells for item in cell.refused.items())
-    said = [_of_direction(cells, name) for name in directions]
-    said += ["\n".join(f"{path} cannot be had: {why}" for path, why in refused)] if refused else []
+    said = []
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
+        said.append(_table(", ".join(kind), chosen))
+    said += ["\n".join(f"{name} cannot be had: {why}" for name, why in refused)] if refused else []
     return "\n\n".join(said)
 
 
-def _of_direction(cells: Sequence[Cell], direction: str) -> str:
-    chosen = [cell for cell in cells if cell.kind.direction == direction]
-    forced = list(dict.fromkeys(name for cell in chosen for name in cell.ratios))
-    headers = [f"{direction}, us", "blocks", AUTO, *forced, "chosen", "best", "auto / best"]
+def _table(title: str, cells: Sequence[Cell]) -> str:
+    ways = list(
+        dict.fromkeys(way for cell in cells for one in cell.states.values() for way in one.moves)
+    )
+    headers = [f"{title}, us", "blocks", "state", *ways, "chosen", "best", "auto / best"]
     rows = []
-    for cell in chosen:
-        times = [
-            median(cell.total_us[name]) if cell.total_us.get(name) else None
-            for name in (AUTO, *forced)
-        ]
-        ends = ["/".join(cell.used[AUTO]), cell.best, cell.ratio]
-        rows.append([str(cell.kind.shape), cell.kind.blocks, *times, *ends])
+    for cell in cells:
+        for state, samples in cell.states.items():
+            times = [samples.median(way) if samples.moves.get(way) else None for way in ways]
+            chosen = "/".join(samples.copy_methods[AUTO])
+            ends = [chosen, cell.best(state), cell.ratio(state)]
+            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *times, *ends])
     return table(headers, rows)
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
     return [
-        Verdict(f"{cell.kind}, automatic path over the best forced one", RATIO, cell.ratio)
+        Verdict(
+            f"{cell.kind}, {state}, automatic method over the best forced one",
+            RATIO,
+            cell.ratio(state),
+        )
         for cell in cells
+        for state in cell.states
     ]

@@ -3,16 +3,18 @@
 The compute is on a stream of the default priority: a decode GEMM, attention over a cache, a kernel
 bound by memory, and a GEMM whose kernels hold every SM. Beside it goes one transfer of scattered
 blocks after another, two at a time, by the handler as it chooses, with a forced copy method, or
-with `copy_engines_only`; and one big pinned copy after another. "kernel" is the method with which
-an SM kernel copies, as the peers do. In each repeat the compute runs alone once and then beside
-each of them; figures are medians of the repeats. Without a GPU a thread computes and nothing is
-judged. All bytes are compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or
-not the targets are met.
+with `copy_engines_only`; one big pinned copy after another; and one after another by PyTorch, with
+the guarantees of a transfer (the reference of bandwidth.py). "kernel" is the method with which an
+SM kernel copies, as the peers do. In each repeat the compute runs alone once and then beside each
+of them; figures are medians of the repeats. Transfers follow each other at once, so there is
+nothing cold here. Without a GPU a thread computes and nothing is judged. All bytes are compared in
+the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,20 +26,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from big_copy import BigCopy
+from big_copy import BigCopy, Reference
 from computes import Compute, Idle, computes
-from interference_report import BIG, Cell, Sample, judge, tables
+from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample, judge, tables
 from program import device_of, finish, new_parser
-from timing import no_garbage_collection, synchronize
-from traffic import BigWay, HandlerWay, Way, beside
-from transfers import DIRECTIONS, Shape, add_shapes, shapes_of
+from timing import TimeLimit, no_garbage_collection, synchronize
+from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
+from transfers import DIRECTIONS, Shape, add_transfers, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
-SHAPES = ("160x8", "64x32", "160x4")
-FORCED = ("strided", "staged", "kernel")
-BACKGROUND = "background"
+SHAPES = ("160x8", "160x4")
+FORCED = ("staged", "kernel")
+LEAST = 2  # repeats that a limit of time leaves
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +52,8 @@ def main(arguments: list[str]) -> int:
     cells, wrong = measure_all(device, shapes, options)
     verdicts = judge(cells) if on_cuda else []
     print(tables(cells), "", *verdicts, "", sep="\n")
-    settings = {name: getattr(options, name) for name in ("repeats", "seconds", "mib")}
+    names = ("repeats", "seconds", "mib", "arrangements", "time_limit")
+    settings = {name: getattr(options, name) for name in names}
     content = {
         "benchmark": "interference",
         "settings": settings,
@@ -62,10 +65,12 @@ def main(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--repeats", type=int, default=5, help="after one that warms up")
+    add("--repeats", type=int, default=4, help="after one that warms up")
     add("--seconds", type=float, help="of compute in a sample")
     add("--mib", type=int, help="in a transfer")
-    add_shapes(parser)
+    add_transfers(parser)
+    text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
+    add("--time-limit", type=float, metavar="SECONDS", help=text)
     return parser
 
 
@@ -76,28 +81,32 @@ def measure_all(
     nbytes = options.mib << 20
     beside_what = computes(device, options.seconds)  # before there are handlers: it captures graphs
     big = BigCopy(device, nbytes)
+    reference = Reference(big, device)
+    links = {way: _link(big, way, nbytes, options.seconds, options.repeats) for way in DIRECTIONS}
     kinds = list(product(DIRECTIONS, beside_what))
-    progress = Progress("interference", len(shapes) * len(kinds), True, sys.stderr)
+    number = len(options.arrangements) * len(shapes) * len(kinds)
+    limit = TimeLimit(options.time_limit, number)
+    progress = Progress("interference", number, True, sys.stderr)
     cells, wrong = [], 0
-    for shape in shapes:
+    for arrangement, shape in product(options.arrangements, shapes):
         count = max(1, nbytes // shape.block_bytes)
-        blocks = shape.new_blocks(device, 3 * count + 2)  # a third does not move
+        blocks = shape.new_blocks(device, 3 * count + 2, arrangement)  # a third does not move
         with ExitStack() as stack:
             stack.enter_context(blocks.host)
             handlers = _handlers(blocks, stack)
-            links = {
-                way: _link(big, way, nbytes, options.seconds, options.repeats) for way in DIRECTIONS
-            }
             for direction, compute in kinds:
-                ways: dict[str, Way] = {BIG: BigWay(big, direction, nbytes)}
+                ways: dict[str, Way] = {
+                    BIG: BigWay(big, direction, nbytes),
+                    REFERENCE: ReferenceWay(reference, direction, nbytes),
+                }
                 for name, handler in handlers.items():
-                    is_background = name == BACKGROUND
-                    ways[name] = HandlerWay(handler, blocks, direction, count, is_background)
-                samples = measure(compute, ways, options.repeats)
+                    copy_engines_only = name == COPY_ENGINES_ONLY
+                    ways[name] = HandlerWay(handler, blocks, direction, count, copy_engines_only)
+                samples = measure(compute, ways, options.repeats, limit.next_part())
                 for name, taken in samples.items():
-                    paths = sorted(getattr(ways[name], "paths", ()))
-                    link = links[direction]
-                    cells.append(Cell(shape, direction, compute.name, name, taken, paths, link))
+                    used = sorted(getattr(ways[name], "copy_methods", ()))
+                    link, kind = links[direction], (shape, arrangement, direction)
+                    cells.append(Cell(*kind, compute.name, name, taken, used, link))
                 progress.advance(1)
             synchronize(device)
             wrong += blocks.wrong()
@@ -105,7 +114,7 @@ def measure_all(
 
 
 def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
-    """By way; the paths that cannot be had are left out."""
+    """By way; the methods that cannot be had are left out."""
     handlers = {}
     for copy_method in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
         try:
@@ -114,7 +123,7 @@ def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
             print(f"{copy_method} cannot be had: {error}")
             continue
         handlers[copy_method] = stack.enter_context(handler)
-    return {**handlers, BACKGROUND: handlers["auto"]}
+    return {**handlers, COPY_ENGINES_ONLY: handlers["auto"]}
 
 
 def _link(big: BigCopy, direction: str, nbytes: int, seconds: float, repeats: int) -> float:
@@ -124,10 +133,15 @@ def _link(big: BigCopy, direction: str, nbytes: int, seconds: float, repeats: in
     return median(beside(Idle(seconds), way)[2] for _ in range(repeats))
 
 
-def measure(compute: Compute, ways: Mapping[str, Way], repeats: int) -> dict[str, list[Sample]]:
+def measure(
+    compute: Compute, ways: Mapping[str, Way], repeats: int, end: float
+) -> dict[str, list[Sample]]:
+    """end: after that time of perf_counter() no repeat begins once there are LEAST samples."""
     samples: dict[str, list[Sample]] = {name: [] for name in ways}
     with no_garbage_collection():
         for repeat in range(repeats + 1):
+            if repeat > LEAST and time.perf_counter() > end:
+                break
             floor = beside(compute, None)[0]
             for name, way in ways.items():
                 sample = Sample(floor, *beside(compute, way))

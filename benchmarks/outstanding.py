@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import torch
 from big_copy import BigCopy
-from blocks import NumberedBlocks
+from blocks import ONE_TENSOR, NumberedBlocks
 from outstanding_report import Run, judge, tables
 from program import device_of, new_parser
 from report import write_json
@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     count = options.jobs or (100_000 if device.type == "cuda" else 2_000)
-    blocks = NumberedBlocks(device, count, options.layers, options.fragment_kib * 1024)
+    layers, fragment_bytes = options.layers, options.fragment_kib * 1024
+    blocks = NumberedBlocks(device, count, layers, fragment_bytes, ONE_TENSOR)
     big = big_copy_seconds(device, blocks.host.nbytes)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         runs = measure_all(handler, blocks, scenarios(device), big)
@@ -72,8 +73,8 @@ def big_copy_seconds(device: torch.device, nbytes: int) -> dict[str, float]:
     seconds = {}
     for direction in DIRECTIONS:
         ways = ["store", "load"] if direction == "both" else [direction]
-        samples = [big.nanoseconds(ways, nbytes // len(ways)) for _ in range(6)]
-        seconds[direction] = median(samples[1:]) / 1e9  # the first one touches the memory
+        samples = [big.move(ways, nbytes // len(ways)).total_us for _ in range(6)]
+        seconds[direction] = median(samples[1:]) / 1e6  # the first one touches the memory
     return seconds
 
 

@@ -1,6 +1,7 @@
 """Run the benchmarks one after another, and say which targets were met.
 
-`make bench` runs this. On a GPU it takes some minutes. Without one a reduced set runs, and the
+`make bench` runs this. On a GPU it takes about as long as --seconds says: each program gets a share
+of them, and measures fewer samples of what takes long. Without a GPU a reduced set runs, and the
 targets of a GPU are not judged.
 """
 
@@ -16,7 +17,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-BENCHMARKS = ("bandwidth", "submit_cost", "duplex", "interference", "copy_methods")
+# By benchmark: its share of the seconds.
+SHARES = {
+    "bandwidth": 0.30,
+    "submit_cost": 0.18,
+    "duplex": 0.10,
+    "interference": 0.21,
+    "copy_methods": 0.21,
+}
+SECONDS = 420.0
+START = 10.0  # seconds of each program until it measures: imports, CUDA, memory
 FOLDER = Path(__file__).parent
 SHOWN = 5  # missed targets of a benchmark
 
@@ -37,10 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all benchmarks ran, targets met or not, and 1 if one failed or found wrong
     bytes."""
     options = _parser().parse_args(arguments)
+    suffix = f"-{options.machine}" if options.machine else ""
     with TemporaryDirectory() as temporary:
         folder = options.json or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = [_run(name, folder / f"{name}.json") for name in options.only]
+        outcomes = [
+            _run(name, folder / f"{name}{suffix}.json", seconds)
+            for name, seconds in limits(options.only, options.seconds).items()
+        ]
     print(summary(outcomes))
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
@@ -49,21 +63,32 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="DIR", help="keep the figures there, NAME.json each")
-    add("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME")
+    add("--machine", metavar="NAME", help="in the names of these files: bandwidth-NAME.json")
+    add("--only", nargs="+", choices=SHARES, default=list(SHARES), metavar="NAME")
+    text = "for all of them; a program takes longer where a few samples of each cell need it"
+    add("--seconds", type=float, default=SECONDS, help=text)
     return parser
 
 
-def _run(name: str, file: Path) -> Outcome:
+def limits(names: Sequence[str], seconds: float) -> dict[str, float]:
+    """The time limit of each, without its start."""
+    left = max(0.0, seconds - START * len(names))
+    shares = sum(SHARES[name] for name in names)
+    return {name: left * SHARES[name] / shares for name in names}
+
+
+def _run(name: str, file: Path, seconds: float) -> Outcome:
     """In a process of its own: what it leaves behind on the GPU goes with it."""
     print(f"\n== {name}\n", flush=True)
     file.unlink(missing_ok=True)  # of an earlier run
     start = perf_counter()
-    ended = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--json", str(file)])
-    seconds = perf_counter() - start
+    program = [sys.executable, str(FOLDER / f"{name}.py")]
+    ended = subprocess.run([*program, "--json", str(file), "--time-limit", f"{seconds:.0f}"])
+    took = perf_counter() - start
     verdicts = json.loads(file.read_text())["verdicts"] if file.exists() else []
     missed = [verdict["name"] for verdict in verdicts if verdict["met"] is False]
     met = [verdict["met"] for verdict in verdicts]
-    return Outcome(name, seconds, ended.returncode != 0, met, missed)
+    return Outcome(name, took, ended.returncode != 0, met, missed)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -1,9 +1,12 @@
-"""Times the calls of store() and load() alone, by blocks and by slabs, and expand_block_ids.
+"""Times the calls of store() and load() alone, by blocks and by layers, and expand_block_ids.
 
-"held": the caller's stream is busy, so the transfer begins only after the call. "free": nothing is
-held, each call comes when all before it has ended. Without a GPU only "free" runs, the call copies
-too, and nothing of it is judged. The ids are other random ones, as lists, in every call; all bytes
-are compared after each cell.
+Beside them the calls of one big copy of the same bytes, and of the reference R: what PyTorch needs
+for one contiguous copy with the guarantees of a transfer. All three in turn, as in bandwidth.py.
+"held": the caller's stream is busy, so the transfer begins only after the call. "warm": nothing is
+held, each call comes when all before it has ended. "cold": as that, and before each of the three,
+host memory is read and PyTorch is called. Without a GPU nothing is held, the calls copy too, and
+nothing of them is judged. The ids are other random ones, as lists, in every call; all bytes are
+compared after each cell.
 
 expand_block_ids writes 1 M ids on the CPU into memory that has been written before, beside a
 memcpy of as many bytes into such memory, in turn.
@@ -17,27 +20,27 @@ import ctypes
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
 import torch
-from blocks import NumberedBlocks
+from comparison import COLD, HELD, WARM, Plan, add_comparison, measure_all, settings
 from program import device_of, finish, new_parser
-from submit_cost_report import Cell, Expansion, expansion_table, judge, tables
-from timing import Hold, Spread, new_samples, no_garbage_collection, synchronize
-from transfers import DIRECTIONS, move
+from submit_cost_report import (
+    Expansion,
+    expansion_table,
+    judge_calls,
+    judge_expansions,
+    tables,
+)
+from timing import Spread, new_samples, no_garbage_collection
+from transfers import BLOCKS, DIRECTIONS, shapes_of
 
-from torch_kvswap import OffloadHandler, expand_block_ids
-from torch_kvswap.cli.progress import Progress
+from torch_kvswap import expand_block_ids
 
-BLOCKS = (1, 8, 64, 512, 4096)
-SLABS = (1, 16, 64, 160)
+SHAPES = ("1x8", "160x8")
 FACTORS = (4, 16, 64)  # small blocks in a large one
 OUTPUTS = 1_000_000
 WARM_UPS = 3
@@ -47,15 +50,18 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     device = device_of(options)
     on_cuda = device.type == "cuda"
-    counts = options.blocks or (BLOCKS if on_cuda else BLOCKS[:3])
-    cells = measure_all(device, options.slabs, counts, options.samples, options.fragment_bytes)
+    blocks = options.blocks or (BLOCKS if on_cuda else BLOCKS[:3])
+    states = (WARM, HELD, COLD) if on_cuda else (WARM, COLD)
+    shapes = shapes_of(options, on_cuda, SHAPES)
+    plan = Plan(shapes, DIRECTIONS, sorted(set(blocks)), states, links=False)
+    cells = measure_all(plan, device, options, "calls")
     expansions = [expand(OUTPUTS, factor, options.samples) for factor in FACTORS]
-    verdicts = judge(cells if on_cuda else [], expansions)
+    verdicts = [*(judge_calls(cells) if on_cuda else []), *judge_expansions(expansions)]
     print(tables(cells), "", expansion_table(expansions), "", *verdicts, "", sep="\n")
     content = {
         "benchmark": "submit_cost",
-        "settings": {"samples": options.samples, "fragment_bytes": options.fragment_bytes},
-        "cells": list(map(asdict, cells)),
+        "settings": settings(options),
+        "cells": [cell.to_json() for cell in cells],
         "expansions": list(map(asdict, expansions)),
     }
     return finish(options, content, verdicts, sum(cell.wrong for cell in cells))
@@ -63,52 +69,9 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--samples", type=int, default=100, help="calls in a cell, after the warm-up")
-    add("--blocks", type=int, nargs="+", help="in a transfer")
-    add("--slabs", type=int, nargs="+", default=SLABS, help="of the cache")
-    add("--fragment-bytes", type=int, default=1024, help="of a block in one slab")
+    add_comparison(parser, samples=50, cold_samples=10)
+    parser.add_argument("--blocks", type=int, nargs="+", help="in a transfer")
     return parser
-
-
-def measure_all(
-    device: torch.device,
-    slabs: Sequence[int],
-    counts: Sequence[int],
-    samples: int,
-    fragment_bytes: int,
-) -> list[Cell]:
-    states = ("held", "free") if device.type == "cuda" else ("free",)
-    kinds = list(product(counts, DIRECTIONS, states))
-    progress = Progress("calls", len(slabs) * len(kinds), True, sys.stderr)
-    cells = []
-    for count in slabs:
-        blocks = NumberedBlocks(device, max(*counts, 16) + 2, count, fragment_bytes)
-        with blocks.host, OffloadHandler(blocks.layout, blocks.host) as handler:
-            for moving, direction, state in kinds:
-                cells.append(measure(handler, blocks, direction, moving, state, samples))
-                progress.advance(1)
-    return cells
-
-
-def measure(
-    handler: Any, blocks: NumberedBlocks, direction: str, count: int, state: str, samples: int
-) -> Cell:
-    blocks.refill()
-    times, paths = new_samples(samples), set()
-    held = state == "held"
-    stream = torch.cuda.Stream(blocks.device) if held else None
-    with no_garbage_collection(), torch.cuda.stream(stream) if stream else nullcontext():
-        for number in range(-WARM_UPS, samples):
-            if stream:
-                Hold(stream, 0.002 + 4e-6 * count)  # longer than the call
-            moved = move(handler, blocks, [direction], count)
-            times[max(number, 0)] = moved.submit_us * 1e3  # what warms up is written over
-            paths.add(moved.copy_method)
-    synchronize(blocks.device)
-    slabs = len(blocks.layout.sizes)
-    spread = Spread.of(times)
-    return Cell(slabs, direction, count, state, spread, sorted(paths), blocks.wrong())
 
 
 def expand(outputs: int, factor: int, samples: int) -> Expansion:

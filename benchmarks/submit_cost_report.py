@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bandwidth_report import SUBMIT_US
+import numpy as np
+from bandwidth_report import CALLS
+from comparison import BIG, HELD, OURS, REFERENCE, SUBMIT, WARM, Cell
+from comparison_report import peer_of
 from report import Verdict, table
 from timing import Spread
 
-GROWTH = 1.25  # of the median with most slabs over that with fewest: noise, not a loop over them
+GROWTH = 1.25  # of the median with most layers over that with fewest: noise, not a loop over them
 EXPANSION = 1.5  # over a memcpy of the outputs
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Calls of one kind, in microseconds. state: "held" or "free"."""
-
-    slabs: int
-    direction: str
-    blocks: int
-    state: str
-    submit: Spread
-    paths: list[str]
-    wrong: int  # blocks and pages
 
 
 @dataclass(frozen=True)
@@ -43,26 +33,29 @@ class Expansion:
 
 
 def tables(cells: Sequence[Cell]) -> str:
-    """Median and p99 by blocks; a table for each direction."""
-    directions = dict.fromkeys(cell.direction for cell in cells)
-    return "\n\n".join(_of_direction(cells, name) for name in directions)
+    """One for each arrangement and direction; a row for each shape, number of blocks and state."""
+    kinds = dict.fromkeys((cell.kind.arrangement, cell.kind.direction) for cell in cells)
+    said = [
+        "host time in the call, us; R: what PyTorch needs for one copy with the same guarantees"
+    ]
+    for kind in kinds:
+        chosen = [cell for cell in cells if (cell.kind.arrangement, cell.kind.direction) == kind]
+        said.append(_table(", ".join(kind), chosen))
+    return "\n\n".join(said)
 
 
-def _of_direction(cells: Sequence[Cell], direction: str) -> str:
-    found = {
-        (cell.state, cell.slabs, cell.blocks): cell for cell in cells if cell.direction == direction
-    }
-    counts = list(dict.fromkeys(blocks for _, _, blocks in found))
-    headers = [f"{direction}, us", "slabs"]
-    for blocks in counts:
-        headers += [f"{blocks:,} block{'s' * (blocks > 1)}: median", "p99"]
-    rows = []
-    for state, slabs in sorted({(state, slabs) for state, slabs, _ in found}):
-        row: list[object] = [state, slabs]
-        for blocks in counts:
-            submit = found[state, slabs, blocks].submit
-            row += [submit.median, submit.p99]
-        rows.append(row)
+def _table(title: str, cells: Sequence[Cell]) -> str:
+    headers = [title, "blocks", "state", "median", "p90", "p99", "big copy", "R", "median / R"]
+    headers.append("best peer")
+    rows: list[list[object]] = []
+    for cell in cells:
+        for state, samples in cell.states.items():
+            ours = np.percentile(samples.numbers(OURS, SUBMIT), [50, 90, 99]).tolist()
+            beside = [samples.median(way, SUBMIT) for way in (BIG, REFERENCE)]
+            ratio = samples.ratio(OURS, REFERENCE, SUBMIT)
+            peer = peer_of(cell, state)
+            numbers = [*ours, *beside, ratio, peer and peer.submit_us]
+            rows.append([str(cell.kind.shape), cell.kind.blocks, state, *numbers])
     return table(headers, rows)
 
 
@@ -75,34 +68,45 @@ def expansion_table(expansions: Sequence[Expansion]) -> str:
     return table([*headers, "allocating, us"], rows)
 
 
-def judge(cells: Sequence[Cell], expansions: Sequence[Expansion]) -> list[Verdict]:
-    """A verdict is on the slowest cell, over directions, slabs and states."""
-    return [*_submits(cells), *_growths(cells), *_expansions(expansions)]
+def judge_calls(cells: Sequence[Cell]) -> list[Verdict]:
+    """A verdict is on the worst cell, over directions, shapes and arrangements."""
+    return [*_calls(cells), *_growths(cells)]
 
 
-def _submits(cells: Sequence[Cell]) -> Iterator[Verdict]:
-    for blocks, target in SUBMIT_US.items():
-        medians = [cell.submit.median for cell in cells if cell.blocks == blocks]
-        if medians:
-            yield Verdict(f"submit of {blocks} blocks, slowest median in us", target, max(medians))
+def _calls(cells: Sequence[Cell]) -> Iterator[Verdict]:
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for cell in cells:
+        for state, samples in cell.states.items():
+            ratio = samples.ratio(OURS, REFERENCE, SUBMIT)
+            ratios.setdefault((cell.kind.blocks, state), []).append(ratio)
+    for (blocks, state), found in ratios.items():
+        if blocks in CALLS:
+            name = f"call of {blocks} blocks, {state}, over that of the reference, worst"
+            yield Verdict(name, CALLS[blocks][WARM if state == HELD else state], max(found))
 
 
 def _growths(cells: Sequence[Cell]) -> Iterator[Verdict]:
-    kinds = [(cell.blocks, cell.direction, cell.state) for cell in cells]
-    medians: dict[tuple[int, str, str], dict[int, float]] = {kind: {} for kind in kinds}
-    for kind, cell in zip(kinds, cells, strict=True):
-        medians[kind][cell.slabs] = cell.submit.median
-    for blocks in dict.fromkeys(blocks for blocks, _, _ in kinds):
+    """Of what does not depend on the state of the caches."""
+    medians: dict[tuple[int, str, str, str], dict[int, float]] = {}
+    for cell in cells:
+        kind = cell.kind
+        for state in {WARM, HELD} & {*cell.states}:
+            key = kind.blocks, kind.arrangement, kind.direction, state
+            median = cell.states[state].median(OURS, SUBMIT)
+            medians.setdefault(key, {})[kind.shape.layers] = median
+    for blocks in dict.fromkeys(key[0] for key in medians):
         growths = [
-            of_slabs[max(of_slabs)] / of_slabs[min(of_slabs)]
-            for kind, of_slabs in medians.items()
-            if kind[0] == blocks and len(of_slabs) > 1
+            of_layers[max(of_layers)] / of_layers[min(of_layers)]
+            for key, of_layers in medians.items()
+            if key[0] == blocks and len(of_layers) > 1
         ]
         if growths:
-            name = f"submit of {blocks:,} blocks, with most slabs over with fewest"
+            name = f"call of {blocks:,} blocks, with most layers over with fewest, worst"
             yield Verdict(name, GROWTH, max(growths))
 
 
-def _expansions(expansions: Sequence[Expansion]) -> Iterator[Verdict]:
-    for one in expansions:
-        yield Verdict(f"expand_block_ids by {one.factor} over memcpy", EXPANSION, one.ratio)
+def judge_expansions(expansions: Sequence[Expansion]) -> list[Verdict]:
+    return [
+        Verdict(f"expand_block_ids by {one.factor} over memcpy", EXPANSION, one.ratio)
+        for one in expansions
+    ]

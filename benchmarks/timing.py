@@ -1,9 +1,10 @@
-"""What the benchmarks measure with: clocks, memory of the process, a held stream."""
+"""What the benchmarks measure with: clocks, limits of time, memory, a held stream."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,43 @@ class Spread:
         numbers = [*np.percentile(samples, [50, 90, 99, 99.9, 100]), samples.mean()]
         median, p90, p99, p999, longest, mean = (round(float(n) / 1e3, 3) for n in numbers)
         return cls(median, mean, p90, p99, p999, longest)
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one or more transfers at once took, in microseconds.
+
+    total_us: from the first call until the host has seen all ends. submit_us: in the calls alone.
+    copy_method: the one that was used, if the library moved the bytes.
+    """
+
+    total_us: float
+    submit_us: float
+    copy_method: str | None = None
+
+
+class TimeLimit:
+    """Divides the seconds that a program may take among its parts.
+
+    A part that takes less leaves the rest to those after it. Begins when it is made.
+
+    Args:
+        seconds: None for no limit.
+        parts: how many there are.
+    """
+
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._end = None if seconds is None else perf_counter() + seconds
+        self._parts = parts
+
+    def next_part(self) -> float:
+        """Returns the time of perf_counter() at which the next part should end."""
+        if self._end is None:
+            return math.inf
+        now = perf_counter()
+        share = max(0.0, self._end - now) / max(1, self._parts)
+        self._parts -= 1
+        return now + share
 
 
 def new_samples(count: int) -> Nanoseconds:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from big_copy import BigCopy
+from big_copy import BigCopy, Reference
 from blocks import NumberedBlocks
 from computes import Compute
 from transfers import scattered, submit
@@ -44,18 +44,36 @@ class BigWay:
         return lambda: bool(event.query())
 
 
+class ReferenceWay:
+    """One copy by PyTorch after another, with the guarantees of a transfer."""
+
+    def __init__(self, reference: Reference, direction: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._reference = reference
+        self._direction = direction
+
+    def start(self) -> Callable[[], bool]:
+        end = self._reference.enqueue(self._direction, self.nbytes)
+        return lambda: end is None or bool(end.query())
+
+
 class HandlerWay:
     """Scattered blocks through a handler. Two transfers in a row share no block and no page."""
 
     def __init__(
-        self, handler: Any, blocks: NumberedBlocks, direction: str, count: int, background: bool
+        self,
+        handler: Any,
+        blocks: NumberedBlocks,
+        direction: str,
+        count: int,
+        copy_engines_only: bool,
     ) -> None:
         self.nbytes = count * blocks.layout.block_bytes
-        self.paths: set[str] = set()
+        self.copy_methods: set[str] = set()
         self._handler = handler
         self._blocks = blocks
         self._direction = direction
-        self._background = background
+        self._copy_engines_only = copy_engines_only
         block_ids, page_ids = scattered(blocks, 2 * count)
         self._halves = list(zip(block_ids.split(count), page_ids.split(count), strict=True))
         self._number = 0
@@ -70,7 +88,7 @@ class HandlerWay:
             block_ids.tolist(),
             page_ids.tolist(),
             after=(),
-            copy_engines_only=self._background,
+            copy_engines_only=self._copy_engines_only,
         )
         self._blocks.note(self._direction, block_ids, page_ids)
         return lambda: self._ended(job)
@@ -79,7 +97,7 @@ class HandlerWay:
         if not job.query():
             return False
         job.synchronize()  # raises if it failed
-        self.paths.add(job.result.copy_method)
+        self.copy_methods.add(job.result.copy_method)
         self._handler.poll()  # forgets the job
         return True
 

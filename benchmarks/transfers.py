@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from big_copy import BigCopy
-from blocks import NumberedBlocks
-from timing import device_us
+from big_copy import Before, BigCopy, nothing
+from blocks import ARRANGEMENTS, ONE_BY_ONE, NumberedBlocks
+from timing import Move, device_us
 from torch import Tensor
 
-SHAPES = ("64x32", "160x8", "160x4", "56x16", "61x18", "160x2", "1x2048")
+SHAPES = ("160x8", "160x4", "160x2", "64x32")
+BLOCKS = (1, 8, 64, 512)
 DIRECTIONS = ("store", "load")
+BOTH = "both"  # a store and a load at once
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,22 @@ class Shape:
     def block_bytes(self) -> int:
         return self.layers * self.fragment_kib * 1024
 
-    def new_blocks(self, device: torch.device, count: int) -> NumberedBlocks:
-        return NumberedBlocks(device, count, self.layers, self.fragment_kib * 1024)
+    def new_blocks(
+        self, device: torch.device, count: int, arrangement: str = ONE_BY_ONE
+    ) -> NumberedBlocks:
+        return NumberedBlocks(device, count, self.layers, self.fragment_kib * 1024, arrangement)
 
     def __str__(self) -> str:
         return f"{self.layers} x {self.fragment_kib} KiB"
 
 
-def add_shapes(parser: ArgumentParser) -> None:
+def add_transfers(parser: ArgumentParser) -> None:
+    """Options that say which transfers are measured."""
+    add = parser.add_argument
     text = "of a block, layers x KiB: 64x32"
-    parser.add_argument("--shapes", type=Shape.parse, nargs="+", help=text)
+    add("--shapes", type=Shape.parse, nargs="+", help=text)
+    text = "of the layers in memory; default: both"
+    add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
 
 
 def shapes_of(
@@ -55,28 +63,27 @@ def shapes_of(
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a transfer."""
+    """Of a transfer, or of two at once.
+
+    arrangement: see blocks.py. direction: one of DIRECTIONS, or BOTH. blocks: in each transfer.
+    """
 
     shape: Shape
+    arrangement: str
     direction: str
     blocks: int
 
     @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS if self.direction == BOTH else (self.direction,)
+
+    @property
     def nbytes(self) -> int:
+        """Of each transfer."""
         return self.blocks * self.shape.block_bytes
 
     def __str__(self) -> str:
-        return f"{self.direction} of {self.blocks} x ({self.shape})"
-
-
-@dataclass(frozen=True)
-class Move:
-    """What one or two transfers at once took, in microseconds: from the first call until all ends
-    were seen, and in the calls."""
-
-    total_us: float
-    submit_us: float
-    copy_method: str
+        return f"{self.direction} of {self.blocks} x ({self.shape}), {self.arrangement}"
 
 
 def scattered(blocks: NumberedBlocks, count: int) -> tuple[Tensor, Tensor]:
@@ -124,16 +131,14 @@ def move(
     blocks: NumberedBlocks,
     directions: Sequence[str],
     count: int,
-    poll: bool = False,
+    before: Before = nothing,
 ) -> Move:
-    """Moves scattered blocks, other ones in every call; with two directions both at once. poll:
-    looks in a loop, before wait()."""
+    """Moves scattered blocks, other ones in every call; with two directions both at once."""
     group = _Group(handler, blocks, directions, count)
+    before()
     start = time.perf_counter_ns()
     jobs = group.submit()
     submitted = time.perf_counter_ns()
-    while poll and not all(job.query() for job in jobs):
-        pass
     handler.synchronize(jobs)
     end = time.perf_counter_ns()
     copy_method = "/".join(sorted({job.result.copy_method for job in jobs}))

@@ -7,12 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import bandwidth
+import comparison
 import pytest
 import torch
-from bandwidth_report import PEER, SUBMIT, TOTAL, Cell
-from big_copy import BigCopy
-from blocks import NumberedBlocks
+from bandwidth_report import targets
+from blocks import ARRANGEMENTS, NumberedBlocks
+from comparison import BIG, COLD, OURS, REFERENCE, WARM, Cell, Comparison, Plan, Samples
+from comparison_report import (
+    CALL_OVER_REFERENCE,
+    OVER_BIG,
+    OVER_REFERENCE,
+    PEER,
+    counts,
+    no_targets,
+    tables,
+)
 from corrupting_handler import CorruptingHandler, leave_one_out
+from timing import Move
 from transfers import Kind, Shape
 
 from torch_kvswap import OffloadHandler
@@ -20,51 +31,98 @@ from torch_kvswap import OffloadHandler
 pytestmark = pytest.mark.slow  # of a benchmark program
 
 CPU = torch.device("cpu")
-TINY = ["--device", "cpu", "--shapes", "3x1", "1x2", "--blocks", "8", "1", "--samples", "2"]
+TINY = ["--shapes", "3x1", "1x2", "--blocks", "8", "1", "--samples", "2", "--cold-samples", "1"]
+TINY += ["--other-mib", "1", "--device"]
 
 
-def a_cell(kib: int, direction: str, blocks: int, total: float, big: float, submit: float) -> Cell:
-    kind = Kind(Shape(2, kib), direction, blocks)
-    return Cell(kind, [total, 2 * total], [big, 2 * big], [submit] * 2, [], ["strided"])
+def a_cell(
+    total: float,
+    submit: float = 1.0,
+    kib: int = 8,
+    blocks: int = 64,
+    state: str = WARM,
+    layers: int = 2,
+    direction: str = "store",
+) -> Cell:
+    """The big copy takes 100 us, the reference 50, and 10 in its calls."""
+    moves = {OURS: Move(total, submit, "staged"), BIG: Move(100, 1), REFERENCE: Move(50, 10)}
+    samples = Samples({way: [move] for way, move in moves.items()})
+    return Cell(Kind(Shape(layers, kib), ARRANGEMENTS[0], direction, blocks), {state: samples})
 
 
 # Targets
 
 
 @pytest.mark.parametrize(
-    ("kib", "blocks", "target"),
-    [(8, 8, 1.15), (4, 8, 1.22), (8, 64, 1.05), (4, 64, 1.08), (32, 512, 1.02), (2, 512, 1.05)],
+    ("blocks", "kib", "warm", "cold"),
+    [
+        (8, 8, 1.15, 1.25),
+        (8, 4, 1.30, 1.50),
+        (8, 2, 1.45, 1.80),
+        (64, 32, 1.05, 1.08),
+        (64, 7, 1.10, 1.17),
+        (64, 3, 1.18, 1.28),
+        (512, 8, 1.02, 1.03),
+        (512, 4, 1.04, 1.06),
+        (512, 1, 1.06, 1.10),
+    ],
 )
-def test_smaller_fragments_may_take_longer(kib: int, blocks: int, target: float) -> None:
-    cell = a_cell(kib, "store", blocks, 100 * target - 0.01, 100, 1)
-    assert cell.ratio_target == target
-    assert cell.verdicts[TOTAL].met
-    assert not a_cell(kib, "store", blocks, 100 * target + 0.01, 100, 1).verdicts[TOTAL].met
+def test_smaller_fragments_and_cold_calls_may_take_longer(
+    blocks: int, kib: int, warm: float, cold: float
+) -> None:
+    for state, target in ((WARM, warm), (COLD, cold)):
+        verdicts = [
+            targets(a_cell(100 * ratio, 1, kib, blocks, state), state)[OVER_BIG]
+            for ratio in (target - 0.001, target + 0.001)
+        ]
+        assert verdicts[0].target == target
+        assert [verdict.met for verdict in verdicts] == [True, False]
 
 
-def test_one_block_may_take_12_us_more_than_the_big_copy() -> None:
-    kind = Kind(Shape(2, 8), "load", 1)
-    met = Cell(kind, [31.9] * 3, [20.0] * 3, [1.0] * 3)
-    missed = Cell(kind, [32.1] * 3, [20.0] * 3, [1.0] * 3)
-    assert (met.verdicts[TOTAL].met, missed.verdicts[TOTAL].met) == (True, False)
+@pytest.mark.parametrize(("state", "more"), [(WARM, 5), (COLD, 20)])
+def test_one_block_may_take_some_microseconds_more_than_the_reference(
+    state: str, more: float
+) -> None:
+    for total, met in ((50 + more - 0.1, True), (50 + more + 0.1, False)):
+        found = targets(a_cell(total, blocks=1, state=state), state)
+        assert found[OVER_REFERENCE].met == met
+        assert OVER_BIG not in found
 
 
-@pytest.mark.parametrize(("blocks", "us"), [(1, 20), (8, 35), (64, 60), (512, 100)])
-def test_the_call_may_take_longer_for_more_blocks(blocks: int, us: float) -> None:
-    assert a_cell(8, "load", blocks, 1, 1, us).verdicts[SUBMIT].met
-    assert not a_cell(8, "load", blocks, 1, 1, us + 0.1).verdicts[SUBMIT].met
+@pytest.mark.parametrize(
+    ("blocks", "warm", "cold"), [(1, 0.7, 0.8), (8, 1.3, 1.0), (64, 1.5, 1.1), (512, 3.0, 1.5)]
+)
+def test_the_call_may_take_longer_for_more_blocks(blocks: int, warm: float, cold: float) -> None:
+    for state, target in ((WARM, warm), (COLD, cold)):
+        for ratio, met in ((target - 0.01, True), (target + 0.01, False)):
+            cell = a_cell(1, 10 * ratio, blocks=blocks, state=state)
+            assert targets(cell, state)[CALL_OVER_REFERENCE].met == met
 
 
-def test_figures_are_medians_of_pairs() -> None:
-    kind = Kind(Shape(2, 8), "store", 8)
-    cell = Cell(kind, [10, 90, 30], [10, 30, 20], [5, 1, 9], [(11, 10), (24, 20)])
-    assert (cell.ratio, cell.link_ratio, cell.submit) == (1.5, pytest.approx(1.15), 5)
+@pytest.mark.parametrize(("state", "best"), [(WARM, 180), (COLD, 199)])
+def test_a_shape_that_peers_were_measured_with_is_to_be_no_slower_than_the_best_of_them(
+    state: str, best: float
+) -> None:
+    for total, met in ((best, True), (best + 1, False)):
+        cell = a_cell(total, 1, 4, 8, state, layers=160, direction="load")
+        assert targets(cell, state)[PEER].met == met
 
 
-def test_a_shape_that_peers_were_measured_with_is_to_be_no_slower_than_the_best_of_them() -> None:
-    kind = Kind(Shape(160, 4), "load", 8)  # may take 1.22 times the big copy
-    cells = [Cell(kind, [total], [100.0], [1.0]) for total in (121.0, 180.0, 181.0)]
-    assert [cell.verdicts[PEER].met for cell in cells] == [True, True, False]
+def test_the_table_has_a_row_for_each_shape_and_says_what_was_missed() -> None:
+    cells = [a_cell(104, 16), a_cell(106, 15, direction="load"), a_cell(103)]
+    said = tables(cells, targets)
+    assert "layers one by one, store" in said
+    assert "layers one by one, load" in said
+    assert said.count("2 x 8 KiB") == 3
+    assert "64 1.04 (1.05) [1.04 1.04] 0.50 2.08 16" in " ".join(said.split())
+    assert "1.06 (1.05) !" in said
+    assert "1.60 (1.50) !" in said
+    assert "!" not in tables(cells, no_targets).split("\n\n", 1)[1]
+    assert list(counts(cells, targets)) == [
+        "total / big copy: 2 met, 1 missed",
+        "call / R's call: 2 met, 1 missed",
+    ]
+    assert list(counts(cells, no_targets)) == []
 
 
 # Bytes
@@ -73,12 +131,13 @@ def test_a_shape_that_peers_were_measured_with_is_to_be_no_slower_than_the_best_
 def wrong_of(direction: str, corrupt: Any) -> int:
     torch.manual_seed(0)  # a page may get a block that it has, and nothing is wrong without it
     blocks = NumberedBlocks(CPU, 34, layers=3, fragment_bytes=1024)
+    kind = Kind(Shape(3, 1), ARRANGEMENTS[0], direction, 8)
+    options = bandwidth._parser().parse_args([*TINY, "cpu"])
+    compared = Comparison(CPU, options, kind.nbytes, parts=1)
+    plan = Plan([kind.shape], [direction], [8], [WARM], links=True)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
-        kind = Kind(Shape(3, 1), direction, 8)
-        big = BigCopy(CPU, 8 * 3 * 1024)
-        return bandwidth.measure(
-            CorruptingHandler(handler, corrupt), blocks, big, kind, 2, False
-        ).wrong
+        corrupting = CorruptingHandler(handler, corrupt)
+        return comparison.measure(compared, corrupting, blocks, kind, plan).wrong
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -104,7 +163,7 @@ def test_a_block_that_nobody_asked_for_is_seen(direction: str, untouched: int) -
 def test_ids_are_scattered_distinct_and_other_ones_each_time() -> None:
     seen = []
     wrong_of("store", lambda blocks, pages: seen.append((blocks, pages)) or (blocks, pages))
-    assert len(seen) == bandwidth.WARM_UPS + 2
+    assert len(seen) == 3 + 2  # rounds that warm up, and samples
     assert all(len(set(ids)) == 8 for pair in seen for ids in pair)
     assert len({str(pair) for pair in seen}) == len(seen)
     assert all(blocks != pages for blocks, pages in seen)
@@ -113,47 +172,58 @@ def test_ids_are_scattered_distinct_and_other_ones_each_time() -> None:
 # The program
 
 
-def test_every_cell_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_cell_is_in_the_file(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "results" / "figures.json"
-    assert bandwidth.main([*TINY, "--json", str(file)]) == 0
+    assert bandwidth.main([*TINY, device, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
     assert figures["settings"] == {
         "samples": 2,
-        "warm_ups": 3,
-        "poll": False,
-        "path": None,
+        "cold_samples": 1,
+        "arrangements": list(ARRANGEMENTS),
+        "time_limit": None,
+        "other_mib": 1,
+        "other_calls": 200,
+        "copy_method": None,
         "staging_mib": 32,
     }
     assert figures["machine"]["torch"] == torch.__version__
-    assert figures["verdicts"] == []
     cells = figures["cells"]
-    kinds = [(cell["shape"]["layers"], cell["direction"], cell["blocks"]) for cell in cells]
-    assert kinds == [(n, to, count) for n in (3, 1) for to in ("store", "load") for count in (1, 8)]
+    assert [
+        (cell["arrangement"], cell["shape"]["layers"], cell["direction"], cell["blocks"])
+        for cell in cells
+    ] == [
+        (arrangement, layers, direction, blocks)
+        for arrangement in ARRANGEMENTS
+        for layers in (3, 1)
+        for direction in ("store", "load")
+        for blocks in (1, 8)
+    ]
+    assert len(figures["verdicts"]) == (2 * 2 * len(cells) if device == "cuda" else 0)
     for cell in cells:
-        assert (cell["wrong"], cell["paths"]) == (0, ["host"])
-        for times in (cell["total_us"], cell["big_us"], cell["submit_us"]):
-            assert len(times) == 2
-            assert min(times) > 0
+        assert cell["wrong"] == 0
+        for state, count in ((WARM, 2), (COLD, 1)):
+            found = cell["states"][state]
+            assert found["count"] == count
+            for way in (OURS, BIG, REFERENCE):
+                times = found["samples"][way]
+                assert len(times["total_us"]) == len(times["submit_us"]) == count
+                assert min(times["total_us"] + times["submit_us"]) > 0
+            if device == "cpu":
+                assert found["copy_methods"] == {OURS: ["host"]}
     said = capsys.readouterr()
     assert "3 x 1 KiB" in said.out
     assert "blocks and pages with wrong bytes: 0" in said.out
-    assert "cells 100 %" in said.err
+    assert "bandwidth 100 %" in said.err
 
 
 @pytest.mark.parametrize(("wrong", "code"), [(0, 0), (1, 1)])
 def test_wrong_bytes_end_the_program_with_1(
     wrong: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = Kind(Shape(1, 8), "store", 8)
-    cell = Cell(kind, [100.0], [1.0], [1000.0], wrong=wrong)  # a missed target does not
-    monkeypatch.setattr(bandwidth, "measure_all", lambda *_: [cell])
-    assert bandwidth.main(TINY) == code
-
-
-@pytest.mark.gpu
-def test_the_program_judges_a_gpu(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    assert bandwidth.main([*TINY, "--device", "cuda", "--json", str(file)]) == 0
-    figures = json.loads(file.read_text())
-    assert [cell["wrong"] for cell in figures["cells"]] == [0] * 8
-    assert len(figures["verdicts"]) == 16
+    cell = a_cell(1000)  # a missed target does not
+    cell.wrong = wrong
+    monkeypatch.setattr(bandwidth, "measure_all", lambda *_, **__: [cell])
+    assert bandwidth.main([*TINY, "cpu"]) == code

@@ -25,7 +25,7 @@ VERDICTS = '[{"name": "a", "met": True}, {"name": "b", "met": False}, {"name": "
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "benchmarks"
     folder.mkdir()
-    for name in run_all.BENCHMARKS:
+    for name in run_all.SHARES:
         (folder / f"{name}.py").write_text(PROGRAM.format(verdicts=VERDICTS, code=0))
     monkeypatch.setattr(run_all, "FOLDER", folder)
     return folder
@@ -36,9 +36,9 @@ def test_all_run_and_a_missed_target_is_no_failure(
 ) -> None:
     assert run_all.main([]) == 0
     said = capfd.readouterr().out
-    for name in run_all.BENCHMARKS:
+    for name in run_all.SHARES:
         assert f"== {name}\n\nthe table of {name}.py" in said
-    assert said.count("missed: b") == len(run_all.BENCHMARKS)
+    assert said.count("missed: b") == len(run_all.SHARES)
 
 
 def test_only_the_named_ones_run_and_their_files_are_kept(folder: Path, tmp_path: Path) -> None:
@@ -46,6 +46,19 @@ def test_only_the_named_ones_run_and_their_files_are_kept(folder: Path, tmp_path
     assert run_all.main(["--only", "copy_methods", "duplex", "--json", str(kept)]) == 0
     assert {file.name for file in kept.iterdir()} == {"copy_methods.json", "duplex.json"}
     assert len(json.loads((kept / "copy_methods.json").read_text())["verdicts"]) == 3
+
+
+def test_the_files_can_be_named_after_the_machine(folder: Path, tmp_path: Path) -> None:
+    run_all.main(["--only", "duplex", "--json", str(tmp_path), "--machine", "h200"])
+    assert (tmp_path / "duplex-h200.json").exists()
+
+
+def test_programs_share_the_seconds_that_their_starts_leave() -> None:
+    assert sum(run_all.SHARES.values()) == pytest.approx(1)
+    every = run_all.limits(list(run_all.SHARES), 420)
+    assert sum(every.values()) == pytest.approx(420 - 5 * run_all.START)
+    assert run_all.limits(["duplex"], 60) == {"duplex": pytest.approx(50)}
+    assert run_all.limits(["duplex"], 1) == {"duplex": 0}
 
 
 def test_a_benchmark_that_fails_does_not_keep_the_others_from_running(
@@ -67,8 +80,10 @@ def test_a_benchmark_that_fails_does_not_keep_the_others_from_running(
 def test_a_tiny_benchmark_of_the_checkout_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_all.main(["--only", "duplex", "--json", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "duplex.json").read_text())["benchmark"] == "duplex"
+    arguments = ["--only", "duplex", "--seconds", "11", "--json", str(tmp_path)]
+    assert run_all.main(arguments) == 0
+    figures = json.loads((tmp_path / "duplex.json").read_text())
+    assert (figures["benchmark"], figures["settings"]["time_limit"]) == ("duplex", 1)
     out, err = capfd.readouterr()
     assert "blocks and pages with wrong bytes: 0" in out
     assert "duplex 100 %" in err

@@ -1,36 +1,43 @@
-"""The benchmark of the calls: it judges the slowest cell, and the growth with the number of
-slabs.
+"""The benchmark of the calls: it judges the worst cell, and the growth with the number of
+layers.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import submit_cost
-import torch
-from blocks import NumberedBlocks
-from corrupting_handler import CorruptingHandler, leave_one_out
+from blocks import ARRANGEMENTS
+from comparison import BIG, COLD, HELD, OURS, REFERENCE, WARM, Cell, Samples
 from expecttest import assert_expected_inline
-from submit_cost_report import Cell, Expansion, judge
-from timing import Spread
-
-from torch_kvswap import OffloadHandler
+from submit_cost_report import Expansion, judge_calls, judge_expansions, tables
+from timing import Move, Spread
+from transfers import Kind, Shape
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 
-CPU = torch.device("cpu")
-SMALL = ["--blocks", "1", "8", "--slabs", "1", "3", "--fragment-bytes", "64", "--samples", "3"]
+SMALL = ["--blocks", "1", "8", "--shapes", "1x1", "3x1", "--samples", "3", "--cold-samples", "1"]
+SMALL += ["--other-mib", "1", "--device"]
 
 
 def a_spread(median: float) -> Spread:
     return Spread(median, median, median, 2 * median, 2 * median, 2 * median)
 
 
-def a_cell(slabs: int, blocks: int, us: float, direction: str = "store", wrong: int = 0) -> Cell:
-    return Cell(slabs, direction, blocks, "held", a_spread(us), ["staged"], wrong)
+def a_cell(
+    layers: int,
+    blocks: int,
+    us: float,
+    direction: str = "store",
+    state: str = WARM,
+    arrangement: str = ARRANGEMENTS[0],
+) -> Cell:
+    """The calls of the reference take 20 us."""
+    moves = {OURS: Move(900, us, "staged"), BIG: Move(900, 2), REFERENCE: Move(900, 20)}
+    samples = Samples({way: [move] for way, move in moves.items()})
+    return Cell(Kind(Shape(layers, 8), arrangement, direction, blocks), {state: samples})
 
 
 EXPANSIONS = [
@@ -39,46 +46,36 @@ EXPANSIONS = [
 ]
 
 
-def test_the_slowest_cell_and_the_most_growth_are_judged() -> None:
+def test_the_worst_cell_and_the_most_growth_are_judged() -> None:
     cells = [
-        a_cell(1, 8, 30),
-        a_cell(160, 8, 36),
-        a_cell(1, 64, 40, "load"),
-        a_cell(16, 64, 50, "load"),
-        a_cell(160, 64, 51, "load"),
+        a_cell(1, 8, 23),
+        a_cell(160, 8, 27),
+        a_cell(160, 8, 21, state=COLD),
+        a_cell(1, 64, 20, "load", HELD),
+        a_cell(160, 64, 26, "load", HELD),
+        a_cell(1, 64, 10, "load", HELD, ARRANGEMENTS[1]),
+        a_cell(160, 64, 10, "load", HELD, ARRANGEMENTS[1]),
         a_cell(160, 4096, 500),
     ]
     assert_expected_inline(
-        "\n".join(map(str, judge(cells, EXPANSIONS))),
+        "\n".join(map(str, [*judge_calls(cells), *judge_expansions(EXPANSIONS)])),
         """\
-MISSED       submit of 8 blocks, slowest median in us: 36, at most 35
-met          submit of 64 blocks, slowest median in us: 51, at most 60
-met          submit of 8 blocks, with most slabs over with fewest: 1.20, at most 1.25
-MISSED       submit of 64 blocks, with most slabs over with fewest: 1.27, at most 1.25
+MISSED       call of 8 blocks, warm, over that of the reference, worst: 1.35, at most 1.30
+MISSED       call of 8 blocks, cold, over that of the reference, worst: 1.05, at most 1
+met          call of 64 blocks, held, over that of the reference, worst: 1.30, at most 1.50
+met          call of 8 blocks, with most layers over with fewest, worst: 1.17, at most 1.25
+MISSED       call of 64 blocks, with most layers over with fewest, worst: 1.30, at most 1.25
 met          expand_block_ids by 4 over memcpy: 1.50, at most 1.50
 MISSED       expand_block_ids by 16 over memcpy: 1.50, at most 1.50""",
     )
 
 
-def measured(corrupt: Any) -> Cell:
-    torch.manual_seed(0)
-    blocks = NumberedBlocks(CPU, 34, layers=3, fragment_bytes=64)
-    with OffloadHandler(blocks.layout, blocks.host) as handler:
-        return submit_cost.measure(
-            CorruptingHandler(handler, corrupt), blocks, "store", 8, "free", 2
-        )
-
-
-def test_a_cell_says_what_was_called_and_that_its_bytes_are_right() -> None:
-    cell = measured(lambda first, second: (first, second))
-    assert (cell.slabs, cell.direction, cell.blocks, cell.state) == (3, "store", 8, "free")
-    assert cell.paths == ["host"]
-    assert 0 < cell.submit.median <= cell.submit.p99
-    assert cell.wrong == 0
-
-
-def test_a_block_that_is_left_out_is_seen() -> None:
-    assert measured(leave_one_out).wrong > 0
+def test_the_table_has_the_call_beside_those_of_the_copies() -> None:
+    (_, found) = tables([a_cell(160, 8, 27)]).split("\n\n")
+    assert found.splitlines()[1].split() == [
+        *("160", "x", "8", "KiB", "8", "warm"),
+        *("27.00", "27.00", "27.00", "2", "20", "1.35", "-"),
+    ]
 
 
 def test_wrong_ids_of_an_expansion_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,28 +94,33 @@ def test_every_cell_is_in_the_file(
 ) -> None:
     monkeypatch.setattr(submit_cost, "OUTPUTS", 1000)
     file = tmp_path / "figures.json"
-    assert submit_cost.main([*SMALL, "--device", device, "--json", str(file)]) == 0
+    assert submit_cost.main([*SMALL, device, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert figures["settings"] == {"samples": 3, "fragment_bytes": 64}
-    states = ["held", "free"] if device == "cuda" else ["free"]
+    assert figures["settings"]["samples"] == 3
+    states = {WARM: 3, HELD: 3, COLD: 1} if device == "cuda" else {WARM: 3, COLD: 1}
     kinds = [
-        (one["slabs"], one["blocks"], one["direction"], one["state"]) for one in figures["cells"]
+        (one["arrangement"], one["shape"]["layers"], one["direction"], one["blocks"])
+        for one in figures["cells"]
     ]
     assert kinds == [
-        (slabs, blocks, direction, state)
-        for slabs in (1, 3)
-        for blocks in (1, 8)
+        (arrangement, layers, direction, blocks)
+        for arrangement in ARRANGEMENTS
+        for layers in (1, 3)
         for direction in ("store", "load")
-        for state in states
+        for blocks in (1, 8)
     ]
+    for one in figures["cells"]:
+        assert {state: found["count"] for state, found in one["states"].items()} == states
+        assert one["wrong"] == 0
     assert [one["factor"] for one in figures["expansions"]] == [4, 16, 64]
-    assert len(figures["verdicts"]) == (7 if device == "cuda" else 3)
+    # of two numbers of blocks in three states, their growths, and the expansions
+    assert len(figures["verdicts"]) == (6 + 2 + 3 if device == "cuda" else 3)
     assert "blocks and pages with wrong bytes: 0" in capsys.readouterr().out
 
 
 def test_wrong_bytes_end_the_program_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit_cost, "OUTPUTS", 1000)
-    for wrong in (0, 1):
-        cells = [a_cell(1, 8, 1000, wrong=wrong)]  # a missed target does not
-        monkeypatch.setattr(submit_cost, "measure_all", lambda *_, cells=cells: cells)
-        assert submit_cost.main(["--device", "cpu", *SMALL]) == wrong
+    cell = a_cell(1, 8, 1000)  # a missed target does not
+    monkeypatch.setattr(submit_cost, "measure_all", lambda *_: [cell])
+    for cell.wrong in (0, 1):
+        assert submit_cost.main([*SMALL, "cpu"]) == cell.wrong

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import timing
 import torch
+from fake_clock import Clock
 from patience import in_time
-from timing import Hold, Spread, device_us, resident_bytes
+from timing import Hold, Spread, TimeLimit, device_us, resident_bytes
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 
@@ -28,6 +29,23 @@ def test_resident_memory_is_seen_while_it_is_held_and_gone_afterwards() -> None:
     assert 60e6 < full - before < 80e6
     del held
     assert resident_bytes() - before < 16e6
+
+
+def test_what_a_part_does_not_take_is_left_to_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "perf_counter", clock.perf_counter)
+    limit = TimeLimit(12, parts=3)
+    assert limit.next_part() == 4
+    clock.sleep(2)
+    assert limit.next_part() == 2 + 5
+    clock.sleep(11)  # longer than all of it
+    assert limit.next_part() == 13
+
+
+def test_without_a_limit_no_part_ends() -> None:
+    assert TimeLimit(None, 1).next_part() == float("inf")
 
 
 @pytest.mark.gpu

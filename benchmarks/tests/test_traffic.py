@@ -11,10 +11,10 @@ import computes
 import pytest
 import torch
 import traffic
-from big_copy import BigCopy
+from big_copy import BigCopy, Reference
 from computes import Idle
 from fake_clock import Clock
-from traffic import BigWay, HandlerWay, Traffic, beside
+from traffic import BigWay, HandlerWay, ReferenceWay, Traffic, beside
 from transfers import Shape
 
 from torch_kvswap import OffloadHandler, TransferError
@@ -89,10 +89,10 @@ def test_a_handler_moves_the_right_bytes_and_other_ones_each_time(direction: str
             return getattr(handler, direction)(**ids)
 
         spied = SimpleNamespace(store=note, load=note, poll=handler.poll)
-        way = HandlerWay(spied, blocks, direction, 8, background=True)
+        way = HandlerWay(spied, blocks, direction, 8, copy_engines_only=True)
         beside(Idle(0.005), way)
     assert way.nbytes == 8 * 2048
-    assert way.paths == {"host"}
+    assert way.copy_methods == {"host"}
     assert blocks.wrong() == 0
     assert not {*pairs[0]} & {*pairs[2]}
     for one, other in pairwise(pairs):
@@ -109,20 +109,23 @@ def test_a_transfer_that_fails_is_an_error() -> None:
 
     job = SimpleNamespace(query=lambda: True, synchronize=fail)
     handler = SimpleNamespace(store=lambda *_, **__: job)
-    ended = HandlerWay(handler, blocks, "store", 8, background=False).start()
+    ended = HandlerWay(handler, blocks, "store", 8, copy_engines_only=False).start()
     with pytest.raises(TransferError, match="store 1 failed: lost"):
         ended()
 
 
-def test_a_big_copy_without_a_gpu_has_ended_when_it_began() -> None:
-    way = BigWay(BigCopy(CPU, 64), "store", 64)
-    assert way.start()()
-    assert beside(Idle(0.005), way)[1] > 0
+def test_a_copy_without_a_gpu_has_ended_when_it_began() -> None:
+    big = BigCopy(CPU, 64)
+    for way in (BigWay(big, "store", 64), ReferenceWay(Reference(big, CPU), "store", 64)):
+        assert way.start()()
+        assert beside(Idle(0.005), way)[1] > 0
 
 
 @pytest.mark.gpu
-def test_a_big_copy_on_a_gpu_moves_gigabytes() -> None:
+def test_copies_on_a_gpu_move_gigabytes() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    way = BigWay(BigCopy(device, 64 << 20), "load", 64 << 20)
-    beside(Idle(0.02), way)
-    assert beside(Idle(0.05), way)[2] > 1
+    big = BigCopy(device, 64 << 20)
+    reference = Reference(big, device)
+    for way in (BigWay(big, "load", 64 << 20), ReferenceWay(reference, "load", 64 << 20)):
+        beside(Idle(0.02), way)
+        assert beside(Idle(0.05), way)[2] > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from big_copy import BigCopy
-from transfers import Shape, link_us, move, scattered
+from transfers import BOTH, Kind, Shape, link_us, move, scattered
 
 from torch_kvswap import OffloadHandler
 
@@ -18,6 +18,28 @@ def test_a_shape_is_layers_and_kib() -> None:
     assert Shape.parse("160x8") == Shape(160, 8)
     assert str(Shape.parse("160x8")) == "160 x 8 KiB"
     assert Shape(3, 2).block_bytes == 6144
+
+
+def test_a_kind_of_transfer_says_what_it_moves() -> None:
+    both = Kind(Shape(3, 2), "one tensor", BOTH, 8)
+    assert str(both) == "both of 8 x (3 x 2 KiB), one tensor"
+    assert (both.directions, both.nbytes) == (("store", "load"), 8 * 6144)
+    assert Kind(Shape(3, 2), "one tensor", "load", 8).directions == ("load",)
+
+
+def test_ids_are_ready_when_that_is_called_which_comes_before_a_move() -> None:
+    blocks = Shape(2, 1).new_blocks(CPU, 10)
+    with OffloadHandler(blocks.layout, blocks.host) as handler:
+        states: list[object] = []
+
+        def before() -> None:
+            states.append(torch.random.get_rng_state())
+            assert blocks.host.pages[1:9].equal(unmoved)
+
+        unmoved = blocks.host.pages[1:9].clone()
+        move(handler, blocks, ["store"], 8, before)
+    assert torch.equal(states[0], torch.random.get_rng_state())
+    assert not blocks.host.pages[1:9].equal(unmoved)
 
 
 def test_scattered_ids_are_distinct_and_leave_out_the_ends() -> None:

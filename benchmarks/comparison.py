@@ -1,0 +1,306 @@
+"""Transfers, one big copy of their bytes and the reference in turn, warm and cold."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from big_copy import Before, BigCopy, Reference, nothing
+from blocks import NumberedBlocks
+from other_work import CALLS, MIB, OtherWork
+from timing import Hold, Move, TimeLimit, no_garbage_collection, quartiles, synchronize
+from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
+
+from torch_kvswap import OffloadHandler
+from torch_kvswap.cli.progress import Progress
+
+OURS, BIG, REFERENCE = "ours", "big copy", "reference"
+WARM, HELD, COLD = "warm", "held", "cold"
+TOTAL, SUBMIT = "total_us", "submit_us"  # of a Move
+LEAST = 5  # samples that a limit of time leaves
+LINK_EACH = 5  # for so many samples one is measured on the device alone
+_WARM_UPS = {WARM: 3, HELD: 3, COLD: 1}
+
+Timed = Callable[[Before], Move]  # does it once, and tells what it took
+Candidates = Callable[[int, Mapping[str, Sequence[Move]]], list[str]]
+
+
+@dataclass
+class Samples:
+    """What was measured in one state: by way, in the order of the rounds."""
+
+    moves: dict[str, list[Move]]
+
+    def numbers(self, way: str, what: str = TOTAL) -> list[float]:
+        return [getattr(move, what) for move in self.moves[way]]
+
+    def median(self, way: str, what: str = TOTAL) -> float:
+        return median(self.numbers(way, what))
+
+    def ratios(self, way: str, other: str, what: str = TOTAL) -> list[float]:
+        """Quartiles of the ratios of a way to another one in the same round."""
+        pairs = zip(self.numbers(way, what), self.numbers(other, what), strict=False)
+        return quartiles([mine / beside for mine, beside in pairs])
+
+    def ratio(self, way: str, other: str, what: str = TOTAL) -> float:
+        return self.ratios(way, other, what)[1]
+
+    @property
+    def count(self) -> int:
+        """Rounds that were kept."""
+        return max(map(len, self.moves.values()), default=0)
+
+    @property
+    def complete(self) -> list[str]:
+        """The ways that took part in all rounds."""
+        return [way for way, moves in self.moves.items() if len(moves) == self.count]
+
+    @property
+    def copy_methods(self) -> dict[str, list[str]]:
+        """Those that the results name, by way."""
+        used = {way: {move.copy_method for move in moves} for way, moves in self.moves.items()}
+        return {way: sorted(filter(None, names)) for way, names in used.items() if any(names)}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the JSON file: counts, quartiles, their ratios to both copies, and all samples."""
+        measured = [way for way, moves in self.moves.items() if moves]
+        others = [way for way in (BIG, REFERENCE) if way in measured]
+        summary = {
+            what: {
+                "quartiles": {
+                    way: _rounded(quartiles(self.numbers(way, what))) for way in measured
+                },
+                **{
+                    f"over {other}": {
+                        way: _rounded(self.ratios(way, other, what))
+                        for way in measured
+                        if way != other
+                    }
+                    for other in others
+                },
+            }
+            for what in (TOTAL, SUBMIT)
+        }
+        samples = {
+            way: {what: _rounded(self.numbers(way, what)) for what in (TOTAL, SUBMIT)}
+            for way in self.moves
+        }
+        return {
+            "count": self.count,
+            "copy_methods": self.copy_methods,
+            **summary,
+            "samples": samples,
+        }
+
+
+def _rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 4) for number in numbers]
+
+
+@dataclass
+class Cell:
+    """Transfers of one kind. link_us: on the device alone, ours and the big copy's. wrong: blocks
+    and pages."""
+
+    kind: Kind
+    states: dict[str, Samples] = field(default_factory=dict)
+    link_us: list[tuple[float, float]] = field(default_factory=list)
+    wrong: int = 0
+
+    @property
+    def link_ratio(self) -> float | None:
+        return median(ours / big for ours, big in self.link_us) if self.link_us else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self.kind),
+            "wrong": self.wrong,
+            "link_ratio": self.link_ratio,
+            "link_us": self.link_us,
+            "states": {state: samples.to_json() for state, samples in self.states.items()},
+        }
+
+
+def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> None:
+    """The options of a program that compares."""
+    add = parser.add_argument
+    add_transfers(parser)
+    add("--samples", type=int, default=samples, help="rounds in a cell, after those that warm up")
+    text = "rounds in a cell in which other work is done before each transfer and each copy"
+    add("--cold-samples", type=int, default=cold_samples, help=text)
+    text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"
+    add("--time-limit", type=float, metavar="SECONDS", help=text)
+    text = f"of host memory that the other work reads; default: {MIB}, without a GPU 4"
+    add("--other-mib", type=int, help=text)
+
+
+def settings(options: Namespace) -> dict[str, Any]:
+    """What says how a comparison was made, for the JSON file."""
+    names = ("samples", "cold_samples", "arrangements", "time_limit", "other_mib")
+    return {name: getattr(options, name) for name in names} | {"other_calls": CALLS}
+
+
+def alternate(
+    ways: Mapping[str, Timed],
+    before: Before,
+    rounds: range,
+    end: float,
+    candidates: Candidates | None = None,
+) -> Samples:
+    """All ways once in each round, and each of them at every place in turn.
+
+    Args:
+        ways: by name.
+        before: is called right before each of them.
+        rounds: rounds below zero warm up, and are not kept.
+        end: after that time of perf_counter() no round begins once there are LEAST samples.
+        candidates: gets the number of a round that has ended and all moves so far, also of rounds
+            that warm up, and returns the ways that are worth measuring on.
+    """
+    everything: dict[str, list[Move]] = {name: [] for name in ways}
+    kept: dict[str, list[Move]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in rounds:
+        if number >= LEAST and time.perf_counter() > end:
+            break
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            moved = ways[name](before)
+            everything[name].append(moved)
+            if number >= 0:
+                kept[name].append(moved)
+        names = candidates(number, everything) if candidates else names
+    return Samples(kept)
+
+
+class Comparison:
+    """Measures transfers beside a big copy and the reference, warm and cold.
+
+    Args:
+        options: see add_comparison().
+        nbytes: of the largest transfer.
+        parts: how often run() will be called; they share the limit of time.
+    """
+
+    def __init__(self, device: torch.device, options: Namespace, nbytes: int, parts: int) -> None:
+        if options.other_mib is None:
+            options.other_mib = MIB if device.type == "cuda" else 4
+        self._device = device
+        self._samples = {WARM: options.samples, HELD: options.samples, COLD: options.cold_samples}
+        self._limit = TimeLimit(options.time_limit, parts)
+        self._other = OtherWork(device, options.other_mib, CALLS)
+        self._big = BigCopy(device, nbytes)
+        self._reference = Reference(self._big, device)
+        # One for all that is held: of 32 that are made torch would hand out those of the copies.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copies(self, kind: Kind) -> dict[str, Timed]:
+        """What the transfers are compared with."""
+        return {
+            BIG: lambda before: self._big.move(kind.directions, kind.nbytes, before),
+            REFERENCE: lambda before: self._reference.move(kind.directions, kind.nbytes, before),
+        }
+
+    def run(
+        self,
+        ways: Mapping[str, Timed],
+        kind: Kind,
+        state: str,
+        candidates: Candidates | None = None,
+    ) -> Samples:
+        """All ways in turn; see alternate()."""
+        rounds = range(-_WARM_UPS[state], self._samples[state])
+        with self._before_each(state, kind.blocks) as before:
+            samples = alternate(ways, before, rounds, self._limit.next_part(), candidates)
+        synchronize(self._device)
+        return samples
+
+    def link_us(
+        self, handler: Any, blocks: NumberedBlocks, kind: Kind
+    ) -> list[tuple[float, float]]:
+        """Microseconds on the device alone, of our transfers and of big copies; none without it."""
+        stream = self._stream
+        if stream is None:
+            return []
+        pairs = (
+            link_us(handler, blocks, kind.directions, kind.blocks, self._big, stream)
+            for _ in range(self._samples[WARM] // LINK_EACH)
+        )
+        return [pair for pair in pairs if pair]
+
+    @contextmanager
+    def _before_each(self, state: str, blocks: int) -> Iterator[Before]:
+        """What makes the state, right before a transfer of so many blocks."""
+        if state != HELD:
+            yield self._other if state == COLD else nothing
+            return
+        stream = self._stream
+        assert stream is not None, "without a GPU no stream can be held"
+        with torch.cuda.stream(stream):
+            yield lambda: Hold(stream, 0.002 + 4e-6 * blocks)  # longer than the call
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: every direction and number of blocks, in every state. links: whether also
+    on the device alone."""
+
+    shapes: Sequence[Shape]
+    directions: Sequence[str]
+    counts: Sequence[int]
+    states: Sequence[str]
+    links: bool
+
+
+def measure_all(
+    plan: Plan, device: torch.device, options: Namespace, what: str, **handler_options: Any
+) -> list[Cell]:
+    """what: its name in the line of progress."""
+    kinds = [*product(plan.directions, plan.counts)]
+    number = len(plan.shapes) * len(options.arrangements) * len(kinds)
+    progress = Progress(what, number, True, sys.stderr)
+    nbytes = max(plan.counts) * max(shape.block_bytes for shape in plan.shapes)
+    comparison = Comparison(device, options, nbytes, number * len(plan.states))
+    at_once = 2 if BOTH in plan.directions else 1
+    cells = []
+    for arrangement, shape in product(options.arrangements, plan.shapes):
+        # As many blocks again do not move. With very few a page would soon get a block that it has,
+        # and nobody would see when it does not.
+        count = (at_once + 1) * max(*plan.counts, 16) + 2
+        blocks = shape.new_blocks(device, count, arrangement)
+        handler = OffloadHandler(blocks.layout, blocks.host, **handler_options)
+        with blocks.host, handler, no_garbage_collection():
+            for direction, count in kinds:
+                kind = Kind(shape, arrangement, direction, count)
+                cells.append(measure(comparison, handler, blocks, kind, plan))
+                progress.advance(1)
+        del handler, blocks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape has blocks of another size
+    return cells
+
+
+def measure(
+    comparison: Comparison, handler: Any, blocks: NumberedBlocks, kind: Kind, plan: Plan
+) -> Cell:
+    """The first and the last block and page stay as they are."""
+
+    def ours(before: Before) -> Move:
+        return move(handler, blocks, kind.directions, kind.blocks, before)
+
+    blocks.refill()
+    cell, ways = Cell(kind), {OURS: ours, **comparison.copies(kind)}
+    for state in plan.states:
+        cell.states[state] = comparison.run(ways, kind, state)
+    if plan.links:
+        cell.link_us = comparison.link_us(handler, blocks, kind)
+    cell.wrong = blocks.wrong()
+    return cell
