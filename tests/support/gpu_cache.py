@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import itertools
 from contextlib import suppress
 
@@ -54,7 +55,8 @@ class Hold(torch.cuda.Event):
 
     The stream waits for a value in pinned memory, so that what a test sees while the stream is held
     does not depend on time. As a context manager it releases at the end. While a stream is held,
-    nothing may wait for the whole device: a kernel's first launch, closing a handler, pinning.
+    nothing may wait for the whole device: a kernel's first launch, closing a handler, pinning. The
+    garbage collector is off meanwhile, because it may find an earlier test's pool and unpin it.
     """
 
     def __init__(self) -> None:
@@ -69,9 +71,11 @@ class Hold(torch.cuda.Event):
             )
         assert status == 0, f"cuStreamWaitValue32 failed with CUDA error {status}"
         self.record(stream)
+        gc.disable()
 
     def release(self) -> None:
         self._word.fill_(1)
+        gc.enable()
 
     def __enter__(self) -> Hold:
         return self
