@@ -21,6 +21,8 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
+void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
+
 JobRef Handler::submit(const kvswap_request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
@@ -114,7 +116,8 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
   device().wait_event(stream, end);
 }
 
-int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
+                         kvswap_unended& unended) {
   const double began = now();
   size_t ended = 0;
   bool failed = false;
@@ -129,8 +132,14 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
       return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
     }
     const double left = seconds - (now() - began);
-    if (left <= 0) return 0;
     const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
+    if (left <= 0) {
+      const auto has_not_ended = [](const Job* job) { return !job->ended(); };
+      const int64_t count = for_all ? table.num_unended_until(last)
+                                    : std::count_if(jobs.begin(), jobs.end(), has_not_ended);
+      unended = {count, next.id, next.channel};
+      return 0;
+    }
     if (scheduler_.submit_remainder(lock, left)) continue;
     poll_end(lock, next.work->transfer, began);
   }

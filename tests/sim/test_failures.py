@@ -317,6 +317,8 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
     for kind in CHANNELS:
         with pytest.raises(DeviceLostError, match=r"the device is lost: .*only a new process"):
             sim.submit(kind, [1], [1])
+        with pytest.raises(DeviceLostError):  # before it looks at what it was given
+            sim.submit(kind, None, [1])
         metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
     with pytest.raises(DeviceLostError, match="the device is lost"):

@@ -54,6 +54,26 @@ def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Dri
 
 
 @stubbed
+def test_a_timeout_names_the_first_job_that_has_not_ended(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        ended = sim.load(0, 0)
+        driver.run()
+        assert ended.query()
+        _, held = sim.hold_up("store", 1, 1)
+        behind = [sim.store(2, 2), sim.store(3, 3)]
+        said = "TimeoutError: after 0 s {} have not ended; the first is store 1"
+        for jobs, count in (
+            (None, "3 jobs"),
+            ([ended, held, *behind], "3 of 4 jobs"),
+            ([ended, held, behind[0], behind[0]], "3 of 4 jobs"),
+        ):
+            assert error_text(sim.handler.synchronize, jobs, timeout=0) == said.format(count)
+        assert error_text(behind[0].synchronize, timeout=0) == (
+            "TimeoutError: after 0 s 1 of 1 job has not ended; the first is store 2"
+        )
+
+
+@stubbed
 def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         hold, held = sim.hold_up("store", 1, 1)

@@ -456,7 +456,7 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) ->
     )
     assert_expected_inline(
         error_text(handler.synchronize, timeout=0.01),
-        """TimeoutError: after 0.01 s 2 jobs have not ended""",
+        """TimeoutError: after 0.01 s 2 jobs have not ended; the first is store 0""",
     )
     driver.run()
     handler.synchronize(jobs, timeout=0)
