@@ -23,9 +23,9 @@ volatile uint64_t* GateWords::take(StreamWords& memory, int count) {
 
 Gate::Gate(Device& device, int layer_groups, GateWords& words)
     : device(device), layer_groups(layer_groups), memory_(device.stream_words()) {
-  KVSWAP_CHECK(memory_ != nullptr, "the driver of ", device.name(),
-               " has no 64-bit stream memory operations, which a gate needs; let a stream wait for "
-               "each job instead");
+  KVSWAP_CHECK(memory_ != nullptr, "the streams of ", device.name(),
+               " cannot wait for a word of memory, which a gate needs; let a stream wait for each "
+               "job instead");
   try {
     opener_ = device.create_stream();
     for (Event* event : {&closed_, &opened_}) *event = device.create_event(/*timed=*/false);

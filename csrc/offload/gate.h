@@ -22,8 +22,8 @@ class GateWords {
   int left_ = 0;
 };
 
-// Streams wait at a gate for each group of layers of a load. The wait can be captured in a CUDA
-// graph, which then waits on each replay.
+// Streams wait at a gate for each group of layers of a load. The wait can be captured in a graph,
+// which then waits on each replay.
 //
 // The gate has a word of pinned memory for each group of layers: 1 is open, 0 closed. A load closes
 // the gate by writes in the stream on which the graph will be replayed, so earlier replays still

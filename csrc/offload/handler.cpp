@@ -41,8 +41,8 @@ JobRef Handler::submit(const kvswap_request& request) {
 void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
   KVSWAP_CHECK(
       !device().is_capturing(stream), noun,
-      " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
-      "of the capture");
+      " is capturing a graph: a replay would neither copy nor wait; call this outside of the "
+      "capture");
 }
 
 void Handler::refuse_captures(const kvswap_request& request) const {

@@ -203,8 +203,8 @@ def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> No
     with SimulatedCache(driver) as sim:
         driver.set_attribute(122, 0)
         assert error_text(sim.handler.gate).replace("\n", " ") == (
-            "RuntimeError: the driver of CUDA device 0 has no 64-bit stream memory operations, "
-            "which a gate needs; let a stream wait for each job instead"
+            "RuntimeError: the streams of CUDA device 0 cannot wait for a word of memory, which a "
+            "gate needs; let a stream wait for each job instead"
         )
 
 
