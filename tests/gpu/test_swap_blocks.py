@@ -2,6 +2,8 @@
 arguments.
 """
 
+import threading
+
 import pytest
 import torch
 from device_pairs import PAIRS, place
@@ -300,6 +302,28 @@ def test_a_host_source_may_change_when_the_call_returns(where):
     ops.swap_blocks(src, dst, 1 << 20, mapping)
     src.fill_(0)
     assert bool((dst == 3).all())
+
+
+@GPU
+@pytest.mark.parametrize("pair", [("cuda", "pinned"), ("pinned", "cuda"), ("cuda", "cuda")])
+def test_a_thread_that_never_used_cuda_can_swap(pair):
+    src = place(torch.randn(8, 64), pair[0])
+    dst = place(torch.zeros(8, 64), pair[1])
+    torch.cuda.synchronize()
+    errors = []
+
+    def swap():
+        try:
+            ops.swap_blocks(src, dst, 256, torch.tensor([[1, 2], [5, 3]]))
+            torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert torch.equal(dst.cpu()[[2, 3]], src.cpu()[[1, 5]])
 
 
 @GPU
