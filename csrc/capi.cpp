@@ -471,10 +471,12 @@ int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t 
 bool kvswap_blocks_stats_of(void* blocks, int group, double now, kvswap_blocks_stats* stats) {
   return succeeds([&] {
     manager_at(blocks).stats(size_t(group), now, [&](const auto& of, const auto& pages) {
-      *stats = {of.asked,           of.hits,          of.pending,
-                of.stored,          of.loaded,        pages.num_evicted(),
-                of.skipped,         of.refused,       of.failed,
-                pages.num_ready(),  pages.num_free(), pages.num_idle(),
+      *stats = {of.asked,           of.hits,
+                of.pending,         of.stored,
+                of.loaded,          pages.num_evicted(),
+                of.skipped,         of.refused,
+                of.failed,          pages.num_ready_pages(),
+                pages.num_free(),   pages.num_idle(),
                 pages.num_filling()};
     });
   });
