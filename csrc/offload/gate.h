@@ -82,9 +82,10 @@ class Gate {
   StreamWords* memory_ = nullptr;
   volatile uint64_t* words_ = nullptr;
   Stream opener_ = nullptr;
-  Event closed_ = nullptr, opened_ = nullptr;
+  // Recorded after the words were written.
+  Event closing_event_ = nullptr, opening_event_ = nullptr;
   std::atomic<int> references_{2};
-  bool used_ = false;  // whether `opened_` was ever recorded
+  bool was_opened_ = false;  // whether `opening_event_` was ever recorded
   bool busy_ = false;
   Reason problem_;
 };
