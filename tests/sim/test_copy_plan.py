@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
 from torch_kvswap.handler import Job, TransferError
@@ -27,7 +27,7 @@ def batches(driver: Driver) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_who_submits_a_large_job_enqueues_its_beginning(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         large(sim, kind)
@@ -39,7 +39,7 @@ def test_who_submits_a_large_job_enqueues_its_beginning(driver: Driver, kind: st
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_stream_that_waits_for_a_large_job_waits_for_all_of_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         sim.start_log()
@@ -53,7 +53,7 @@ def test_a_stream_that_waits_for_a_large_job_waits_for_all_of_it(driver: Driver,
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
@@ -65,7 +65,7 @@ def test_a_job_behind_a_large_one_comes_behind_all_of_it(driver: Driver, kind: s
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
     driver: Driver, kind: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_failure_in_the_rest_ends_the_job_with_nothing_in_flight(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         job = large(sim, kind)
@@ -94,7 +94,7 @@ def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: s
         assert not sim.handler.cancel(job)
 
 
-@stubbed
+@simulated
 def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.set_mode("threaded")
@@ -122,7 +122,7 @@ def test_threads_that_submit_large_jobs_and_wait_share_the_work(driver: Driver) 
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driver) -> None:
     whole = torch.randint(256, (2, 12, 4096), dtype=torch.uint8)
     layout = on_device(driver, whole)
@@ -137,7 +137,7 @@ def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driv
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
     whole = torch.randint(256, (2, 24, 1 << 18), dtype=torch.uint8)
     layout = on_device(driver, whole)
@@ -155,7 +155,7 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("options", ["gate", "layer_groups"])
-@stubbed
+@simulated
 def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
     driver: Driver, options: str
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_load_that_is_waited_for_part_by_part_is_not_divided(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_pieces_grow_and_shrink_through_all_parts_of_a_transfer(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))

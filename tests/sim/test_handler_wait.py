@@ -28,7 +28,7 @@ from simulated_cache import (
     states,
     threads,
 )
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import Job
@@ -42,7 +42,7 @@ LARGE, TOO_LARGE = (
 COPY = "cuMemcpyBatchAsync"
 
 
-@stubbed
+@simulated
 def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
     prctl = ctypes.CDLL(None).prctl
     with SimulatedCache(driver) as sim:
@@ -53,7 +53,7 @@ def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Dri
         assert prctl(PR_GET_TIMERSLACK) == before
 
 
-@stubbed
+@simulated
 def test_a_timeout_names_the_first_job_that_has_not_ended(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         ended = sim.load(0, 0)
@@ -73,7 +73,7 @@ def test_a_timeout_names_the_first_job_that_has_not_ended(driver: Driver) -> Non
         )
 
 
-@stubbed
+@simulated
 def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         hold, held = sim.hold_up("store", 1, 1)
@@ -89,7 +89,7 @@ def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["the job", "all jobs"])
-@stubbed
+@simulated
 def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(3) as pool:
         hold, job = sim.hold_up("store", 1, 1)
@@ -107,7 +107,7 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
     assert driver.live("events") == driver.live("streams") == 0
 
 
-@stubbed
+@simulated
 def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         _, job = sim.hold_up("store", 1, 1)
@@ -117,7 +117,7 @@ def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> No
         assert "the device is lost" in waiting.result(timeout=PATIENCE)
 
 
-@stubbed
+@simulated
 def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         queued = sim.fill("store", 1, 1)[-1]
@@ -185,7 +185,7 @@ def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
         yield
 
 
-@stubbed
+@simulated
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
@@ -201,7 +201,7 @@ def run_a_job(sim: SimulatedCache) -> None:
     job.wait(Stream(OTHER))
 
 
-@stubbed
+@simulated
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
@@ -214,7 +214,7 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
             assert "the device is lost" in str(waiting.ends())
 
 
-@stubbed
+@simulated
 def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
@@ -233,7 +233,7 @@ def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver)
             assert "the device is lost" in str(loads[1].ends())
 
 
-@stubbed
+@simulated
 def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         gate = sim.handler.gate()
@@ -250,7 +250,7 @@ def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driv
         assert closing.ends() is None
 
 
-@stubbed
+@simulated
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits
@@ -302,7 +302,7 @@ def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator
 
 @pytest.mark.parametrize("how", ["host", "stream", "host, for another job"])
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
     driver: Driver, kind: str, how: str
 ) -> None:
@@ -319,7 +319,7 @@ def test_who_waits_enqueues_what_was_begun_before_the_worker_wakes_up(
     assert sim.is_right(pages=pages)
 
 
-@stubbed
+@simulated
 def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
         job, enqueued = begin(sim, "store")
@@ -330,7 +330,7 @@ def test_a_wait_does_not_begin_what_would_take_longer_than_its_time(driver: Driv
 
 
 @pytest.mark.parametrize("how", ["host", "stream"])
-@stubbed
+@simulated
 def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
     driver: Driver, how: str
 ) -> None:
@@ -348,7 +348,7 @@ def test_who_waits_enqueues_nothing_that_the_driver_may_hold_it_up_for(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
     driver: Driver, kind: str
 ) -> None:
@@ -361,7 +361,7 @@ def test_who_waits_for_what_was_begun_hears_that_the_device_is_lost(
         assert "the device is lost" in str(job.result.error)
 
 
-@stubbed
+@simulated
 def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
         job, enqueued = begin(sim, "store")
@@ -373,7 +373,7 @@ def test_a_wait_that_enqueues_spoils_no_graph_that_another_thread_captures(drive
         assert driver.capture_spoilt == 0
 
 
-@stubbed
+@simulated
 def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with SimulatedCache(driver) as sim:

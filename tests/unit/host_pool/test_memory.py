@@ -22,7 +22,7 @@ import pytest
 import torch
 from fake_procfs import write
 from processes import in_child, live_fork, run_script
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.log import warn_once
@@ -282,7 +282,7 @@ def test_memory_is_placed_on_a_node_that_there_is() -> None:
     assert "prefer" in lines[0]
 
 
-@stubbed
+@simulated
 def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) -> None:
     for attribute, value in ((50, 1), (33, 0xAB), (34, 0x1C)):  # PCI domain, bus and device
         driver.set_attribute(attribute, value)
