@@ -245,6 +245,10 @@ const char* kvswap_handler_missing_methods(void* handler) {
   return handler_at(handler).missing_methods().c_str();
 }
 
+bool kvswap_handler_check_open(void* handler) {
+  return succeeds([&] { handler_at(handler).check_open(); });
+}
+
 void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
 
 bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {
@@ -269,12 +273,13 @@ int kvswap_handler_poll(void* handler, kvswap_result* results, int capacity) {
   return succeeded ? found.count : -1;
 }
 
-int kvswap_handler_synchronize(void* handler, void* const* jobs, int count, double seconds) {
+int kvswap_handler_synchronize(void* handler, void* const* jobs, int count, double seconds,
+                               kvswap_unended* unended) {
   int ended = -1;
   succeeds([&] {
     std::vector<Job*> list;
     for (int i = 0; i < count; ++i) list.push_back(static_cast<Job*>(jobs[i]));
-    ended = handler_at(handler).synchronize(list, jobs == nullptr, seconds);
+    ended = handler_at(handler).synchronize(list, jobs == nullptr, seconds, *unended);
   });
   return ended;
 }
@@ -466,10 +471,12 @@ int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t 
 bool kvswap_blocks_stats_of(void* blocks, int group, double now, kvswap_blocks_stats* stats) {
   return succeeds([&] {
     manager_at(blocks).stats(size_t(group), now, [&](const auto& of, const auto& pages) {
-      *stats = {of.asked,           of.hits,          of.pending,
-                of.stored,          of.loaded,        pages.num_evicted(),
-                of.skipped,         of.refused,       of.failed,
-                pages.num_ready(),  pages.num_free(), pages.num_idle(),
+      *stats = {of.asked,           of.hits,
+                of.pending,         of.stored,
+                of.loaded,          pages.num_evicted(),
+                of.skipped,         of.refused,
+                of.failed,          pages.num_ready_pages(),
+                pages.num_free(),   pages.num_idle(),
                 pages.num_filling()};
     });
   });

@@ -106,6 +106,8 @@ KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, in
                                        const kvswap_copy_method_options* options);
 // Why copy methods that would be chosen are not available, or "". Valid as long as the handler.
 KVSWAP_API const char* kvswap_handler_missing_methods(void* handler);
+// False, with the error, if the handler is closed or its device lost.
+KVSWAP_API bool kvswap_handler_check_open(void* handler);
 // After kvswap_handler_close.
 KVSWAP_API void kvswap_handler_destroy(void* handler);
 // Takes new groups, with the same block sizes and pools, while no job is outstanding.
@@ -156,10 +158,17 @@ struct kvswap_result {
 // reference to its job. Returns how many; -1 on failure.
 KVSWAP_API int kvswap_handler_poll(void* handler, kvswap_result* results, int capacity);
 
+// Jobs that have not ended, and the first of them.
+struct kvswap_unended {
+  int64_t count, first_id;
+  int32_t first_channel;
+};
+
 // Waits on the host until the jobs have ended: 1, or 2 if one of them failed or was cancelled, or 0
-// after `seconds`; -1 on failure. jobs: null for all that were not reported.
+// after `seconds`, with those that have not ended in *unended; -1 on failure. jobs: null for all
+// that were not reported.
 KVSWAP_API int kvswap_handler_synchronize(void* handler, void* const* jobs, int count,
-                                          double seconds);
+                                          double seconds, kvswap_unended* unended);
 
 // Writes up to `capacity` results of jobs that failed or were cancelled and were not reported yet,
 // each with a reference to its job. Returns how many; -1 on failure.

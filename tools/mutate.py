@@ -49,7 +49,7 @@ TESTS = {
         *("test_capture.py", "test_staged.py", "test_stream_devices.py", "test_fuzz.py"),
     ],
     "csrc": [
-        *("test_swap_blocks*.py", "test_expand_block_ids.py", "test_capi.py", "test_capture.py"),
+        *("test_swap_blocks*.py", "test_expand_block_ids.py", "test_abi.py", "test_capture.py"),
         *("test_stream_devices.py", "test_gate.py", "test_stream_order.py", "test_memory.py"),
         *("test_batch.py", "test_copy_method.py", "test_out_of_memory.py"),
     ],

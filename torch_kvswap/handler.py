@@ -443,11 +443,8 @@ class OffloadHandler(NotCopyable):
                 being captured into a CUDA graph.
             MemoryError: host memory is exhausted.
         """
-        self._native.check_open()
         ids = gpu_block_ids, page_ids, first_block
-        groups = self._native.groups
-        request = Request(groups, abi.STORES, *ids, after, copy_engines_only=copy_engines_only)
-        return self._submit(request, tag)
+        return self._submit(abi.STORES, ids, after, copy_engines_only, tag)
 
     def load(
         self,
@@ -491,14 +488,9 @@ class OffloadHandler(NotCopyable):
             IndexError, TypeError, ValueError, DeviceLostError, RuntimeError, MemoryError: see
                 store().
         """
-        self._native.check_open()
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        num_groups = self._read_layer_groups(layer_groups, gate)
-        native_gate = None if gate is None else gate._native
-        groups = self._native.groups
-        request = Request(groups, channel, *ids, after, num_groups, native_gate, copy_engines_only)
-        return self._submit(request, tag)
+        return self._submit(channel, ids, after, copy_engines_only, tag, layer_groups, gate)
 
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
@@ -550,12 +542,12 @@ class OffloadHandler(NotCopyable):
         """
         own = None if jobs is None else [self._check_own(job) for job in _as_iterable(jobs)]
         timeout = read_timeout("timeout", timeout)
-        succeeded = self._native.synchronize(
+        answer = self._native.synchronize(
             None if own is None else [job._native for job in own], timeout
         )
-        if succeeded is None:
-            raise TimeoutError(f"after {timeout:g} s {self._describe_running(own)}")
-        if succeeded:
+        if isinstance(answer, abi.Unended):
+            raise TimeoutError(f"after {timeout:g} s {_describe_unended(answer, own)}")
+        if answer:
             return
         if own is None:
             results = self._native.unreported_failures(result_of)
@@ -650,7 +642,26 @@ class OffloadHandler(NotCopyable):
     def _get_engine(self) -> object | None:
         return None if self._engine is None else self._engine()
 
-    def _submit(self, request: Request, tag: object) -> Job:
+    def _submit(
+        self,
+        channel: int,
+        ids: tuple[Any, Any, Any],
+        after: object,
+        copy_engines_only: bool,
+        tag: object,
+        layer_groups: int | None = None,
+        gate: Gate | None = None,
+    ) -> Job:
+        try:
+            num_groups = self._read_layer_groups(layer_groups, gate)
+            native_gate = None if gate is None else gate._native
+            groups = self._native.groups
+            request = Request(
+                groups, channel, *ids, after, num_groups, native_gate, copy_engines_only
+            )
+        except Exception:
+            self._native.check_open()  # whatever else is wrong, this is said first
+            raise
         if not self._ranges.enabled:
             return self._submit_tagged(request, tag)
         with self._ranges.submit(direction_of(request.native.channel)):
@@ -683,19 +694,6 @@ class OffloadHandler(NotCopyable):
             )
         return groups
 
-    def _describe_running(self, jobs: Sequence[Job] | None) -> str:
-        """What synchronize() says of these jobs, None for all, that have not ended in time."""
-        if jobs is None:
-            metrics = self.metrics()
-            channels = (metrics.stores, metrics.loads, metrics.expedited)
-            count = sum(channel.queued + channel.running for channel in channels)
-            return f"{_count_jobs(count)} not ended"
-        running = [job for job in jobs if not job.query()]
-        if not running:  # they have ended since then
-            return f"{_count_jobs(len(jobs))} not all ended"
-        first = f"{running[0].direction} {running[0].id}"
-        return f"{len(running)} of {_count_jobs(len(jobs))} not ended; the first is {first}"
-
     def _check_own(self, job: object) -> Job:
         if not isinstance(job, Job):
             raise TypeError(f"store() and load() return Jobs, not {job!r}")
@@ -710,8 +708,13 @@ def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     return jobs if isinstance(jobs, Iterable) else [jobs]
 
 
-def _count_jobs(count: int) -> str:
-    return "1 job has" if count == 1 else f"{count} jobs have"
+def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
+    """What synchronize() says of these jobs, None for all, when some have not ended in time."""
+    count = unended.count if jobs is None else len(jobs)
+    have = "1 job has" if count == 1 else f"{count} jobs have"
+    of = "" if jobs is None else f"{unended.count} of "
+    first = f"{direction_of(unended.first_channel)} {unended.first_id}"
+    return f"{of}{have} not ended; the first is {first}"
 
 
 def _tagged(result: Result, tag: object) -> Result:

@@ -3,7 +3,7 @@
 #include <new>
 
 #include "check.h"
-#include "copy/address_check.h"
+#include "copy/address_map.h"
 #include "copy/batch.h"
 #include "copy/pack.h"
 #include "copy/staged.h"
@@ -178,10 +178,6 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
 
   Allocations find_allocations(const std::vector<uint64_t>& cache,
                                const std::vector<uint64_t>& host) override;
-  void check_addresses(const FragmentList& fragments) override {
-    AddressMap addresses;
-    kvswap::check_addresses(fragments, addresses);
-  }
   void register_host(void* address, uint64_t bytes) override {
     const cuda::ContextGuard context(index());
     KVSWAP_DRIVER_CHECK(cuda::driver().register_host(

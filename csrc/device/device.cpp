@@ -3,10 +3,16 @@
 #include <map>
 #include <mutex>
 
+#include "copy/address_check.h"
 #include "device/cuda.h"
 #include "device/host.h"
 
 namespace kvswap {
+
+void Device::check_addresses(const FragmentList& fragments) {
+  AddressMap addresses;
+  kvswap::check_addresses(fragments, addresses);
+}
 
 Device& find_device(int index) {
   static std::mutex mutex;

@@ -203,8 +203,9 @@ class Device {
   virtual Allocations find_allocations(const std::vector<uint64_t>& cache,
                                        const std::vector<uint64_t>& host) = 0;
   // Throws unless all bytes are in memory that exists, and no byte that is written is in two
-  // fragments. A debug mode, called without the lock.
-  virtual void check_addresses(const FragmentList& fragments) = 0;
+  // fragments. A debug mode, called without the lock. Knows memory of the CUDA driver and of the
+  // process; a device with other memory overrides it.
+  virtual void check_addresses(const FragmentList& fragments);
   // Pins host memory for all devices of the process, and undoes that. Any thread, without the lock
   // and without a context. Blocks; a large range takes seconds.
   virtual void register_host(void* address, uint64_t bytes) = 0;

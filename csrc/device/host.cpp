@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "check.h"
-#include "copy/address_check.h"
+#include "copy/address_map.h"
 #include "copy/host.h"
 
 namespace kvswap {
@@ -56,10 +56,6 @@ class HostDevice : public Device {
   Allocations find_allocations(const std::vector<uint64_t>& cache,
                                const std::vector<uint64_t>& host) override {
     return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
-  }
-  void check_addresses(const FragmentList& fragments) override {
-    AddressMap addresses;
-    kvswap::check_addresses(fragments, addresses);
   }
   void register_host(void*, uint64_t) override { refuse_registration(); }
   void unregister_host(void*) override { refuse_registration(); }

@@ -23,12 +23,13 @@ volatile uint64_t* GateWords::take(StreamWords& memory, int count) {
 
 Gate::Gate(Device& device, int layer_groups, GateWords& words)
     : device(device), layer_groups(layer_groups), memory_(device.stream_words()) {
-  KVSWAP_CHECK(memory_ != nullptr, "the driver of ", device.name(),
-               " has no 64-bit stream memory operations, which a gate needs; let a stream wait for "
-               "each job instead");
+  KVSWAP_CHECK(memory_ != nullptr, "the streams of ", device.name(),
+               " cannot wait for a word of memory, which a gate needs; let a stream wait for each "
+               "job instead");
   try {
     opener_ = device.create_stream();
-    for (Event* event : {&closed_, &opened_}) *event = device.create_event(/*timed=*/false);
+    closing_event_ = device.create_event(/*timed=*/false);
+    opening_event_ = device.create_event(/*timed=*/false);
     words_ = words.take(*memory_, layer_groups);
   } catch (...) {
     destroy();
@@ -49,7 +50,7 @@ void Gate::release(Gate* gate) {
 }
 
 void Gate::destroy() {
-  for (const Event event : {closed_, opened_}) {
+  for (const Event event : {closing_event_, opening_event_}) {
     if (event != nullptr) device.destroy_event(event);
   }
   if (opener_ != nullptr) device.destroy_stream(opener_);
@@ -61,16 +62,16 @@ void Gate::set(int layer_group, uint64_t value, Stream stream) const {
 
 void Gate::close(Stream current) {
   const ContextGuard context(device);
-  if (used_) device.wait_event(current, opened_);
+  if (was_opened_) device.wait_event(current, opening_event_);
   try {
     for (int layer_group = 0; layer_group < layer_groups; ++layer_group)
       set(layer_group, 0, current);
-    device.record_event(closed_, current);
+    device.record_event(closing_event_, current);
   } catch (...) {
     reopen(current);
     throw;
   }
-  busy_ = true;
+  awaits_opening_ = true;
 }
 
 // Opens what was closed. If the driver refuses that, open() tries it again after this point of the
@@ -80,10 +81,10 @@ void Gate::reopen(Stream current) noexcept {
     for (int layer_group = 0; layer_group < layer_groups; ++layer_group)
       set(layer_group, 1, current);
   } catch (const std::exception& error) {
-    problem_ = Reason(error);
-    busy_ = true;
+    opening_error_ = Reason(error);
+    awaits_opening_ = true;
     try {
-      device.record_event(closed_, current);
+      device.record_event(closing_event_, current);
     } catch (const std::exception&) {
       // open() then starts after an earlier point of the stream.
     }
@@ -91,13 +92,13 @@ void Gate::reopen(Stream current) noexcept {
 }
 
 void Gate::enqueue_opening(const Transfer* transfer) {
-  device.wait_event(opener_, closed_);
+  device.wait_event(opener_, closing_event_);
   for (int layer_group = 0; layer_group < layer_groups; ++layer_group) {
     if (transfer != nullptr) device.wait_event(opener_, transfer->ends[layer_group]);
     set(layer_group, 1, opener_);
   }
-  device.record_event(opened_, opener_);
-  used_ = true;
+  device.record_event(opening_event_, opener_);
+  was_opened_ = true;
 }
 
 Reason Gate::open_after(const Transfer& transfer) noexcept {
@@ -109,25 +110,25 @@ Reason Gate::open_after(const Transfer& transfer) noexcept {
   }
 }
 
-void Gate::opened() noexcept {
-  busy_ = false;
-  problem_ = {};
+void Gate::on_opening_enqueued() noexcept {
+  awaits_opening_ = false;
+  opening_error_ = {};
 }
 
 bool Gate::open() noexcept {
   try {
     enqueue_opening(nullptr);
-    opened();
+    on_opening_enqueued();
     return true;
   } catch (const std::exception& error) {
-    problem_ = Reason(error);
+    opening_error_ = Reason(error);
     return false;
   }
 }
 
-void Gate::let_through() noexcept {
+void Gate::open_from_host() noexcept {
   for (int layer_group = 0; layer_group < layer_groups; ++layer_group) words_[layer_group] = 1;
-  opened();
+  on_opening_enqueued();
 }
 
 void Gate::wait(int layer_group, const StreamRef& stream) const {

@@ -22,8 +22,8 @@ class GateWords {
   int left_ = 0;
 };
 
-// Streams wait at a gate for each group of layers of a load. The wait can be captured in a CUDA
-// graph, which then waits on each replay.
+// Streams wait at a gate for each group of layers of a load. The wait can be captured in a graph,
+// which then waits on each replay.
 //
 // The gate has a word of pinned memory for each group of layers: 1 is open, 0 closed. A load closes
 // the gate by writes in the stream on which the graph will be replayed, so earlier replays still
@@ -42,32 +42,32 @@ class Gate {
   Device& device;
   const int layer_groups;
 
-  // Drops one of the two references: the caller's, or the handler's, which it keeps while the gate
-  // is busy. The last release frees the stream and the events. Any thread may call.
+  // Drops one of the two references: the caller's, or the handler's, which it keeps until the
+  // opening is enqueued. The last release frees the stream and the events. Any thread may call.
   static void release(Gate* gate);
   // Whether only the handler still has it.
   bool is_dropped() const { return references_ == 1; }
 
   // Whether the gate was closed and its opening is not enqueued yet. No other load may close it
   // meanwhile.
-  bool is_busy() const { return busy_; }
+  bool awaits_opening() const { return awaits_opening_; }
   // Why the driver refused to open the gate, or an empty reason. If not empty, open() must be tried
   // again.
-  const Reason& problem() const { return problem_; }
+  const Reason& opening_error() const { return opening_error_; }
 
   // Enqueues the closing for a load, on this stream of the gate's device. If it throws, the gate is
-  // as it was, or there is a problem().
+  // as it was, or there is an opening_error().
   void close(Stream current);
   // Enqueues the opening of each group of layers, after the transfer has copied it. Returns why it
-  // could not, or an empty reason. The gate stays busy until opened().
+  // could not, or an empty reason. The gate awaits its opening until on_opening_enqueued().
   Reason open_after(const Transfer& transfer) noexcept;
-  // The opening is enqueued: the gate is not busy any more.
-  void opened() noexcept;
+  // The opening is enqueued: no longer awaits it.
+  void on_opening_enqueued() noexcept;
   // Enqueues the opening right after the closing: the load will copy nothing. False if the driver
   // refused.
   bool open() noexcept;
   // Opens the gate from the host: the device is lost, and no stream will do it.
-  void let_through() noexcept;
+  void open_from_host() noexcept;
   // Makes a stream, of any device, wait until the gate is open for a group of layers.
   void wait(int layer_group, const StreamRef& stream) const;
 
@@ -82,11 +82,12 @@ class Gate {
   StreamWords* memory_ = nullptr;
   volatile uint64_t* words_ = nullptr;
   Stream opener_ = nullptr;
-  Event closed_ = nullptr, opened_ = nullptr;
+  // Recorded after the words were written.
+  Event closing_event_ = nullptr, opening_event_ = nullptr;
   std::atomic<int> references_{2};
-  bool used_ = false;  // whether `opened_` was ever recorded
-  bool busy_ = false;
-  Reason problem_;
+  bool was_opened_ = false;  // whether `opening_event_` was ever recorded
+  bool awaits_opening_ = false;
+  Reason opening_error_;
 };
 
 }  // namespace kvswap

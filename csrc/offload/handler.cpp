@@ -21,6 +21,8 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
+void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
+
 JobRef Handler::submit(const kvswap_request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
@@ -39,8 +41,8 @@ JobRef Handler::submit(const kvswap_request& request) {
 void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
   KVSWAP_CHECK(
       !device().is_capturing(stream), noun,
-      " is capturing a CUDA graph: a replay would neither copy nor wait; call this outside "
-      "of the capture");
+      " is capturing a graph: a replay would neither copy nor wait; call this outside of the "
+      "capture");
 }
 
 void Handler::refuse_captures(const kvswap_request& request) const {
@@ -102,10 +104,10 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
   scheduler_.advance(lock);
   try {
     // Whether or not the job has ended: that is a matter of timing.
-    if (scheduler_.lost(lock).empty()) refuse_capture(stream, "the stream that is to wait");
+    if (scheduler_.device_loss(lock).empty()) refuse_capture(stream, "the stream that is to wait");
   } catch (const std::exception& error) {
     scheduler_.check_alive(lock, Reason(error));
-    if (scheduler_.lost(lock).empty()) throw;
+    if (scheduler_.device_loss(lock).empty()) throw;
   }
   if (!job->ended()) scheduler_.flush(lock, *job);
   if (job->ended()) return;
@@ -114,7 +116,8 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
   device().wait_event(stream, end);
 }
 
-int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds) {
+int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
+                         kvswap_unended& unended) {
   const double began = now();
   size_t ended = 0;
   bool failed = false;
@@ -128,8 +131,14 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
     if (for_all ? table.all_ended_until(last) : ended == jobs.size()) {
       return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
     }
-    if (now() - began >= seconds) return 0;
     const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
+    if (now() - began >= seconds) {
+      const auto has_not_ended = [](const Job* job) { return !job->ended(); };
+      const int64_t count = for_all ? table.num_unended_until(last)
+                                    : std::count_if(jobs.begin(), jobs.end(), has_not_ended);
+      unended = {count, next.id, next.channel};
+      return 0;
+    }
     poll_end(lock, next.work->transfer, began);
   }
 }

@@ -20,6 +20,8 @@ class Handler {
   Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
           const kvswap_copy_method_options& options);
 
+  // Throws if the handler is closed or its device lost.
+  void check_open();
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
 
@@ -53,9 +55,10 @@ class Handler {
   }
 
   // Waits on the host until the jobs have ended. for_all: until all jobs submitted so far have
-  // ended; `jobs` is not used. Returns 0 after `seconds`, 2 if a job failed or was cancelled
-  // (for_all: and was not reported), otherwise 1.
-  int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds);
+  // ended; `jobs` is not used. Returns 0 after `seconds`, with the jobs that have not ended in
+  // `unended`, 2 if a job failed or was cancelled (for_all: and was not reported), otherwise 1.
+  int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
+                  kvswap_unended& unended);
   // Makes a stream wait for a group of layers of the job; -1: for all of it.
   void wait(Job* job, int layer_group, const StreamRef& stream);
   // Whether the job has ended. Asks the device.

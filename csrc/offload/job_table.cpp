@@ -175,6 +175,15 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   }
 }
 
+int64_t JobTable::num_unended_until(int64_t id) const {
+  int64_t count = 0;
+  for (int64_t i = first_unended_; i <= id; ++i) {
+    const Job* job = find(i);
+    count += job != nullptr && !job->ended();
+  }
+  return count;
+}
+
 JobRef JobTable::report_first() noexcept {
   JobRef job = unreported_.pop_front();
   unreported_failures_ -= !job->succeeded();

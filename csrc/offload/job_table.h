@@ -61,6 +61,8 @@ class JobTable {
   // Whether all jobs up to this number have ended.
   bool all_ended_until(int64_t id) const { return first_unended_ > id; }
   bool all_ended() const { return all_ended_until(last_id()); }
+  // How many jobs up to this number have not ended.
+  int64_t num_unended_until(int64_t id) const;
   // The first job, queued or running, that has not ended. Call it only if there is one.
   const Job& oldest_unended() const { return *jobs_[first_unended_ - first_id_]; }
 

@@ -17,7 +17,7 @@ void check_ids(const std::string& list, const int64_t* ids, int64_t count, int64
   }
 }
 
-// Pages that are not pinned yet, or not in this process, are none that the driver can copy.
+// The driver cannot copy pages that are not pinned yet, or are pinned by another process only.
 void check_ready(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
   const int64_t first = group.ready_range->first_page;
   const int64_t last = __atomic_load_n(&group.ready_range->last_page, __ATOMIC_ACQUIRE);

@@ -54,7 +54,7 @@ Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::rele
 
 void Scheduler::check_open(const Lock&) const {
   KVSWAP_CHECK(!closed_, "the handler is closed; make a new one");
-  if (!lost_.empty()) fail<DeviceLostError>(lost_.c_str());
+  if (!device_loss_.empty()) fail<DeviceLostError>(device_loss_.c_str());
 }
 
 kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
@@ -129,7 +129,7 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
   // A few at a time: a submission does not pay for all that has ended.
   if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
-  if (!lost_.empty()) return end_unsubmitted(*job, State::kFailed, lost_);
+  if (!device_loss_.empty()) return end_unsubmitted(*job, State::kFailed, device_loss_);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!submit_thread_ && is_small && queue.jobs.empty() && can_submit(queue, *job)) {
     queue.submitting = job->id;
@@ -186,7 +186,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
 
 // False, with the jobs, when they are worth trying one at a time.
 bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept {
-  if (!lost_.empty()) return fail_unsubmitted(jobs, lost_);
+  if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
   Transfers made;
@@ -247,19 +247,19 @@ bool Scheduler::end_submission(Lock& lock, Queue& queue, Transfers made, Reason 
   if (!error.empty() && copying) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
   lock.lock();
-  if (error.empty() && lost_.empty()) {
+  if (error.empty() && device_loss_.empty()) {
     on_submitted(queue, std::move(made));
     return true;
   }
   jobs = std::move(made.front()->jobs);
   queue.channel.retire(std::move(made));
-  if (!alive && lost_.empty()) mark_lost(error);
-  return fail_unsubmitted(jobs, lost_.empty() ? error : lost_);
+  if (!alive && device_loss_.empty()) mark_lost(error);
+  return fail_unsubmitted(jobs, device_loss_.empty() ? error : device_loss_);
 }
 
 // True when that is the end of the jobs; false when they are worth trying one at a time.
 bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
-  if (lost_.empty() && jobs.size() > 1) return false;
+  if (device_loss_.empty() && jobs.size() > 1) return false;
   while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, error);
   return true;
 }
@@ -270,7 +270,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
   table_.record_transfer(queue.channel.number());
   for (Job& job : transfer->jobs) {
     queue.channel.release_point(std::exchange(job.work->after, nullptr));
-    if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->opened();
+    if (Gate* gate = std::exchange(job.work->gate, nullptr)) gate->on_opening_enqueued();
     job.copy_method = method_of(*transfer, job.copy_method);
     job.state = State::kRunning;
     job.work->transfer = transfer;
@@ -367,8 +367,8 @@ void Scheduler::wait_for_progress(Lock& lock, double seconds) {
 
 void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   const auto is_idle = [](const Queue& queue) { return queue.channel.is_idle(); };
-  const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_closed_gates();
-  if (!lost_.empty() || idle) return;
+  const bool idle = std::all_of(queues_, queues_ + kChannels, is_idle) && !has_gates_to_open();
+  if (!device_loss_.empty() || idle) return;
   try {
     const ContextGuard context(device_);
     open_gates(lock);
@@ -430,8 +430,8 @@ void Scheduler::retire_first(Queue& queue) {
 // Ends a job that was never submitted.
 void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noexcept {
   Work& work = *job.work;
-  if (work.gate != nullptr && !lost_.empty()) {
-    work.gate->let_through();
+  if (work.gate != nullptr && !device_loss_.empty()) {
+    work.gate->open_from_host();
   } else if (work.gate != nullptr) {
     work.gate->open();  // if it is not, advance() tries again
   }
@@ -452,7 +452,7 @@ bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
 }
 
 void Scheduler::check_alive(const Lock&, const Reason& error) noexcept {
-  if (lost_.empty() && !queues_[kStores].channel.is_alive()) mark_lost(error);
+  if (device_loss_.empty() && !queues_[kStores].channel.is_alive()) mark_lost(error);
 }
 
 void Scheduler::mark_lost(const Reason& reason) noexcept {
@@ -460,22 +460,22 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
     return std::string("the device is lost: ") + reason.c_str() +
            "; only a new process can use it again";
   };
-  lost_ = Reason(text, "the device is lost; only a new process can use it again",
-                 Reason::Kind::kDeviceLost);
+  device_loss_ = Reason(text, "the device is lost; only a new process can use it again",
+                        Reason::Kind::kDeviceLost);
   for (Queue& queue : queues_) {
     while (!queue.channel.is_idle()) {
       for (Job& job : queue.channel.oldest().jobs) {
-        table_.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, lost_);
+        table_.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, device_loss_);
       }
       queue.channel.retire_first();
     }
     while (!queue.jobs.empty()) {
       const JobRef job = queue.jobs.pop_front();
-      if (!job->ended()) end_unsubmitted(*job, State::kFailed, lost_);
+      if (!job->ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
     }
   }
   for (Gate* gate : gates_) {
-    if (!gate->problem().empty()) gate->let_through();
+    if (!gate->opening_error().empty()) gate->open_from_host();
   }
   progress_.notify_all();
 }
@@ -483,7 +483,7 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
 // Gates.
 
 Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
-  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->is_busy(); };
+  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
   const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
   std::for_each(over, gates_.end(), Gate::release);
   gates_.erase(over, gates_.end());
@@ -493,13 +493,13 @@ Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
 }
 
 void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
-  while (gate.is_busy()) {
+  while (gate.awaits_opening()) {
     advance(lock);  // tries to open it, if it should be open
     check_open(lock);
-    KVSWAP_CHECK(gate.problem().empty(),
+    KVSWAP_CHECK(gate.opening_error().empty(),
                  "an earlier load has failed, and the driver does not open its gate again: ",
-                 gate.problem().c_str());
-    if (gate.is_busy()) progress_.wait(lock);
+                 gate.opening_error().c_str());
+    if (gate.awaits_opening()) progress_.wait(lock);
     check_open(lock);
   }
 }
@@ -507,15 +507,15 @@ void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
 // Those that the driver did not open when their loads failed.
 void Scheduler::open_gates(const Lock& lock) noexcept {
   for (Gate* gate : gates_) {
-    if (gate->problem().empty()) continue;
+    if (gate->opening_error().empty()) continue;
     if (gate->open()) progress_.notify_all();
-    if (!gate->problem().empty()) check_alive(lock, gate->problem());
+    if (!gate->opening_error().empty()) check_alive(lock, gate->opening_error());
   }
 }
 
-bool Scheduler::has_closed_gates() const {
-  const auto is_closed = [](const Gate* gate) { return !gate->problem().empty(); };
-  return std::any_of(gates_.begin(), gates_.end(), is_closed);
+bool Scheduler::has_gates_to_open() const {
+  const auto must_open = [](const Gate* gate) { return !gate->opening_error().empty(); };
+  return std::any_of(gates_.begin(), gates_.end(), must_open);
 }
 
 // Rebinding and closing.
@@ -543,7 +543,7 @@ void Scheduler::stop(Lock& lock) {
   }
   lock.lock();
   for (Queue& queue : queues_) queue.channel.close();
-  lost_.empty() ? planner_.close() : planner_.leak();
+  device_loss_.empty() ? planner_.close() : planner_.leak();
 }
 
 }  // namespace kvswap

@@ -54,7 +54,7 @@ class Scheduler {
   // Throws if the handler is closed or its device lost.
   void check_open(const Lock&) const;
   // The error after which the device runs nothing any more, or an empty reason.
-  const Reason& lost(const Lock&) const { return lost_; }
+  const Reason& device_loss(const Lock&) const { return device_loss_; }
   const std::vector<Group>& groups(const Lock&) const { return groups_; }
   const JobTable& jobs(const Lock&) const { return table_; }
   kvswap_metrics metrics(const Lock&, int channel) const;
@@ -95,8 +95,8 @@ class Scheduler {
   // Gates.
 
   Gate* make_gate(const Lock&, int layer_groups);
-  // Waits until the gate is not busy. Throws if the handler is closed or its device lost meanwhile,
-  // or if the driver refuses to open the gate.
+  // Waits until the opening of the gate is enqueued. Throws if the handler is closed or its device
+  // lost meanwhile, or if the driver refuses to open the gate.
   void wait_for_gate(Lock& lock, const Gate& gate);
 
   // Takes new groups while no job is outstanding. If it throws, nothing has changed.
@@ -107,7 +107,7 @@ class Scheduler {
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
   // Whether all jobs have ended, and the opening of all gates is enqueued.
-  bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_closed_gates(); }
+  bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_gates_to_open(); }
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
@@ -151,11 +151,12 @@ class Scheduler {
   bool sources_have_ended(const Transfer& transfer) const;
   void retire_first(Queue& queue);
   void open_gates(const Lock& lock) noexcept;
-  bool has_closed_gates() const;
+  bool has_gates_to_open() const;
   void mark_lost(const Reason& reason) noexcept;
 
   std::mutex mutex_;
-  // A job was submitted or has ended, a gate is not busy any more, or the handler was closed.
+  // A job was submitted or has ended, the opening of a gate was enqueued, or the handler was
+  // closed.
   std::condition_variable progress_;
 
   Device& device_;
@@ -167,7 +168,7 @@ class Scheduler {
   CopyPlanner planner_;
   GateWords gate_words_;
   std::vector<Gate*> gates_;  // with a reference to each
-  Reason lost_;
+  Reason device_loss_;
   // Jobs up to this number are submitted beyond the channel's limits.
   int64_t flush_until_ = -1;
   bool closed_ = false;

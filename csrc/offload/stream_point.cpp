@@ -12,7 +12,7 @@ constexpr size_t kMaxStreamPoints = 256;
 StreamPoint* StreamPoints::take(Stream stream) {
   if (device_.is_idle(stream)) return nullptr;
   const bool is_full = all_.size() - idle_.size() >= kMaxStreamPoints;
-  StreamPoint* point = is_full ? latest(stream) : nullptr;
+  StreamPoint* point = is_full ? latest_on(stream) : nullptr;
   if (point == nullptr) point = take_idle();
   point->stream = stream;
   ++point->users;
@@ -26,7 +26,7 @@ StreamPoint* StreamPoints::take(Stream stream) {
   return point;
 }
 
-StreamPoint* StreamPoints::latest(Stream stream) const {
+StreamPoint* StreamPoints::latest_on(Stream stream) const {
   StreamPoint* latest = nullptr;
   for (const auto& point : all_) {
     if (point->users == 0 || point->stream != stream) continue;

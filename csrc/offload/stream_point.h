@@ -33,7 +33,7 @@ class StreamPoints {
 
   // A point after all work that the stream was given so far; null if that has ended.
   StreamPoint* take(Stream stream);
-  // Called by each user that does not need the point any more. null: does nothing.
+  // Each user calls this once, when it does not need the point any more. null: does nothing.
   void give(StreamPoint* point) noexcept;
   // Whether the work before it has ended.
   bool is_over(const StreamPoint& point) const noexcept;
@@ -43,7 +43,7 @@ class StreamPoints {
 
  private:
   // The latest one in use that was recorded on the stream; null for none.
-  StreamPoint* latest(Stream stream) const;
+  StreamPoint* latest_on(Stream stream) const;
   StreamPoint* take_idle();
 
   Device& device_;

@@ -53,7 +53,7 @@ uint32_t Arc::evict(const Admission& admission) {
   return page;
 }
 
-void Arc::leave(uint32_t page) {
+void Arc::forget(uint32_t page) {
   table_.erase(page);
   --sizes_[table_.nodes[page].list];
 }
@@ -63,9 +63,7 @@ void Arc::add_idle(uint32_t page) { idle_[table_.nodes[page].list].append(table_
 void Arc::remove_idle(uint32_t page) { idle_[table_.nodes[page].list].remove(table_.nodes, page); }
 
 void Arc::move_idle(uint32_t page, uint32_t newer) {
-  List& idle = idle_[table_.nodes[page].list];
-  idle.remove(table_.nodes, page);
-  idle.insert(table_.nodes, page, newer);
+  idle_[table_.nodes[page].list].move_before(table_.nodes, page, newer);
 }
 
 void Arc::use(uint32_t page) {

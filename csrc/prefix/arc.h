@@ -16,8 +16,8 @@ class Arc final : public Policy {
 
   Admission admit(const Digest& key) override;
   uint32_t evict(const Admission& admission) override;
-  void enter(const Admission& admission) override { ++sizes_[admission.list]; }
-  void leave(uint32_t page) override;
+  void add_page(const Admission& admission) override { ++sizes_[admission.list]; }
+  void forget(uint32_t page) override;
   void add_idle(uint32_t page) override;
   void remove_idle(uint32_t page) override;
   void move_idle(uint32_t page, uint32_t newer) override;

@@ -17,7 +17,7 @@ struct Admission {
 };
 
 // Decides which page is evicted. A page with a key is held or idle, and only an idle page can be
-// evicted. Pages calls the policy and enters keys into the table; evict() and leave() take them
+// evicted. Pages calls the policy and enters keys into the table; evict() and forget() take them
 // out. Node p of the table is page p. A policy may use the nodes after those of the pages for
 // itself.
 //
@@ -28,15 +28,15 @@ class Policy {
   virtual ~Policy() = default;
 
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
-  // enter().
+  // add_page().
   virtual Admission admit(const Digest& key) = 0;
   // Takes the key of an idle page out of the table and returns the page. There must be an idle
   // page.
   virtual uint32_t evict(const Admission& admission) = 0;
   // The admitted key gets a page, which is held.
-  virtual void enter(const Admission& admission) = 0;
+  virtual void add_page(const Admission& admission) = 0;
   // Takes the key of a page that is not idle out of the table.
-  virtual void leave(uint32_t page) = 0;
+  virtual void forget(uint32_t page) = 0;
 
   // A page becomes idle, as the newest one.
   virtual void add_idle(uint32_t page) = 0;

@@ -20,8 +20,9 @@ class List {
     ++size_;
   }
 
-  // Inserts a node directly before a newer one of this list.
-  void insert(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
+  // Moves a node of this list directly before another one.
+  void move_before(std::vector<Node>& nodes, uint32_t node, uint32_t newer) {
+    remove(nodes, node);
     const uint32_t older = nodes[newer].before;
     nodes[node].before = older;
     nodes[node].after = newer;

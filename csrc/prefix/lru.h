@@ -15,13 +15,12 @@ class Lru final : public Policy {
     table_.erase(page);
     return page;
   }
-  void enter(const Admission&) override {}
-  void leave(uint32_t page) override { table_.erase(page); }
+  void add_page(const Admission&) override {}
+  void forget(uint32_t page) override { table_.erase(page); }
   void add_idle(uint32_t page) override { idle_.append(table_.nodes, page); }
   void remove_idle(uint32_t page) override { idle_.remove(table_.nodes, page); }
   void move_idle(uint32_t page, uint32_t newer) override {
-    idle_.remove(table_.nodes, page);
-    idle_.insert(table_.nodes, page, newer);
+    idle_.move_before(table_.nodes, page, newer);
   }
   size_t num_idle() const override { return idle_.size(); }
   void use(uint32_t) override {}

@@ -51,7 +51,7 @@ int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (!groups_[g].pages->is_ready(found_[at])) return 0;
+      if (!groups_[g].pages->is_filled(found_[at])) return 0;
       pages[at] = found_[at];
       job.pins.push_back({g, found_[at], false});
     }
@@ -155,7 +155,7 @@ void Manager::touch(const Keys& keys, bool wait) {
   for (size_t g = groups_.size(); g-- > 0;) {
     for (int64_t i = keys.counts[g]; i-- > 0;) {
       const uint32_t page = found_[--end];
-      if (groups_[g].pages->is_ready(page)) groups_[g].pages->use(page);
+      if (groups_[g].pages->is_filled(page)) groups_[g].pages->use(page);
     }
   }
 }
@@ -287,7 +287,7 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
     for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
       const Group& group = groups_[g];
       const auto lacks = [&](size_t j) {
-        return ready ? !group.pages->is_ready(found_[at + j]) : found_[at + j] == kNone;
+        return ready ? !group.pages->is_filled(found_[at + j]) : found_[at + j] == kNone;
       };
       auto [start, end] = needed(group, units);
       size_t missing = end;
@@ -316,7 +316,7 @@ Found Manager::lookup(const Keys& keys, bool again, bool wait) {
     Group& group = groups_[g];
     const auto [start, end] = needed(group, found.found);
     int64_t pending = 0;
-    for (size_t i = start; i < end; ++i) pending += !group.pages->is_ready(found_[at + i]);
+    for (size_t i = start; i < end; ++i) pending += !group.pages->is_filled(found_[at + i]);
     found.pending += pending;
     if (again) continue;
     const auto [first, last] = needed(group, found.ready);

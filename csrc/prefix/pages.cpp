@@ -13,12 +13,12 @@ Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
       admissions_(num_pages) {}
 
 void Pages::grow(size_t ready_pages) {
-  num_ready_ = std::max(num_ready_, ready_pages);
-  policy_->grow(num_ready_);
+  num_ready_pages_ = std::max(num_ready_pages_, ready_pages);
+  policy_->grow(num_ready_pages_);
 }
 
 void Pages::follow(const Pages& before) {
-  grow(before.num_ready_);
+  grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
 }
 
@@ -79,7 +79,7 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
       events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
       ++num_evicted_;
     }
-    policy_->enter(admissions_[i]);
+    policy_->add_page(admissions_[i]);
   }
   std::reverse(pages, pages + count);  // a prompt is evicted from its end, so they may ascend now
   if (!std::is_sorted(pages, pages + count)) std::sort(pages, pages + count);
@@ -94,18 +94,18 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
 
 bool Pages::fill(uint32_t page) {
   if (state(page) != PageState::kFilling) return false;
-  set_state(page, PageState::kReady);
+  set_state(page, PageState::kFilled);
   events_.record(EventKind::kStored, group_, table_.nodes[page].key);
   return true;
 }
 
 void Pages::forget(uint32_t page) {
-  if (state(page) == PageState::kReady) {
+  if (state(page) == PageState::kFilled) {
     events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
   }
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   if (is_idle(page)) policy_->remove_idle(page);
-  policy_->leave(page);
+  policy_->forget(page);
   set_state(page, PageState::kForgotten);
   if (table_.nodes[page].count == 0) free(page);
 }
@@ -118,7 +118,7 @@ void Pages::set_state(uint32_t page, PageState state) {
 }
 
 uint32_t Pages::take_free() {
-  while (num_tried_ < num_ready_) {
+  while (num_tried_ < num_ready_pages_) {
     const auto page = static_cast<uint32_t>(num_tried_++);
     if (state(page) == PageState::kFree) return page;
     --num_kept_;  // in the list when it is released

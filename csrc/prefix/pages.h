@@ -8,9 +8,9 @@
 
 namespace kvswap::prefix {
 
-// kFree: the page has no key. kFilling: a job stores its key's bytes. kReady: it has them.
+// kFree: the page has no key. kFilling: a job stores its key's bytes. kFilled: it has them.
 // kForgotten: its key is gone, but the page is still held.
-enum class PageState : uint8_t { kFree = 0, kFilling = 1, kReady = 2, kForgotten = 3 };
+enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
 // The pages of one group of layers, and the key on each. Not thread safe: the manager's lock guards
 // it.
@@ -32,13 +32,13 @@ class Pages {
 
   uint32_t hash(const Digest& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
-  bool is_ready(uint32_t page) const { return page != kNone && state(page) == PageState::kReady; }
+  bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
   // Whether the page has its key's bytes and is not held: it can be evicted.
-  bool is_idle(uint32_t page) const { return is_ready(page) && table_.nodes[page].count == 0; }
+  bool is_idle(uint32_t page) const { return is_filled(page) && table_.nodes[page].count == 0; }
 
-  // Pages that can be given to keys; not those in PageState::kReady.
-  size_t num_ready() const { return num_ready_; }
-  size_t num_free() const { return free_.size() + num_ready_ - num_tried_ - num_kept_; }
+  // Pages that can be given to keys.
+  size_t num_ready_pages() const { return num_ready_pages_; }
+  size_t num_free() const { return free_.size() + num_ready_pages_ - num_tried_ - num_kept_; }
   size_t num_idle() const { return policy_->num_idle(); }
   size_t num_filling() const { return num_filling_; }
   uint64_t num_evicted() const { return num_evicted_; }
@@ -46,7 +46,7 @@ class Pages {
   // A held page is not given to another key.
   void hold(uint32_t page);
   void release(uint32_t page);
-  // A ready page was used.
+  // A filled page was used.
   void use(uint32_t page);
   // Sets the order of eviction: each idle page among these before the idle page that precedes it in
   // `pages`. The first keeps its place. Each list of the policy is ordered for itself.
@@ -68,12 +68,12 @@ class Pages {
 
   const int32_t group_;
   const size_t num_pages_;
-  size_t num_ready_ = 0;
+  size_t num_ready_pages_ = 0;
   Events& events_;
   Table table_;
-  // Free pages are in free_, or were never given to a key. The latter are num_tried_ to num_ready_,
-  // except num_kept_ pages that a job from before a reset still holds. So growing by a million
-  // pages touches none of them.
+  // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
+  // num_ready_pages_, except num_kept_ pages that a job from before a reset still holds. So growing
+  // by a million pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<Policy> policy_;

@@ -23,7 +23,7 @@ from continuous_batching import (
     small,
 )
 from patience import PATIENCE
-from simulated_driver import Driver, place, pool, stubbed
+from simulated_driver import Driver, place, pool, simulated
 
 if TYPE_CHECKING:
     from continuous_batching import Seen
@@ -82,7 +82,7 @@ def parked_of(seen: Seen) -> Any:
 
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
-@stubbed
+@simulated
 def test_copies_that_come_late_spoil_no_block(driver, kind):
     want = alone(kind, prompts())
     with first_parts_of(5000), late(driver) as seen:
@@ -95,7 +95,7 @@ def test_copies_that_come_late_spoil_no_block(driver, kind):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
     """The control of the test above."""
     want = alone("full", prompts())
@@ -106,7 +106,7 @@ def test_without_the_waits_copies_that_come_late_spoil_blocks(driver):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
     from torch_kvswap.integrations.transformers.swap import Swap
 
@@ -172,7 +172,7 @@ STATES = {state.__name__: state for state in (waiting_for_its_store, stored, loa
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", STATES)
-@stubbed
+@simulated
 def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
     want = alone(kind, prompts())
     with late(driver) as seen:
@@ -194,7 +194,7 @@ def test_a_request_that_is_cancelled_leaves_nothing_behind(driver, kind, state):
 
 @needs_transformers
 @pytest.mark.parametrize("state", STATES)
-@stubbed
+@simulated
 def test_when_all_requests_fail_nothing_is_left(driver, state):
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))
@@ -209,7 +209,7 @@ def test_when_all_requests_fail_nothing_is_left(driver, state):
 
 @needs_transformers
 @pytest.mark.parametrize("direction", ["store", "load"])
-@stubbed
+@simulated
 def test_a_request_whose_copy_fails_is_computed_again(driver, direction):
     want = alone("full", prompts())
     with late(driver) as seen:
@@ -240,7 +240,7 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
     def fails_once(self: Any, *args: Any, **named: Any) -> Any:
         if not failed:
             for call in ("cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync"):
-                if driver.library.stub_knows(call.encode()):
+                if driver.library.simulated_knows(call.encode()):
                     driver.fail(call, 1)
         job = submit(self, *args, **named)
         if not failed:
@@ -254,7 +254,7 @@ def failing(driver: Driver, direction: str) -> Iterator[list[Any]]:
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
     from torch_kvswap.handler import OffloadHandler
 
@@ -272,7 +272,7 @@ def test_a_store_that_is_refused_takes_no_page_and_ends_the_generation(driver):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
     want = alone("full", prompts())
     with late(driver) as seen:
@@ -291,7 +291,7 @@ def test_requests_that_run_get_the_blocks_of_those_that_are_loaded(driver):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
     want = alone("full", prompts())
     with late(driver) as seen:
@@ -305,7 +305,7 @@ def test_a_scheduler_that_takes_requests_up_by_itself_gets_them_at_once(driver):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))
@@ -327,7 +327,7 @@ def test_ranks_take_a_request_up_when_the_slowest_has_loaded_it(driver):
 
 
 @needs_transformers
-@stubbed
+@simulated
 def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
     with late(driver) as seen:
         steps = Steps(model("full"), prompts(), config(small("full")))

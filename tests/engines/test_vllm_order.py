@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from simulated_cache import CURRENT, run_until
-from simulated_driver import Driver, place, stubbed
+from simulated_driver import Driver, place, simulated
 from vllm_contract import KVSwapWorker, base, common, worker_module
 
 from torch_kvswap.host_pool.pool import HostPool
@@ -22,7 +22,7 @@ BLOCK, PAGE = 3, 5
 
 @contextlib.contextmanager
 def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
-    """A worker of one group on the GPU of the stub, which does nothing until it is told to, and
+    """A worker of one group on the simulated GPU, which does nothing until it is told to, and
     the cache."""
     torch.set_num_threads(1)
     driver.set_mode("manual")
@@ -72,7 +72,7 @@ def zero(driver: Driver, cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("expedited", [False, True])
-@stubbed
+@simulated
 def test_a_load_lands_behind_the_zeroing_of_its_own_step(driver: Driver, expedited: bool) -> None:
     with worker_of(driver) as (worker, cache):
         expected = worker._pool.pages[PAGE, 0].clone()
@@ -91,7 +91,7 @@ def test_a_load_lands_behind_the_zeroing_of_its_own_step(driver: Driver, expedit
 
 
 @pytest.mark.parametrize("expedited", [False, True])
-@stubbed
+@simulated
 def test_a_load_that_waits_for_nothing_is_zeroed(driver: Driver, expedited: bool) -> None:
     """The control: what the test above sees when a load does not wait."""
     with worker_of(driver) as (worker, cache):

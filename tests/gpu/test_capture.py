@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from gpu_cache import NEW, OLD, GpuCache, ended, only
 from patience import PATIENCE, in_time
-from processes import run_script, watchdog
+from processes import run_script
 
 from torch_kvswap.handler import TransferError
 from torch_kvswap.host_pool.pool import HostPool
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    with watchdog(capfd):
-        yield
-
-
-@pytest.fixture
-def gpu() -> Iterator[GpuCache]:
-    with GpuCache() as gpu:
-        yield gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 
 
 def captured(gpu: GpuCache, meanwhile: Callable[[], None]) -> torch.cuda.CUDAGraph:

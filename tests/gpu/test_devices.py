@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_pairs import place
 from drained import drain
-from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, only
+from gpu_cache import NEW, OLD, ROW, GpuCache, Hold, keep_busy, only
 from patience import PATIENCE
 from processes import run_script
 
@@ -150,6 +151,24 @@ def test_any_stream_of_another_gpu_waits_for_a_load(gpu: GpuCache, name: str, wa
     gpu.release()
     assert only(seen) == (OLD if wait == "control" else NEW)
     gpu.handler.synchronize(job)
+
+
+@pytest.mark.parametrize("where", ["cpu", "pinned"])
+def test_blocks_swapped_to_the_host_are_ordered_on_the_stream_of_their_gpu(
+    two_gpus: None, where: str
+) -> None:
+    side = torch.cuda.Stream(1)
+    src = torch.zeros(4, ROW, dtype=torch.uint8, device="cuda:1")
+    dst = place(torch.zeros(4, ROW, dtype=torch.uint8), where)
+    mapping = torch.arange(4)[:, None].expand(4, 2)
+    ops.swap_blocks(src, dst, ROW, mapping)  # makes ready what the next one needs
+    torch.cuda.synchronize(1)
+    with torch.cuda.stream(side):
+        keep_busy(100)
+        src.fill_(NEW)
+        with torch.cuda.device(0):
+            ops.swap_blocks(src, dst, ROW, mapping)
+    assert only(dst) == NEW
 
 
 @pytest.mark.parametrize("streams", ["default, side", "side, default", "default, default"])

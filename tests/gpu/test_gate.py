@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,23 +10,10 @@ import pytest
 import torch
 from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
 from patience import PATIENCE, in_time
-from processes import watchdog
 
 from torch_kvswap.handler import Job
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    with watchdog(capfd):
-        yield
-
-
-@pytest.fixture
-def gpu() -> Iterator[GpuCache]:
-    with GpuCache() as gpu:
-        yield gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_hang")]
 
 
 def capture(

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from simulated_cache import needs_kernels
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
@@ -41,7 +41,7 @@ def check(layout: PagedLayout, count: int, copy_method: str, staging_bytes: int 
 
 @pytest.mark.parametrize(("layers", "fragment"), SHAPES)
 @needs_kernels
-@stubbed
+@simulated
 def test_a_kernel_moves_every_byte_and_no_other(driver: Driver, layers: int, fragment: int) -> None:
     whole = torch.randint(256, (layers, 9, fragment), dtype=torch.uint8)
     check(on_device(driver, whole, list(whole)), 5, "kernel")
@@ -49,7 +49,7 @@ def test_a_kernel_moves_every_byte_and_no_other(driver: Driver, layers: int, fra
 
 @pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @needs_kernels
-@stubbed
+@simulated
 def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, copy_method: str) -> None:
     whole = torch.randint(256, (2, 1100, 16), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
@@ -63,7 +63,7 @@ def test_more_blocks_than_a_launch_takes_are_several(driver: Driver, copy_method
 
 @pytest.mark.parametrize("copy_method", ["kernel", "staged"])
 @needs_kernels
-@stubbed
+@simulated
 def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, copy_method: str) -> None:
     whole = torch.randint(256, (6, 20, 96), dtype=torch.uint8)
     tensors = [whole[4][:, :96], whole[0][:, 16:64], whole[2][:, :7], whole[5][::2, :33]]
@@ -73,7 +73,7 @@ def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, copy_method: s
 
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
 @needs_kernels
-@stubbed
+@simulated
 def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     driver: Driver, start: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,12 +14,6 @@ from processes import run_script
 from torch_kvswap.handler import Job, OffloadHandler
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def gpu() -> Iterator[GpuCache]:
-    with GpuCache() as gpu:
-        yield gpu
 
 
 @pytest.fixture(params=["kept", "lost as a control"])

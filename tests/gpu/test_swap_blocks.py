@@ -2,6 +2,8 @@
 arguments.
 """
 
+import threading
+
 import pytest
 import torch
 from device_pairs import PAIRS, place
@@ -260,6 +262,23 @@ def test_blocks_that_lie_on_two_devices_are_refused_by_name():
 
 
 @GPU
+@pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to gpu"])
+@pytest.mark.parametrize("kinds", [("pinned", "cpu"), ("cpu", "pinned"), ("cpu", "cpu")])
+def test_pinned_and_pageable_tensors_of_one_call_are_copied(kinds, to_host):
+    """Some drivers refuse pageable memory in a batch call: no tensor of the call may be in one."""
+    host = [place(torch.randn(20, 48), kind) for kind in kinds]
+    gpu = [torch.randn(20, 48, device="cuda") for _ in kinds]
+    src, dst = (gpu, host) if to_host else (host, gpu)
+    src_ids, dst_ids = torch.tensor([0, 19, 7, 8]), torch.tensor([9, 3, 11, 14])
+    expected = [b.cpu().clone() for b in dst]
+    for a, b in zip(src, expected, strict=True):
+        b[dst_ids] = a.cpu()[src_ids]
+    ops.swap_kv_blocks(src, dst, src_ids, dst_ids)
+    for b, of_b in zip(dst, expected, strict=True):
+        assert torch.equal(b.cpu(), of_b)
+
+
+@GPU
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
 def test_a_host_destination_holds_the_bytes_when_the_call_returns(where):
     src = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")
@@ -283,6 +302,28 @@ def test_a_host_source_may_change_when_the_call_returns(where):
     ops.swap_blocks(src, dst, 1 << 20, mapping)
     src.fill_(0)
     assert bool((dst == 3).all())
+
+
+@GPU
+@pytest.mark.parametrize("pair", [("cuda", "pinned"), ("pinned", "cuda"), ("cuda", "cuda")])
+def test_a_thread_that_never_used_cuda_can_swap(pair):
+    src = place(torch.randn(8, 64), pair[0])
+    dst = place(torch.zeros(8, 64), pair[1])
+    torch.cuda.synchronize()
+    errors = []
+
+    def swap():
+        try:
+            ops.swap_blocks(src, dst, 256, torch.tensor([[1, 2], [5, 3]]))
+            torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert torch.equal(dst.cpu()[[2, 3]], src.cpu()[[1, 5]])
 
 
 @GPU

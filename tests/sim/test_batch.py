@@ -97,7 +97,7 @@ def copy_two_fragments(driver):
 
 
 def test_a_driver_without_the_batch_call_copies_one_by_one():
-    output = simulated_driver.run(copy_two_fragments, STUB_WITHOUT="cuMemcpyBatchAsync")
+    output = simulated_driver.run(copy_two_fragments, SIMULATED_WITHOUT="cuMemcpyBatchAsync")
     assert_expected_inline(
         output,
         """\
@@ -257,7 +257,7 @@ def test_a_driver_error_names_the_call_the_index_and_both_sides(batch):
     assert_expected_inline(
         output.replace(call, "<call>"),
         """\
-torch_kvswap::swap_blocks_batch: <call> failed at index 3, from 0x~ (pinned host memory, allocation 0x~ + 1024 bytes) to 0x~ (device 0, allocation 0x~ + 1024 bytes), 64 bytes: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: <call> failed at index 3, from 0x~ (pinned host memory, allocation 0x~ + 1024 bytes) to 0x~ (device 0, allocation 0x~ + 1024 bytes), 64 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
 """,
     )
 
@@ -419,7 +419,7 @@ def test_a_wait_for_pageable_memory_that_fails_is_told():
     assert_expected_inline(
         simulated_driver.run(body),
         """\
-torch_kvswap::swap_blocks_batch: cuStreamSynchronize: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuStreamSynchronize: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
 """,
     )
 
@@ -435,9 +435,9 @@ def test_a_driver_that_does_not_know_an_address_is_told():
     assert_expected_inline(
         simulated_driver.run(body, KVSWAP_CHECK_ADDRESSES="1"),
         """\
-torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
-torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
-torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
-torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_STUB (1): made up by the stub
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
 """,
     )

@@ -18,7 +18,7 @@ from simulated_cache import (
     run_until,
     states,
 )
-from simulated_driver import DEVICE, Driver, pool, stubbed
+from simulated_driver import DEVICE, Driver, pool, simulated
 
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.layout import PagedLayout
@@ -26,7 +26,7 @@ from torch_kvswap.layout import PagedLayout
 # Behind what a transfer starts
 
 
-@stubbed
+@simulated
 def test_a_store_starts_behind_what_the_current_stream_has_to_do(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held()
@@ -49,7 +49,7 @@ record event 3 on stores
         assert sim.holds(2, sim.block(1))
 
 
-@stubbed
+@simulated
 def test_a_store_waits_for_no_stream_that_has_nothing_to_do(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 2, after=None)
@@ -68,7 +68,7 @@ record event 4 on stores
         assert states(sim.finish()) == ["done", "done"]
 
 
-@stubbed
+@simulated
 def test_a_transfer_starts_behind_the_stream_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.held(SIDE), sim.held(CURRENT)
@@ -87,7 +87,7 @@ record event 3 on loads
         assert states(sim.finish()) == ["done"]
 
 
-@stubbed
+@simulated
 def test_a_transfer_starts_behind_the_event_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -111,7 +111,7 @@ record event 4 on loads
         assert states(sim.finish()) == ["done"]
 
 
-@stubbed
+@simulated
 def test_an_event_that_has_happened_is_not_waited_for(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         event = sim.event(SIDE)
@@ -121,7 +121,7 @@ def test_an_event_that_has_happened_is_not_waited_for(driver: Driver) -> None:
         assert "wait" not in sim.log()
 
 
-@stubbed
+@simulated
 def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
     driver: Driver,
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
 
 @pytest.mark.parametrize("handle", [0, 1, 2], ids=["legacy", "legacy by name", "per thread"])
 @pytest.mark.parametrize("given", [True, False], ids=["given", "current"])
-@stubbed
+@simulated
 def test_the_default_streams_are_waited_for_like_others(
     driver: Driver, handle: int, given: bool
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_default_streams_are_waited_for_like_others(
 
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
 @pytest.mark.parametrize("change", ["records it again", "destroys it", "frees its stream"])
-@stubbed
+@simulated
 def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
     driver: Driver, change: str, queued: bool
 ) -> None:
@@ -177,7 +177,7 @@ def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
         sim.release(later)
 
 
-@stubbed
+@simulated
 def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -192,7 +192,7 @@ def test_a_transfer_starts_behind_a_stream_as_it_was_at_the_call(driver: Driver)
 # Transfers of one channel
 
 
-@stubbed
+@simulated
 def test_transfers_of_a_channel_need_no_events_to_run_in_order(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         sim.store(1, 2)
@@ -210,7 +210,7 @@ record event 4 on stores
         assert sim.holds(2, sim.block(3))
 
 
-@stubbed
+@simulated
 def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) -> None:
     with SimulatedCache(driver, layers=3) as sim:
         jobs = [sim.load(page, page, layer_groups=page) for page in (1, 3)]
@@ -220,7 +220,7 @@ def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) ->
         assert divided == pytest.approx(0.003)
 
 
-@stubbed
+@simulated
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:
@@ -254,7 +254,7 @@ wait for event 4 on current
         assert states(sim.finish()) == ["done"]
 
 
-@stubbed
+@simulated
 def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         job = sim.load(2, 1, layer_groups=2)
@@ -266,7 +266,7 @@ def test_a_layer_group_lands_before_those_behind_it(driver: Driver) -> None:
         assert torch.equal(sim.block(1), torch.cat([sim.page(2)[:64], old[64:]]))
 
 
-@stubbed
+@simulated
 def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 2)
@@ -280,7 +280,7 @@ def test_a_stream_waits_for_no_job_that_has_ended(driver: Driver) -> None:
         assert sim.log().startswith("wait for event")
 
 
-@stubbed
+@simulated
 def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("load")
@@ -295,7 +295,7 @@ def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None
 # Transfers of different channels: who waits for whom
 
 
-@stubbed
+@simulated
 def test_a_load_waits_for_the_store_that_fills_its_page(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held()
@@ -321,7 +321,7 @@ record event 9 on loads
 
 @pytest.mark.parametrize("between", [0, 3])
 @pytest.mark.parametrize("pair", SHARE)
-@stubbed
+@simulated
 def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     driver: Driver, pair: str, between: int
 ) -> None:
@@ -345,7 +345,7 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     ("first", "second"),
     [(a, b) for a in CHANNELS for b in CHANNELS if a != b],
 )
-@stubbed
+@simulated
 def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.hold_up(first, block=1, page=2)
@@ -359,7 +359,7 @@ def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, se
 
 
 @pytest.mark.parametrize(("first", "second"), [("load", "expedited"), ("expedited", "load")])
-@stubbed
+@simulated
 def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, second: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.hold_up(first, block=1, page=2)
@@ -369,7 +369,7 @@ def test_two_loads_may_read_one_page_at_a_time(driver: Driver, first: str, secon
         sim.release(hold)
 
 
-@stubbed
+@simulated
 def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
     driver: Driver,
 ) -> None:
@@ -385,7 +385,7 @@ def test_a_job_waits_for_one_transfer_of_each_other_channel_that_it_shares_with(
         assert states(sim.finish()) == ["done"] * 5
 
 
-@stubbed
+@simulated
 def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 2)
@@ -402,7 +402,7 @@ def test_a_job_that_has_ended_or_failed_is_not_waited_for(driver: Driver) -> Non
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
-@stubbed
+@simulated
 def test_ids_may_change_after_the_call(driver: Driver, queued: bool) -> None:
     with SimulatedCache(driver) as sim:
         if queued:
@@ -418,7 +418,7 @@ def test_ids_may_change_after_the_call(driver: Driver, queued: bool) -> None:
         assert sim.holds(9, kept)
 
 
-@stubbed
+@simulated
 def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         event = sim.event(SIDE)
@@ -438,7 +438,7 @@ def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: 
         assert work(1000) == few
 
 
-@stubbed
+@simulated
 def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     before = driver.live("streams"), driver.live("events")
     with SimulatedCache(driver) as sim:
@@ -454,7 +454,7 @@ def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     assert (driver.live("streams"), driver.live("events")) == before
 
 
-@stubbed
+@simulated
 def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
     driver: Driver,
 ) -> None:
@@ -493,7 +493,7 @@ def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:
     return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}
 
 
-@stubbed
+@simulated
 def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         store, load = sim.store(1, 2), sim.load(2, 3)
@@ -509,7 +509,7 @@ def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver
 
 
 @pytest.mark.parametrize("allocations", [1, 2])
-@stubbed
+@simulated
 def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
     driver: Driver, allocations: int
 ) -> None:

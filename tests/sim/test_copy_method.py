@@ -16,7 +16,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
 from simulated_cache import CHANNELS, needs_kernels, new_threads, threads
-from simulated_driver import DEVICE, Driver, on_device, place, run, stubbed, without_cuda
+from simulated_driver import DEVICE, Driver, on_device, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap._native import loader
@@ -100,7 +100,7 @@ def test_a_method_that_the_device_lacks_is_refused(
     OffloadHandler(layout, HostPool(layout, 2), copy_method="auto").close()
 
 
-@stubbed
+@simulated
 def test_a_method_that_no_gpu_has_is_refused_with_nothing_left(driver: Driver) -> None:
     layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
     pool = HostPool(layout, 4)
@@ -173,7 +173,7 @@ def paths_taken(
     return "\n".join(lines)
 
 
-@stubbed
+@simulated
 def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
     with figures(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
         assert_expected_inline(
@@ -185,7 +185,7 @@ def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> No
         )
 
 
-@stubbed
+@simulated
 def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -204,7 +204,7 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
     assert taken == ["strided", "strided", "batch", "batch"]
 
 
-@stubbed
+@simulated
 def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_path: Path) -> None:
     whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
     driver.adopt(whole.view(-1), DEVICE)
@@ -262,7 +262,7 @@ def calls_that_submit(
         ),
     ],
 )
-@stubbed
+@simulated
 def test_the_caller_submits_as_many_copies_as_take_50_us(
     driver: Driver, tmp_path: Path, copy_method: str, layers: list[int], expected: str
 ) -> None:
@@ -271,7 +271,7 @@ def test_the_caller_submits_as_many_copies_as_take_50_us(
         assert calls_that_submit(driver, layers, copy_method) == expected
 
 
-@stubbed
+@simulated
 def test_the_caller_submits_nothing_where_any_submission_takes_longer(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -280,7 +280,7 @@ def test_the_caller_submits_nothing_where_any_submission_takes_longer(
     assert taken == "store 0, load 100, expedited 100"
 
 
-@stubbed
+@simulated
 def test_the_caller_submits_by_a_method_without_figures_and_never_pageable_memory(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -292,7 +292,7 @@ def test_the_caller_submits_by_a_method_without_figures_and_never_pageable_memor
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path) -> None:
     fast = {"kernel": (1.0, 0.0, 2.0), "staged": (12.0, 0.0, 0.1)}
     with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), **fast):
@@ -306,7 +306,7 @@ def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_large_load_is_not_left_to_a_kernel(driver: Driver, tmp_path: Path) -> None:
     with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
         taken = paths_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
@@ -319,7 +319,7 @@ def test_a_large_load_is_not_left_to_a_kernel(driver: Driver, tmp_path: Path) ->
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Path) -> None:
     with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5)):
         paths_taken(driver, layers=4)
@@ -344,7 +344,7 @@ def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float =
 
 @pytest.mark.parametrize("ms", [5, pytest.param(200, marks=pytest.mark.slow)])
 @needs_kernels
-@stubbed
+@simulated
 def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
     driver: Driver, tmp_path: Path, ms: float
 ) -> None:
@@ -369,7 +369,7 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -384,7 +384,7 @@ def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -398,7 +398,7 @@ def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
     assert taken == ["staged", "staged"]
 
 
-@stubbed
+@simulated
 def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_it(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -413,13 +413,13 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
     if loader.library().kvswap_kernel_version():
         assert_expected_inline(
             message,
-            """kernels would speed up some transfers, but are not available: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_STUB (2): made up by the stub; the copy engines do all transfers (docs/copy_methods.md)""",
+            """kernels would speed up some transfers, but are not available: cuMemAlloc of 33554432 bytes for staging: CUDA_ERROR_SIMULATED (2): made up by the simulated driver; the copy engines do all transfers (docs/copy_methods.md)""",
         )
     else:
         assert "built without nvcc" in message
 
 
-@stubbed
+@simulated
 def test_a_driver_without_batched_copies_is_named_in_the_log_once(driver: Driver) -> None:
     layout = place(driver, PagedLayout([torch.zeros(4, 64, dtype=torch.uint8)]))
     warn_once.cache_clear()
@@ -465,19 +465,19 @@ def test_what_fails_where_kernels_are_loaded_is_told() -> None:
     assert_expected_inline(
         run(make_what_kernels_need),
         """\
-cuDeviceGetAttribute: copy_method='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_STUB (2): made up by the stub
-cuModuleLoadData: copy_method='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_STUB (2): made up by the stub
-cuModuleGetFunction: copy_method='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_STUB (2): made up by the stub
-cuFuncSetAttribute: copy_method='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_STUB (2): made up by the stub
-cuLaunchKernel: copy_method='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_STUB (2): made up by the stub
-cuStreamSynchronize: copy_method='staged' cannot be had: loading the kernels: CUDA_ERROR_STUB (2): made up by the stub
-cuMemcpyAsync: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_STUB (2): made up by the stub
-cuStreamSynchronize: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_STUB (2): made up by the stub
+cuDeviceGetAttribute: copy_method='staged' cannot be had: cuDeviceGetAttribute: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuModuleLoadData: copy_method='staged' cannot be had: cuModuleLoadData: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuModuleGetFunction: copy_method='staged' cannot be had: cuModuleGetFunction of kvswap_pack_words: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuFuncSetAttribute: copy_method='staged' cannot be had: cuFuncSetAttribute: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuLaunchKernel: copy_method='staged' cannot be had: cuLaunchKernel: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuStreamSynchronize: copy_method='staged' cannot be had: loading the kernels: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuMemcpyAsync: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+cuStreamSynchronize: copy_method='staged' cannot be had: cuMemcpyAsync of the table of slabs: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
 """,
     )
 
 
-@stubbed
+@simulated
 def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) -> None:
     with figures(tmp_path):
         taken = paths_taken(driver, layers=4, counts=(1,))

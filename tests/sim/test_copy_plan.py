@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
 from torch_kvswap.handler import Job, TransferError
@@ -29,7 +29,7 @@ def batches(driver: Driver) -> list[int]:
 
 @pytest.mark.parametrize("kind", CHANNELS)
 @pytest.mark.parametrize("submit_thread", [False, True])
-@stubbed
+@simulated
 def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
     driver: Driver, kind: str, submit_thread: bool
 ) -> None:
@@ -45,7 +45,7 @@ def test_the_caller_submits_a_small_job_and_the_worker_a_large_one(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_stream_that_waits_for_a_large_job_waits_for_its_copies(
     driver: Driver, kind: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_stream_that_waits_for_a_large_job_waits_for_its_copies(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         for _ in range(5):
@@ -72,7 +72,7 @@ def test_a_small_job_is_copied_after_a_large_one_before_it(driver: Driver, kind:
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
     driver: Driver, kind: str
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_large_job_that_cannot_be_submitted_ends_with_nothing_in_flight(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         job = large(sim, kind)
@@ -101,7 +101,7 @@ def test_a_large_job_can_be_cancelled_until_it_has_ended(driver: Driver, kind: s
         assert not sim.handler.cancel(job)
 
 
-@stubbed
+@simulated
 def test_threads_submit_large_jobs_and_wait_for_them(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         driver.set_mode("threaded")
@@ -129,7 +129,7 @@ def test_threads_submit_large_jobs_and_wait_for_them(driver: Driver) -> None:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driver) -> None:
     whole = torch.randint(256, (2, 12, 4096), dtype=torch.uint8)
     layout = on_device(driver, whole)
@@ -144,7 +144,7 @@ def test_neighbours_on_the_host_are_copied_as_one_in_whatever_order(driver: Driv
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
     whole = torch.randint(256, (2, 24, 1 << 18), dtype=torch.uint8)
     layout = on_device(driver, whole)
@@ -162,7 +162,7 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from simulated_driver import DEVICE, Driver, cache, pool, stubbed
+from simulated_driver import DEVICE, Driver, cache, pool, simulated
 
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
@@ -33,7 +33,7 @@ def store_apart(driver: Driver, handler: OffloadHandler) -> list[str]:
     ],
     ids=["as it is", "smaller", "left out"],
 )
-@stubbed
+@simulated
 def test_the_batch_call_is_made_smaller_or_left_out_when_asked(
     driver: Driver, variables: dict[str, str], copies: list[str]
 ) -> None:
@@ -49,7 +49,7 @@ def test_the_batch_call_is_made_smaller_or_left_out_when_asked(
 @pytest.mark.parametrize(
     "variable", ["KVSWAP_BATCH", "KVSWAP_BATCH_LIMIT", "KVSWAP_CHECK_ADDRESSES"]
 )
-@stubbed
+@simulated
 def test_a_variable_that_says_nothing_known_is_named_and_there_is_no_handler(
     driver: Driver, variable: str
 ) -> None:
@@ -71,7 +71,7 @@ def half_a_cache(driver: Driver) -> tuple[PagedLayout, HostPool]:
     return layout, pool(driver, layout, num_pages=4)
 
 
-@stubbed
+@simulated
 def test_addresses_are_checked_against_their_allocations_when_asked(driver: Driver) -> None:
     gpu, host = half_a_cache(driver)
     with OffloadHandler(gpu, host) as handler:

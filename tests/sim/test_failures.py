@@ -23,7 +23,7 @@ from simulated_cache import (
     states,
     threads,
 )
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap.handler import DeviceLostError, Job, OffloadHandler, TransferError
 
@@ -75,7 +75,7 @@ STEPS = {
     ("behind", "function", "nth"),
     [(behind, function, nth) for behind, steps in STEPS.items() for function, nth in steps],
 )
-@stubbed
+@simulated
 def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
     driver: Driver, behind: str, function: str, nth: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_call_that_fails_makes_one_failed_job_and_the_rest_goes_on(
     ("function", "nth"),  # behind the calls of the submission, and of the job in front of it
     [("cuStreamWaitEvent", 1), ("cuEventRecord", 4), ("cuMemcpyAsync", 2), ("cuEventRecord", 5)],
 )
-@stubbed
+@simulated
 def test_a_call_that_fails_for_a_queued_job_fails_that_job_only(
     driver: Driver, function: str, nth: int
 ) -> None:
@@ -129,7 +129,7 @@ def assert_others_are_done(sim: SimulatedCache, failed: Job) -> None:
     sim.handler.synchronize()  # it has been reported
 
 
-@stubbed
+@simulated
 def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.fail("cuMemcpyAsync")
@@ -141,7 +141,7 @@ def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
         assert sim.log() == ""
 
 
-@stubbed
+@simulated
 def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         first_layer = sim.block(2)[:64]
@@ -151,7 +151,7 @@ def test_when_a_copy_fails_what_was_given_to_the_driver_is_waited_for(driver: Dr
 
 
 @pytest.mark.parametrize("failing", [1, 3, 5])
-@stubbed
+@simulated
 def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, failing: int) -> None:
     with SimulatedCache(driver) as sim:
         sim.fill("store")
@@ -171,7 +171,7 @@ def test_of_joined_jobs_only_the_one_fails_whose_copy_fails(driver: Driver, fail
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
-@stubbed
+@simulated
 def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: int) -> None:
     with SimulatedCache(driver) as sim:
         driver.fail("cuStreamCreateWithPriority", nth)
@@ -187,7 +187,7 @@ def test_a_handler_that_gets_too_few_streams_is_not_made(driver: Driver, nth: in
     "function",
     ["cuDeviceGetAttribute", "cuMemHostAlloc", "cuStreamCreateWithPriority", "cuEventCreate"],
 )
-@stubbed
+@simulated
 def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> None:
     with SimulatedCache(driver) as sim:
         driver.fail(function)
@@ -198,18 +198,18 @@ def test_a_gate_that_cannot_be_made_says_why(driver: Driver, function: str) -> N
         assert driver.cuda.is_done(stream=CURRENT)
 
 
-@stubbed
+@simulated
 def test_a_driver_that_cannot_wait_for_values_has_no_gates(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_attribute(122, 0)
         assert error_text(sim.handler.gate).replace("\n", " ") == (
-            "RuntimeError: the driver of CUDA device 0 has no 64-bit stream memory operations, "
-            "which a gate needs; let a stream wait for each job instead"
+            "RuntimeError: the streams of CUDA device 0 cannot wait for a word of memory, which a "
+            "gate needs; let a stream wait for each job instead"
         )
 
 
 @pytest.mark.parametrize("function", ["cuStreamWriteValue64", "cuEventRecord"])
-@stubbed
+@simulated
 def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
     driver: Driver, function: str
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_gate_that_cannot_be_closed_stays_open_and_there_is_no_job(
         ("cuEventRecord", 1 + 3 + 1),  # closed, the start and two ends, opened
     ],
 )
-@stubbed
+@simulated
 def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth: int) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         gate = sim.handler.gate(2)
@@ -259,7 +259,7 @@ def test_the_gate_of_a_load_that_fails_opens(driver: Driver, function: str, nth:
         assert torch.equal(sim.page(1), sim.block(2))
 
 
-@stubbed
+@simulated
 def test_a_gate_is_closed_again_only_behind_the_end_of_the_load_before(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         gate = sim.handler.gate(2)
@@ -317,6 +317,8 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
     for kind in CHANNELS:
         with pytest.raises(DeviceLostError, match=r"the device is lost: .*only a new process"):
             sim.submit(kind, [1], [1])
+        with pytest.raises(DeviceLostError):  # before it looks at what it was given
+            sim.submit(kind, None, [1])
         metrics = sim.metrics(kind)
         assert (metrics.queued, metrics.running) == (0, 0)
     with pytest.raises(DeviceLostError, match="the device is lost"):
@@ -329,7 +331,7 @@ def assert_lost(sim: SimulatedCache, jobs: list[Job], reported: object = None) -
 
 @pytest.mark.parametrize("full", [False, True], ids=["few jobs", "full queues"])
 @pytest.mark.parametrize("finder", FINDERS)
-@stubbed
+@simulated
 def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
     driver: Driver, finder: str, full: bool
 ) -> None:
@@ -363,7 +365,7 @@ def test_a_lost_device_ends_all_jobs_whoever_finds_it_first(
     ],
     ids="-".join,
 )
-@stubbed
+@simulated
 def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
     driver: Driver, calls: list[str]
 ) -> None:
@@ -381,7 +383,7 @@ def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
         assert_lost(sim, jobs)
 
 
-@stubbed
+@simulated
 def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
@@ -396,7 +398,7 @@ def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> No
         assert_lost(sim, jobs)
 
 
-@stubbed
+@simulated
 def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=512, pages=512) as sim:
         jobs = [sim.store(1, 1)]
@@ -413,7 +415,7 @@ def test_a_worker_that_gets_no_context_ends_all_jobs(driver: Driver) -> None:
         assert_lost(sim, jobs[1:])
 
 
-@stubbed
+@simulated
 def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
@@ -437,7 +439,7 @@ def test_whoever_waits_while_the_device_is_lost_is_told(driver: Driver) -> None:
         assert_lost(sim, jobs)
 
 
-@stubbed
+@simulated
 def test_the_gate_of_a_load_that_finds_the_device_lost_is_open(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_mode("immediate")
@@ -451,7 +453,7 @@ def test_the_gate_of_a_load_that_finds_the_device_lost_is_open(driver: Driver) -
         assert_lost(sim, [job])
 
 
-@stubbed
+@simulated
 def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
@@ -462,7 +464,7 @@ def test_a_job_that_is_done_can_be_waited_for_when_the_device_is_lost(driver: Dr
             sim.store(2, 2)
 
 
-@stubbed
+@simulated
 def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
     driver: Driver,
 ) -> None:
@@ -476,7 +478,7 @@ def test_a_wait_for_a_job_that_the_driver_refuses_raises_and_can_be_tried_again(
         assert states(sim.finish()) == ["done"]
 
 
-@stubbed
+@simulated
 def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)
@@ -492,7 +494,7 @@ def test_who_waits_for_a_job_goes_on_when_one_look_at_it_fails(driver: Driver) -
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
-@stubbed
+@simulated
 def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) -> None:
     with SimulatedCache(driver) as sim:
         before = driver.live("streams")
@@ -502,7 +504,7 @@ def test_a_handler_that_is_not_made_leaves_no_streams(driver: Driver, nth: int) 
         assert driver.live("streams") == before
 
 
-@stubbed
+@simulated
 def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         before = driver.live("streams"), driver.live("events")
@@ -512,7 +514,7 @@ def test_a_gate_that_is_not_made_leaves_no_stream_and_no_event(driver: Driver) -
         assert (driver.live("streams"), driver.live("events")) == before
 
 
-@stubbed
+@simulated
 def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         before = driver.live("streams"), driver.live("events")
@@ -534,7 +536,7 @@ def test_gates_that_are_gone_leave_no_streams_and_no_events(driver: Driver) -> N
             assert (driver.live("streams"), driver.live("events")) == (before[0] + 1, before[1] + 2)
 
 
-@stubbed
+@simulated
 def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         gate = sim.handler.gate(2)
@@ -558,7 +560,7 @@ def test_a_gate_that_is_gone_opens_behind_its_load_and_lets_graphs_pass(driver: 
             driver.run()
 
 
-@stubbed
+@simulated
 def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.store(1, 1)
@@ -568,7 +570,7 @@ def test_the_events_of_a_lost_device_are_let_go(driver: Driver) -> None:
     assert sim.metrics("store").streams == 0
 
 
-@stubbed
+@simulated
 def test_a_time_that_cannot_be_read_fails_one_job_and_loses_no_device(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 1)

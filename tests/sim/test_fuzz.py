@@ -12,7 +12,7 @@ from corrupting_handler import CorruptingHandler
 from fuzz import Options, Scenario, fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Device, Simulated
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 
 def several(seed: int) -> Options:
@@ -34,7 +34,7 @@ def test_random_jobs_of_several_threads_on_the_cpu_leave_the_bytes_of_the_model(
 
 
 @pytest.mark.parametrize("mode", ["immediate", "manual", "threaded"])
-@stubbed
+@simulated
 def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
     driver: Driver, mode: str
 ) -> None:
@@ -44,7 +44,7 @@ def test_random_jobs_on_the_simulated_driver_leave_the_bytes_of_the_model(
     assert counts["replays"] > 0
 
 
-@stubbed
+@simulated
 def test_random_jobs_of_several_threads_on_the_simulated_driver_leave_the_bytes_of_the_model(
     driver: Driver,
 ) -> None:
@@ -91,7 +91,7 @@ def test_as_a_control_swapped_ids_are_found() -> None:
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-@stubbed
+@simulated
 def test_as_a_control_mistakes_are_found_on_the_simulated_driver(
     driver: Driver, mode: str, mistake: str
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from fuzz import fuzz
 from fuzz_cache import Group, MismatchError, make_groups, make_pools, random_shapes
 from fuzz_devices import Device, Gpu, Simulated
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap import BlockGroup, Job, OffloadEngine, OffloadHandler, TransferError
 
@@ -280,7 +280,7 @@ def test_engines_on_the_cpu_load_the_bytes_of_the_keys() -> None:
 
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
-@stubbed
+@simulated
 def test_engines_on_the_simulated_driver_load_the_bytes_of_the_keys(
     driver: Driver, mode: str
 ) -> None:

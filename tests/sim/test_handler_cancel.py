@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from simulated_cache import let_threads_look
-from simulated_driver import cache, stubbed
+from simulated_driver import cache, simulated
 from simulated_driver.handles import Stream
 
 IN_FLIGHT = 64
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-@stubbed
+@simulated
 def test_a_store_behind_a_cancelled_one_still_waits_for_the_load_into_its_block(driver, cancels):
     from torch_kvswap.handler import OffloadHandler
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import PATIENCE, in_time
 from simulated_cache import rest, threads
-from simulated_driver import Driver, cache, stubbed
+from simulated_driver import Driver, cache, simulated
 from simulated_driver.handles import Stream
 
 from torch_kvswap.handler import Gate, Job, OffloadHandler
@@ -61,7 +61,7 @@ OPENINGS = [("cuStreamWriteValue64", 2), ("cuStreamWaitEvent", 1)]
 
 
 @pytest.mark.parametrize(("call", "nth"), OPENINGS)
-@stubbed
+@simulated
 def test_a_gate_opens_although_the_driver_fails_to_open_it(driver, call, nth):
     handler = make(driver)
     leave_closed(driver, handler, handler.gate(), call, nth)
@@ -74,7 +74,7 @@ def test_a_gate_opens_although_the_driver_fails_to_open_it(driver, call, nth):
 
 
 @pytest.mark.parametrize(("call", "nth"), OPENINGS)
-@stubbed
+@simulated
 def test_the_next_load_opens_a_gate_that_the_driver_did_not_open(driver, call, nth):
     handler = make(driver)
     gate = handler.gate()
@@ -89,7 +89,7 @@ def test_the_next_load_opens_a_gate_that_the_driver_did_not_open(driver, call, n
     handler.close()
 
 
-@stubbed
+@simulated
 def test_a_load_is_refused_while_the_driver_does_not_open_its_gate(driver):
     handler = make(driver)
     gate = handler.gate()
@@ -98,7 +98,7 @@ def test_a_load_is_refused_while_the_driver_does_not_open_its_gate(driver):
     error = in_thread(lambda: handler.load(page_ids=[0], gpu_block_ids=[1], gate=gate))
     assert str(error) == (
         "an earlier load has failed, and the driver does not open its gate again: "
-        "cuStreamWriteValue64: CUDA_ERROR_STUB (1): made up by the stub"
+        "cuStreamWriteValue64: CUDA_ERROR_SIMULATED (1): made up by the simulated driver"
     )
     assert len(handler.poll()) == 1  # the one that failed
     assert isinstance(
@@ -109,7 +109,7 @@ def test_a_load_is_refused_while_the_driver_does_not_open_its_gate(driver):
     assert [result.state for result in handler.poll()] == ["done"]
 
 
-@stubbed
+@simulated
 def test_a_gate_that_was_not_opened_tells_that_the_device_is_lost(driver):
     handler = make(driver)
     gate = handler.gate()
@@ -120,7 +120,7 @@ def test_a_gate_that_was_not_opened_tells_that_the_device_is_lost(driver):
     in_thread(handler.close)
 
 
-@stubbed
+@simulated
 def test_a_gate_that_could_be_closed_in_part_only_is_opened_again(driver):
     handler = make(driver)
     gate = handler.gate(2)
@@ -139,7 +139,7 @@ def test_a_gate_that_could_be_closed_in_part_only_is_opened_again(driver):
     handler.close()
 
 
-@stubbed
+@simulated
 def test_a_load_whose_source_has_failed_leaves_its_gate_open(driver):
     handler = make(driver)
     gate = handler.gate()
@@ -157,7 +157,7 @@ def test_a_load_whose_source_has_failed_leaves_its_gate_open(driver):
     handler.close()
 
 
-@stubbed
+@simulated
 def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driver):
     before = threads()
     driver.set_mode("manual")
@@ -195,7 +195,7 @@ def test_a_load_closes_a_gate_only_when_the_load_before_it_is_on_the_device(driv
     assert [result.state for result in handler.poll()] == ["done"] * 3
 
 
-@stubbed
+@simulated
 def test_a_gate_is_closed_on_the_current_stream_whatever_the_load_starts_behind(driver):
     handler = make(driver)
     gate = handler.gate()
@@ -210,7 +210,7 @@ def test_a_gate_is_closed_on_the_current_stream_whatever_the_load_starts_behind(
     assert not passed
 
 
-@stubbed
+@simulated
 def test_a_lost_device_leaves_no_events(driver):
     handler = make(driver)
     driver.hold(42)
@@ -221,7 +221,7 @@ def test_a_lost_device_leaves_no_events(driver):
     assert (driver.live("streams"), driver.live("events")) == (0, 0)
 
 
-@stubbed
+@simulated
 def test_a_job_that_was_cancelled_is_reported_so_also_when_the_device_is_lost(driver):
     handler = make(driver)
     driver.hold(42)

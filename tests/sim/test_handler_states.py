@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from simulated_cache import HURTS_A_JOB, new_threads, threads
-from simulated_driver import HOST, Driver, place, pool, stubbed
+from simulated_driver import HOST, Driver, place, pool, simulated
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream
 from transfer_model import Cell, Flight, Model
@@ -404,7 +404,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@stubbed
+@simulated
 def test_a_handler_does_what_the_model_does_whatever_is_called_and_fails(driver: Driver) -> None:
     Machine.driver = driver
     examples = int(os.environ.get("KVSWAP_STATES_EXAMPLES", "400"))

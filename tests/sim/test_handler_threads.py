@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from patience import PATIENCE, in_time
-from simulated_driver import HOST, Driver, place, pool, stubbed
+from simulated_driver import HOST, Driver, place, pool, simulated
 from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Stream
 from transfer_model import Cell, Flight, Model
@@ -254,7 +254,7 @@ def assert_bytes_are_right(world: World, callers: list[Caller]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@stubbed
+@simulated
 def test_threads_that_do_everything_at_once_get_what_each_of_them_expects(driver, seed):
     world = World(driver, seed)
     callers = run(world, seed)
@@ -267,7 +267,7 @@ def test_threads_that_do_everything_at_once_get_what_each_of_them_expects(driver
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@stubbed
+@simulated
 def test_a_handler_that_is_closed_while_threads_submit_ends_every_job_that_it_took(driver, seed):
     world = World(driver, seed)
 
@@ -287,7 +287,7 @@ def test_a_handler_that_is_closed_while_threads_submit_ends_every_job_that_it_to
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@stubbed
+@simulated
 def test_a_device_that_is_lost_while_threads_submit_ends_every_job_once(driver, seed):
     world = World(driver, seed)
 

@@ -25,7 +25,7 @@ from simulated_cache import (
     run_until,
     states,
 )
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import Job
@@ -34,7 +34,7 @@ PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
 
 
-@stubbed
+@simulated
 def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Driver) -> None:
     prctl = ctypes.CDLL(None).prctl
     with SimulatedCache(driver) as sim:
@@ -45,7 +45,27 @@ def test_a_wait_leaves_the_precision_of_the_threads_sleeps_as_it_was(driver: Dri
         assert prctl(PR_GET_TIMERSLACK) == before
 
 
-@stubbed
+@simulated
+def test_a_timeout_names_the_first_job_that_has_not_ended(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        ended = sim.load(0, 0)
+        driver.run()
+        assert ended.query()
+        _, held = sim.hold_up("store", 1, 1)
+        behind = [sim.store(2, 2), sim.store(3, 3)]
+        said = "TimeoutError: after 0 s {} have not ended; the first is store 1"
+        for jobs, count in (
+            (None, "3 jobs"),
+            ([ended, held, *behind], "3 of 4 jobs"),
+            ([ended, held, behind[0], behind[0]], "3 of 4 jobs"),
+        ):
+            assert error_text(sim.handler.synchronize, jobs, timeout=0) == said.format(count)
+        assert error_text(behind[0].synchronize, timeout=0) == (
+            "TimeoutError: after 0 s 1 of 1 job has not ended; the first is store 2"
+        )
+
+
+@simulated
 def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         hold, held = sim.hold_up("store", 1, 1)
@@ -61,7 +81,7 @@ def test_others_submit_while_a_thread_waits(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["the job", "all jobs"])
-@stubbed
+@simulated
 def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(3) as pool:
         hold, job = sim.hold_up("store", 1, 1)
@@ -79,7 +99,7 @@ def test_a_handler_closes_while_threads_wait(driver: Driver, waits_for: str) -> 
     assert driver.live("events") == driver.live("streams") == 0
 
 
-@stubbed
+@simulated
 def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         _, job = sim.hold_up("store", 1, 1)
@@ -89,7 +109,7 @@ def test_a_thread_that_waits_hears_that_the_device_is_lost(driver: Driver) -> No
         assert "the device is lost" in waiting.result(timeout=PATIENCE)
 
 
-@stubbed
+@simulated
 def test_a_thread_waits_for_a_job_that_is_still_queued(driver: Driver) -> None:
     with SimulatedCache(driver) as sim, ThreadPoolExecutor(1) as pool:
         queued = sim.fill("store", 1, 1)[-1]
@@ -157,7 +177,7 @@ def stopped_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
         yield
 
 
-@stubbed
+@simulated
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_cancelled(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim, stopped_worker(sim, "store"):
         job = sim.store(1, 1)
@@ -173,7 +193,7 @@ def run_a_job(sim: SimulatedCache) -> None:
     job.wait(Stream(OTHER))
 
 
-@stubbed
+@simulated
 def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
@@ -186,7 +206,7 @@ def test_who_waits_until_a_job_is_on_the_device_hears_that_it_is_lost(driver: Dr
             assert "the device is lost" in str(waiting.ends())
 
 
-@stubbed
+@simulated
 def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         run_a_job(sim)
@@ -205,7 +225,7 @@ def test_loads_that_wait_for_a_gate_hear_that_the_device_is_lost(driver: Driver)
             assert "the device is lost" in str(loads[1].ends())
 
 
-@stubbed
+@simulated
 def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         gate = sim.handler.gate()
@@ -222,7 +242,7 @@ def test_a_load_that_waits_for_a_gate_hears_that_the_handler_closes(driver: Driv
         assert closing.ends() is None
 
 
-@stubbed
+@simulated
 def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         with stopped_worker(sim, "store"):  # for whose end the first waits
@@ -232,7 +252,7 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
         assert [call.ends() for call in closing] == [True, True]
 
 
-@stubbed
+@simulated
 def test_ctrl_c_interrupts_a_close_that_waits_and_another_one_ends(driver: Driver) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with SimulatedCache(driver) as sim:

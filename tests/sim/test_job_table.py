@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from simulated_cache import SIDE, SimulatedCache, Stream, run_until
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap.handler import Job, SourceFailedError, TransferError
 
@@ -57,7 +57,7 @@ REPORTED = pytest.mark.parametrize("reported", [False, True], ids=["unreported",
 @REPORTED
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", ["load", "expedited"])
-@stubbed
+@simulated
 def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
     driver: Driver, kind: str, end: str, reported: bool
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
 
 @pytest.mark.parametrize("kind", ["load", "expedited"])
 @pytest.mark.parametrize("end", ENDS)
-@stubbed
+@simulated
 def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
     driver: Driver, end: str, kind: str
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
         assert sim.holds(3, sim.block(1))
 
 
-@stubbed
+@simulated
 def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -123,7 +123,7 @@ def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> No
             assert error(job) == reason(source)
 
 
-@stubbed
+@simulated
 def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -138,7 +138,7 @@ def test_failures_follow_the_data_through_queues(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled in the queue"])
-@stubbed
+@simulated
 def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
     driver: Driver, end: str
 ) -> None:
@@ -156,7 +156,7 @@ def test_what_only_has_its_turn_behind_a_job_does_not_fail_with_it(
         assert sim.is_right(without=[store, load])
 
 
-@stubbed
+@simulated
 def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -172,7 +172,7 @@ def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver
         assert error(job) == f"store {newer.id} was cancelled"
 
 
-@stubbed
+@simulated
 def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         older, newer = sim.store(1, 2), sim.store(3, 2)
@@ -183,7 +183,7 @@ def test_a_failed_store_spoils_nothing_that_a_newer_one_writes(driver: Driver) -
         assert (sim.block(4) == sim.block(3)).all()
 
 
-@stubbed
+@simulated
 def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         load = fails(sim, "load", 1, 2)
@@ -200,7 +200,7 @@ def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver)
         assert f"load {load.id} failed" in error(store)
 
 
-@stubbed
+@simulated
 def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Driver) -> None:
     with SimulatedCache(driver, pages=4, per_page=3) as sim:
         before = sim.submit("store", [0, 1], [1])
@@ -230,7 +230,7 @@ def test_only_the_slots_of_a_page_that_were_to_be_stored_are_invalid(driver: Dri
         assert (sim.block(7) == sim.block(2)).all()
 
 
-@stubbed
+@simulated
 def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.submit("store", [0, 2], [0, 2])
@@ -244,7 +244,7 @@ def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Drive
         assert state(store) == "done"
 
 
-@stubbed
+@simulated
 def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         fails(sim, "store", 1, 2)
@@ -256,7 +256,7 @@ def test_what_is_invalid_stays_so_when_the_cache_moves(driver: Driver) -> None:
         assert state(job) == "done"
 
 
-@stubbed
+@simulated
 def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         load = sim.load(1, 4)
@@ -269,7 +269,7 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
         assert error(store) == reason(load)
 
 
-@stubbed
+@simulated
 def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         first = sim.load(2, 1)
@@ -279,7 +279,7 @@ def test_jobs_end_in_the_order_in_which_they_wait_for_each_other(driver: Driver)
 
 
 @pytest.mark.parametrize("culprit", [0, 7])
-@stubbed
+@simulated
 def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
     driver: Driver, culprit: int
 ) -> None:

@@ -20,7 +20,7 @@ from gpu_cache import Hold
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import Driver, place, stubbed
+from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
 from torch_kvswap.handler import Gate
@@ -53,7 +53,7 @@ def join(pool: HostPool) -> None:
 # A pool and its views
 
 
-@stubbed
+@simulated
 @pytest.mark.parametrize("kept", ["the view", "the pool"])
 def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) -> None:
     driver.set_mode("manual")
@@ -114,7 +114,7 @@ def test_closing_a_pool_or_its_view_closes_both(first: str) -> None:
     )
 
 
-@stubbed
+@simulated
 @pytest.mark.parametrize("which", ["pool", "view", "view that is closed"])
 def test_a_closed_pool_is_refused_before_anything_is_taken(driver: Driver, which: str) -> None:
     layout = place(driver, make_layout())
@@ -176,7 +176,7 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
     assert (other.block_dim, other.sizes.tolist()) == (1, layout.sizes.tolist())
 
 
-@stubbed
+@simulated
 def test_every_piece_is_unpinned_when_one_is_refused(driver: Driver) -> None:
     layout = place(driver, make_layout(row_bytes=4096))
     pool = HostPool(layout, 8, chunk_bytes=2 * 4096)
@@ -201,7 +201,7 @@ class Server:
         self.steps(ready, count)
 
 
-@stubbed
+@simulated
 def test_a_callback_that_refers_to_its_pool_does_not_keep_it(driver: Driver) -> None:
     server = Server(driver)
     server.steps.pin_more()
@@ -220,7 +220,7 @@ class FailingServer(Server):
             raise ValueError("from the callback")
 
 
-@stubbed
+@simulated
 def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) -> None:
     with logged() as messages:
         server = FailingServer(driver)
@@ -232,7 +232,7 @@ def test_a_callback_that_failed_does_not_keep_its_pool_either(driver: Driver) ->
     assert gone() is None
 
 
-@stubbed
+@simulated
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
 def test_whatever_a_callback_raises_reaches_whoever_waits(
     driver: Driver, error: type[BaseException]
@@ -266,7 +266,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
     pool.close()
 
 
-@stubbed
+@simulated
 def test_a_callback_may_close_its_pool(driver: Driver) -> None:
     pools: list[HostPool] = []
     turn = threading.Semaphore(0)
@@ -292,7 +292,7 @@ class Interrupted(BaseException):
     pass
 
 
-@stubbed
+@simulated
 @pytest.mark.parametrize("what", ["handler", "pool"])
 def test_a_wait_can_be_interrupted(driver: Driver, what: str) -> None:
     def interrupt(*_: object) -> None:

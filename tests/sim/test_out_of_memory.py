@@ -26,7 +26,7 @@ from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.manager import BlockManager
 
 # What a call may raise because of that, and whom a test may make fail besides.
-TOLD = ("out of host memory", "failed: ", "made up by the stub", "was cancelled")
+TOLD = ("out of host memory", "failed: ", "made up by the simulated driver", "was cancelled")
 
 
 def allocations() -> ctypes.CDLL:

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import DEVICE, Driver, place, stubbed
+from simulated_driver import DEVICE, Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import loader
@@ -43,7 +43,7 @@ def registered(driver: Driver) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("register ")]
 
 
-@stubbed
+@simulated
 def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
     progress: list[tuple[int, int]] = []
     pool = HostPool(
@@ -60,8 +60,8 @@ def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver
     assert not pool.is_pinned
 
 
-@stubbed
-def test_the_stub_refuses_a_copy_across_two_registrations(driver: Driver) -> None:
+@simulated
+def test_the_simulated_driver_refuses_a_copy_across_two_registrations(driver: Driver) -> None:
     memory = torch.zeros(2 * BLOCK, dtype=torch.uint8)
     other = driver.memory(2 * BLOCK, kind=2)
     for half in (0, BLOCK):
@@ -75,7 +75,7 @@ def test_the_stub_refuses_a_copy_across_two_registrations(driver: Driver) -> Non
     driver.cuda.destroy_stream(stream)
 
 
-@stubbed
+@simulated
 @pytest.mark.parametrize(
     "copy_method",
     [
@@ -97,7 +97,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
         assert all(map(torch.equal, layout.tensors, kept))
 
 
-@stubbed
+@simulated
 def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
@@ -109,7 +109,7 @@ def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
         assert "batch of 2 on stream" in driver.log()
 
 
-@stubbed
+@simulated
 def test_an_op_on_pages_keeps_to_the_chunks_too(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
@@ -130,7 +130,7 @@ def megabytes(driver: Driver, num_pages: int = 64, **options: Any) -> HostPool:
     return HostPool(place(driver, PagedLayout([rows])), num_pages, chunk_bytes=32 * MIB, **options)
 
 
-@stubbed
+@simulated
 def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> None:
     driver.limit_registration(in_one=16 * MIB)
     pool = megabytes(driver, pinned=True)
@@ -140,7 +140,7 @@ def test_a_chunk_that_is_refused_is_tried_again_in_halves(driver: Driver) -> Non
     pool.close()
 
 
-@stubbed
+@simulated
 def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> None:
     driver.limit_registration(in_all=40 * MIB)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,8 +150,8 @@ def test_what_was_pinned_goes_again_when_the_rest_is_refused(driver: Driver) -> 
         text,
         """\
 RuntimeError: the driver did not pin 67108864 bytes of host memory for cuda:0:
-cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or
-pass pinned=False for pageable memory""",
+cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver; ask for
+fewer pages, or pass pinned=False for pageable memory""",
     )
     gc.collect()
     assert driver.calls("cuMemHostUnregister") == 1
@@ -164,7 +164,7 @@ pass pinned=False for pageable memory""",
     assert pool.num_ready_pages == 64
 
 
-@stubbed
+@simulated
 def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
     def fail(*pages: int) -> None:
         raise ValueError("from the callback")
@@ -174,7 +174,7 @@ def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
     assert driver.calls("cuMemHostUnregister") == 1
 
 
-@stubbed
+@simulated
 def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
     layout = gpu_cache(driver)
     assert_expected_inline(
@@ -186,7 +186,7 @@ def test_a_chunk_size_that_no_driver_takes_is_refused(driver: Driver) -> None:
 # In the background
 
 
-@stubbed
+@simulated
 def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     steps = PinningSteps()
     pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
@@ -203,7 +203,7 @@ def test_pages_are_ready_from_the_front(driver: Driver) -> None:
     assert driver.calls("cuMemHostUnregister") == 4
 
 
-@stubbed
+@simulated
 def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.arange(2, dtype=torch.uint8).repeat_interleave(MIB).view(2, MIB)
@@ -233,7 +233,7 @@ others are not pinned yet, or another rank has them""",
     pool.close()
 
 
-@stubbed
+@simulated
 def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> None:
     steps = PinningSteps()
     pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
@@ -254,7 +254,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 2
 
 
-@stubbed
+@simulated
 def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     pool = megabytes(driver, 128, pin_in_background=True)
     del pool
@@ -264,7 +264,7 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
 
 
-@stubbed
+@simulated
 def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> None:
     steps = PinningSteps()
     with pytest.MonkeyPatch.context() as patch, logged() as messages:
@@ -279,11 +279,11 @@ def test_what_is_refused_in_the_background_is_never_ready(driver: Driver) -> Non
         text,
         """\
 RuntimeError: 64 of 128 host pages are pinned, and no more will be: cuMemHostRegister:
-CUDA_ERROR_STUB (2): made up by the stub""",
+CUDA_ERROR_SIMULATED (2): made up by the simulated driver""",
     )
     assert_expected_inline(
         messages[0],
-        """64 of 128 host pages are pinned, and the others cannot be used: cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages""",
+        """64 of 128 host pages are pinned, and the others cannot be used: cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver; ask for fewer pages""",
     )
     assert pool.num_ready_pages == 64
     assert pool.wait_ready(0, pages=64)
@@ -291,7 +291,7 @@ CUDA_ERROR_STUB (2): made up by the stub""",
     assert driver.calls("cuMemHostUnregister") == 2
 
 
-@stubbed
+@simulated
 def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
     driver.limit_registration(in_all=0)
     with logged() as messages:
@@ -302,7 +302,7 @@ def test_the_first_chunk_decides_about_pageable_pages(driver: Driver) -> None:
         megabytes(driver, pin_in_background=True, pinned=True)
 
 
-@stubbed
+@simulated
 def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.randint(256, (64, MIB), dtype=torch.uint8)
@@ -318,13 +318,13 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
     pool.close()
 
 
-@stubbed
+@simulated
 def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
     pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, pin_in_background=True)
     assert (pool.num_ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
 
 
-@stubbed
+@simulated
 def test_a_fork_while_pages_are_pinned_is_safe(driver: Driver) -> None:
     steps = PinningSteps()
     pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)

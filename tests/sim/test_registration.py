@@ -7,14 +7,14 @@ from __future__ import annotations
 import os
 
 import torch
-from simulated_driver import HOST, Driver, stubbed
+from simulated_driver import HOST, Driver, simulated
 
 from torch_kvswap.host_pool.memory import Registration, is_pinned
 
 GPU = torch.device("cuda", 0)
 
 
-@stubbed
+@simulated
 def test_each_piece_is_registered_by_itself_and_the_driver_is_asked(driver: Driver) -> None:
     memory = torch.zeros(8192, dtype=torch.uint8)
     registration = Registration(memory, GPU)
@@ -32,7 +32,7 @@ def test_each_piece_is_registered_by_itself_and_the_driver_is_asked(driver: Driv
     assert driver.calls("cuMemHostUnregister") == 3
 
 
-@stubbed
+@simulated
 def test_a_refusal_is_a_text_and_no_piece(driver: Driver) -> None:
     registration = Registration(torch.zeros(4096, dtype=torch.uint8), GPU)
     driver.fail("cuMemHostRegister", code=2)
@@ -41,7 +41,7 @@ def test_a_refusal_is_a_text_and_no_piece(driver: Driver) -> None:
     assert driver.calls("cuMemHostUnregister") == 0
 
 
-@stubbed
+@simulated
 def test_a_fork_unregisters_nothing(driver: Driver) -> None:
     memory = torch.zeros(4096, dtype=torch.uint8)
     registration = Registration(memory, GPU)
@@ -55,7 +55,7 @@ def test_a_fork_unregisters_nothing(driver: Driver) -> None:
     registration.remove()
 
 
-@stubbed
+@simulated
 def test_while_cuda_is_not_in_use_nothing_is_pinned(driver: Driver) -> None:
     memory = driver.memory(4096, HOST)
     driver.set_initialized(False)

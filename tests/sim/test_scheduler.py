@@ -27,7 +27,7 @@ from simulated_cache import (
     thread_names,
     threads,
 )
-from simulated_driver import DEVICE, Driver, stubbed
+from simulated_driver import DEVICE, Driver, simulated
 
 from torch_kvswap.handler import Job, TransferError
 
@@ -49,7 +49,7 @@ def queue_up(sim: SimulatedCache, kind: str) -> tuple[int, list[Job]]:
 # The queue
 
 
-@stubbed
+@simulated
 def test_the_thread_of_each_channel_has_its_name(driver: Driver) -> None:
     names = {"store": "kvswap-store", "load": "kvswap-load", "expedited": "kvswap-expedite"}
     with SimulatedCache(driver, submit_thread=True) as sim:
@@ -61,7 +61,7 @@ def test_the_thread_of_each_channel_has_its_name(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
     driver: Driver, kind: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_what_the_device_takes_no_more_is_queued_and_runs_in_its_turn(
         assert metrics.transfers < len(early) + len(late) / 4
 
 
-@stubbed
+@simulated
 def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         began = time.perf_counter()
@@ -102,7 +102,7 @@ def test_what_waits_in_the_queue_is_told_apart_from_the_copy_in_the_result(drive
         assert 0 < last.copy_seconds < 1
 
 
-@stubbed
+@simulated
 def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driver: Driver) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
@@ -137,7 +137,7 @@ def transfers_of(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver) as sim:
         # Block and page 0 are those of the job that is queued in front of them.
@@ -146,7 +146,7 @@ def test_small_jobs_are_joined_into_one_copy(driver: Driver, kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, seed: int) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, kind)
@@ -161,14 +161,14 @@ def test_no_two_jobs_that_write_the_same_are_joined(driver: Driver, kind: str, s
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_jobs_that_read_the_same_are_joined(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver) as sim:
         same = [([5], [i], {}) if kind == "store" else ([i], [5], {}) for i in range(1, 10)]
         assert transfers_of(sim, kind, same) == 1
 
 
-@stubbed
+@simulated
 def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:
         hold, early = queue_up(sim, "load")
@@ -179,7 +179,7 @@ def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
         assert sim.metrics("load").transfers == len(early) - 1 + 3
 
 
-@stubbed
+@simulated
 def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened(
     driver: Driver,
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_job_is_joined_with_no_other_before_what_it_starts_behind_has_happened
         assert set(states(sim.finish())) == {"done"}
 
 
-@stubbed
+@simulated
 def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
@@ -216,7 +216,7 @@ def test_a_job_is_joined_when_what_it_starts_behind_has_happened_meanwhile(drive
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
     driver: Driver, kind: str
 ) -> None:
@@ -235,7 +235,7 @@ def test_a_small_job_needs_no_thread_and_a_large_one_is_ended_by_one(
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: str) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS, submit_thread=True) as sim:
         before = threads()
@@ -252,7 +252,7 @@ def test_a_threaded_handler_leaves_every_job_to_a_thread(driver: Driver, kind: s
         assert sim.is_right()
 
 
-@stubbed
+@simulated
 def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> None:
     with SimulatedCache(driver, submit_thread=True) as sim:
         for _ in range(20):
@@ -269,7 +269,7 @@ def test_a_stream_can_wait_for_a_job_of_a_threaded_handler(driver: Driver) -> No
 
 @pytest.mark.parametrize("held", [True, False], ids=["held up", "only queued"])
 @pytest.mark.parametrize("pair", SHARE)
-@stubbed
+@simulated
 def test_a_job_waits_for_one_in_the_queue_of_another_channel(
     driver: Driver, pair: str, held: bool
 ) -> None:
@@ -294,7 +294,7 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
 
 
 @pytest.mark.parametrize("seed", range(8))
-@stubbed
+@simulated
 def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
     driver: Driver, seed: int
 ) -> None:
@@ -321,7 +321,7 @@ def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
             assert sim.metrics(kind).transfers > 0
 
 
-@stubbed
+@simulated
 def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "load")
@@ -336,7 +336,7 @@ def test_an_expedited_load_passes_the_queue(driver: Driver) -> None:
 # Waiting
 
 
-@stubbed
+@simulated
 def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver) -> None:
     with SimulatedCache(driver, blocks=BLOCKS, pages=BLOCKS) as sim:
         hold, early = queue_up(sim, "store")
@@ -355,7 +355,7 @@ def test_a_stream_waits_for_a_queued_job_and_the_host_for_nothing(driver: Driver
         assert set(states(sim.finish())) == {"done"}
 
 
-@stubbed
+@simulated
 def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
@@ -370,7 +370,7 @@ def test_a_stream_waits_for_a_queued_job_behind_a_queue_of_another_channel(drive
         assert driver.cuda.is_done(stream=OTHER)
 
 
-@stubbed
+@simulated
 def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
@@ -392,7 +392,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
         assert sim.holds(1, sim.block(1))
 
 
-@stubbed
+@simulated
 def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_mode("threaded")
@@ -424,7 +424,7 @@ def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> N
 
 
 @pytest.mark.parametrize("kind", CHANNELS)
-@stubbed
+@simulated
 def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
     driver: Driver, kind: str
 ) -> None:
@@ -446,7 +446,7 @@ def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
         assert sim.is_right(without=[job])
 
 
-@stubbed
+@simulated
 def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("store", 1, 2)
@@ -461,7 +461,7 @@ def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
         assert not sim.handler.cancel(job)
 
 
-@stubbed
+@simulated
 def test_a_cancelled_job_of_a_joined_copy_leaves_the_others_alone(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, early = queue_up(sim, "store")
@@ -475,7 +475,7 @@ def test_a_cancelled_job_of_a_joined_copy_leaves_the_others_alone(driver: Driver
         assert sim.holds(3, sim.block(3))
 
 
-@stubbed
+@simulated
 def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         job = sim.store(1, 2)
@@ -486,7 +486,7 @@ def test_a_job_that_has_ended_cannot_be_cancelled(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("first", ["running", "queued"])
-@stubbed
+@simulated
 def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, first: str) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -513,7 +513,7 @@ def test_a_job_waits_for_the_one_in_front_of_a_cancelled_one(driver: Driver, fir
 
 
 @pytest.mark.parametrize("close", ["handler", "pool"])
-@stubbed
+@simulated
 def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
     driver: Driver, close: str
 ) -> None:
@@ -554,7 +554,7 @@ def test_closing_waits_for_all_that_is_queued_and_ends_the_threads(
         sim.handler.close()
 
 
-@stubbed
+@simulated
 def test_a_handler_that_is_dropped_with_a_full_queue_waits_for_it(driver: Driver) -> None:
     sim = SimulatedCache(driver)
     tensors, pages = sim.tensors, sim.host.pages
@@ -584,7 +584,7 @@ def wakes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("state", ["nothing to do", "all on the device"])
-@stubbed
+@simulated
 def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
     driver: Driver, state: str
 ) -> None:
@@ -610,7 +610,7 @@ def test_an_idle_handler_asks_the_driver_nothing_and_wakes_no_thread(
             sim.release(hold)
 
 
-@stubbed
+@simulated
 def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = queue_up(sim, "store")
@@ -624,7 +624,7 @@ def test_events_stay_few_however_much_is_queued(driver: Driver) -> None:
         assert driver.live("events") <= 2 * events
 
 
-@stubbed
+@simulated
 def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
     driver: Driver,
 ) -> None:
@@ -646,7 +646,7 @@ def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
         assert torch.equal(sim.host.pages[1:, 0], written[1:])
 
 
-@stubbed
+@simulated
 def test_a_joined_copy_is_one_transfer_that_waits_for_what_each_job_waits_for(
     driver: Driver,
 ) -> None:

@@ -16,9 +16,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE, in_time
-from simulated_driver import DEVICE, HOST, Driver, stubbed, without_cuda
+from simulated_driver import DEVICE, HOST, Driver, simulated, without_cuda
 from simulated_driver.cuda import CudaError
-from simulated_driver.stubbed import Worker
+from simulated_driver.simulated import Worker
 
 
 def sides(driver: Driver, num_bytes: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +36,7 @@ def code_of(call, *arguments, **named) -> int:
     return caught.value.code
 
 
-@stubbed
+@simulated
 def test_in_immediate_mode_work_is_done_when_the_call_returns(driver):
     src, dst = sides(driver)
     driver.cuda.copy(dst, src, 42)
@@ -44,7 +44,7 @@ def test_in_immediate_mode_work_is_done_when_the_call_returns(driver):
     assert driver.cuda.is_done(stream=42)
 
 
-@stubbed
+@simulated
 def test_in_immediate_mode_what_was_held_runs_when_it_is_released(driver):
     src, dst = sides(driver)
     hold = driver.hold(42)
@@ -54,7 +54,7 @@ def test_in_immediate_mode_what_was_held_runs_when_it_is_released(driver):
     assert torch.equal(dst, src)
 
 
-@stubbed
+@simulated
 def test_a_stream_works_in_the_order_of_submission(driver):
     driver.set_mode("manual")
     first, second = driver.memory(16, HOST).fill_(1), driver.memory(16, HOST).fill_(2)
@@ -71,7 +71,7 @@ def test_a_stream_works_in_the_order_of_submission(driver):
     assert not driver.step(42)
 
 
-@stubbed
+@simulated
 def test_a_copy_reads_its_source_when_it_runs_unless_any_order_is_allowed(driver):
     driver.set_mode("manual")
     src, in_order = sides(driver)
@@ -84,7 +84,7 @@ def test_a_copy_reads_its_source_when_it_runs_unless_any_order_is_allowed(driver
     assert early.tolist() == [1] * 16
 
 
-@stubbed
+@simulated
 def test_a_stream_that_waits_for_an_event_stands_still_and_the_others_do_not(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -110,7 +110,7 @@ def test_a_stream_that_waits_for_an_event_stands_still_and_the_others_do_not(dri
     assert torch.equal(dst, src)
 
 
-@stubbed
+@simulated
 def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(driver):
     driver.set_mode("manual")
     event = driver.cuda.create_event()
@@ -123,7 +123,7 @@ def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(driver):
     assert not driver.cuda.is_done(event=event)
 
 
-@stubbed
+@simulated
 def test_a_second_record_that_happens_first_does_not_fulfil_an_earlier_wait(driver):
     driver.set_mode("manual")
     event = driver.cuda.create_event()
@@ -136,7 +136,7 @@ def test_a_second_record_that_happens_first_does_not_fulfil_an_earlier_wait(driv
     assert not driver.cuda.is_done(stream=43)
 
 
-@stubbed
+@simulated
 def test_waiting_for_an_event_that_was_never_recorded_succeeds_and_is_told(driver):
     event = driver.cuda.create_event()
     driver.cuda.wait(42, event)
@@ -153,7 +153,7 @@ VIOLATION: synchronize with event 1, which was never recorded
     )
 
 
-@stubbed
+@simulated
 def test_using_what_was_destroyed_fails_and_is_told(driver):
     event, stream = driver.cuda.create_event(), driver.cuda.create_stream()
     driver.cuda.destroy_event(event)
@@ -174,7 +174,7 @@ VIOLATION: use of stream 101, which was destroyed
     )
 
 
-@stubbed
+@simulated
 def test_destroying_what_has_pending_work_lets_the_work_go_on(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -190,7 +190,7 @@ def test_destroying_what_has_pending_work_lets_the_work_go_on(driver):
     assert torch.equal(dst, src)
 
 
-@stubbed
+@simulated
 def test_both_handles_of_the_legacy_stream_are_one_stream(driver):
     driver.set_mode("manual")
     driver.hold(0)
@@ -199,7 +199,7 @@ def test_both_handles_of_the_legacy_stream_are_one_stream(driver):
 
 
 @pytest.mark.parametrize("handle", [0, 1, 2])
-@stubbed
+@simulated
 def test_a_default_stream_is_that_of_the_current_context(driver, handle):
     driver.set_mode("manual")
     driver.hold(handle)
@@ -216,7 +216,7 @@ def test_a_default_stream_is_that_of_the_current_context(driver, handle):
         assert not driver.cuda.is_done(stream=handle)
 
 
-@stubbed
+@simulated
 def test_each_thread_has_a_default_stream_of_its_own(driver):
     driver.set_mode("manual")
     driver.hold(2)
@@ -228,18 +228,18 @@ def test_each_thread_has_a_default_stream_of_its_own(driver):
     assert not driver.cuda.is_done(stream=2)
 
 
-@stubbed
+@simulated
 def test_a_default_stream_needs_a_context(driver):
     # The library makes calls like these only under a guard; the test's own have GPU 0's context.
-    before = driver.library.stub_set_context(-1)
+    before = driver.library.simulated_set_context(-1)
     assert code_of(driver.cuda.is_done, stream=0) == 201
     assert code_of(driver.cuda.create_event) == 201
     assert code_of(driver.cuda.create_stream) == 201
-    driver.library.stub_set_context(before)
+    driver.library.simulated_set_context(before)
     assert driver.cuda.is_done(stream=0)
 
 
-@stubbed
+@simulated
 def test_an_event_is_recorded_in_streams_of_its_own_gpu_only_and_waited_for_anywhere(driver):
     driver.set_mode("manual")
     event, hold = driver.cuda.create_event(), driver.hold(0)
@@ -258,7 +258,7 @@ def test_an_event_is_recorded_in_streams_of_its_own_gpu_only_and_waited_for_anyw
     assert "VIOLATION: record of event 1 of GPU 0 in a stream of GPU 1" in driver.log()
 
 
-@stubbed
+@simulated
 def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -279,7 +279,7 @@ def test_a_stream_that_is_used_in_another_context_works_and_is_told(driver):
 
 
 @pytest.mark.parametrize("by", ["host", "stream"])
-@stubbed
+@simulated
 def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
     driver.set_mode("manual")
     value = word(driver)
@@ -294,7 +294,7 @@ def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
         assert driver.cuda.is_done(stream=42) == done
 
 
-@stubbed
+@simulated
 def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
     assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
     found = ctypes.c_int()
@@ -306,7 +306,7 @@ def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
     assert code_of(driver.cuda.wait_value, 42, word(driver), 1) == 801
 
 
-@stubbed
+@simulated
 def test_synchronizing_runs_what_is_needed_and_no_more(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -324,7 +324,7 @@ def test_synchronizing_runs_what_is_needed_and_no_more(driver):
     assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
 
 
-@stubbed
+@simulated
 def test_synchronizing_finds_the_write_that_a_wait_is_for_on_another_stream(driver):
     driver.set_mode("manual")
     value = word(driver)
@@ -335,7 +335,7 @@ def test_synchronizing_finds_the_write_that_a_wait_is_for_on_another_stream(driv
     assert int(value) == 0
 
 
-@stubbed
+@simulated
 def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
     driver.set_mode("manual")
     hold = driver.hold(42)
@@ -348,7 +348,7 @@ def test_a_thread_that_synchronizes_goes_on_when_another_releases(driver):
     assert not thread.is_alive()
 
 
-@stubbed
+@simulated
 def test_time_passes_by_a_millisecond_a_copy(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -368,7 +368,7 @@ def test_time_passes_by_a_millisecond_a_copy(driver):
     assert code_of(driver.cuda.elapsed, start, untimed) == 400
 
 
-@stubbed
+@simulated
 def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
     tensor = torch.zeros(64, dtype=torch.uint8)
     assert driver.cuda.memory_type(tensor) == 0
@@ -385,7 +385,7 @@ def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
     assert driver.cuda.call("cuMemFreeHost", address) == 1
 
 
-@stubbed
+@simulated
 def test_letting_memory_go_that_pending_work_uses_is_told(driver):
     driver.set_mode("manual")
     tensor = torch.zeros(64, dtype=torch.uint8)
@@ -395,7 +395,7 @@ def test_letting_memory_go_that_pending_work_uses_is_told(driver):
     assert driver.violations() == 1
 
 
-@stubbed
+@simulated
 def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
     src, dst = sides(driver)
     driver.fail("cuMemcpyAsync", nth=2, code=999)
@@ -408,7 +408,7 @@ def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
         driver.fail("cuMemcpyAsink")
 
 
-@stubbed
+@simulated
 def test_the_calls_of_a_thread_are_counted_by_themselves(driver):
     before = driver.calls_here("cuStreamQuery"), driver.calls("cuStreamQuery")
     other = threading.Thread(target=driver.cuda.is_done, kwargs={"stream": 42})
@@ -419,7 +419,7 @@ def test_the_calls_of_a_thread_are_counted_by_themselves(driver):
     assert after == (before[0] + 1, before[1] + 2)
 
 
-@stubbed
+@simulated
 def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
     driver.set_mode("manual")
     src, dst = sides(driver)
@@ -446,7 +446,7 @@ def test_a_lost_device_answers_everything_but_destroying_with_its_error(driver):
     assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
-@stubbed
+@simulated
 def test_a_capture_in_global_mode_is_spoilt_by_a_thread_that_is_not_relaxed(driver):
     event = driver.cuda.create_event()
     driver.cuda.record(event, 42)
@@ -464,7 +464,7 @@ def test_a_capture_in_global_mode_is_spoilt_by_a_thread_that_is_not_relaxed(driv
     assert driver.capture_spoilt == 2
 
 
-@stubbed
+@simulated
 def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
     src, dst = sides(driver)
     outside = driver.cuda.create_event()
@@ -485,7 +485,7 @@ def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@stubbed
+@simulated
 def test_in_threaded_mode_all_runs_and_in_the_order_of_events(driver, seed):
     driver.set_mode("threaded", seed)
     src = driver.memory(400, HOST).random_(1, 256)
@@ -509,7 +509,7 @@ def test_in_threaded_mode_all_runs_and_in_the_order_of_events(driver, seed):
     assert torch.equal(dst, src)
 
 
-@stubbed
+@simulated
 def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_for(driver):
     overtaken = set()
     for seed in range(40):
@@ -529,7 +529,7 @@ def test_in_threaded_mode_a_stream_may_overtake_another_that_it_does_not_wait_fo
     assert overtaken == {False, True}
 
 
-@stubbed
+@simulated
 def test_the_log_has_a_line_for_each_call_that_does_something(driver):
     src, dst = sides(driver)
     stream, event = driver.cuda.create_stream(), driver.cuda.create_event()
@@ -569,7 +569,7 @@ def reset_and_count(driver: Driver) -> str:
     return driver.log()
 
 
-@stubbed
+@simulated
 def test_after_a_reset_all_is_as_in_the_beginning(driver):
     before = reset_and_count(driver)
     driver.set_mode("manual")
@@ -583,8 +583,8 @@ def test_after_a_reset_all_is_as_in_the_beginning(driver):
     assert driver.cuda.memory_type(src) == 0
 
 
-@stubbed
-def test_the_stub_takes_the_place_of_the_driver_for_the_library(driver):
+@simulated
+def test_the_simulated_driver_takes_the_place_of_the_driver_for_the_library(driver):
     from torch_kvswap import ops
 
     src, dst = sides(driver)
@@ -597,7 +597,7 @@ def test_the_stub_takes_the_place_of_the_driver_for_the_library(driver):
     assert torch.equal(dst, src)
 
 
-@stubbed
+@simulated
 def test_a_paged_cache_lies_on_the_device_and_its_pool_in_pinned_memory(driver):
     import simulated_driver
 
@@ -613,7 +613,7 @@ def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "simulated_driver.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     imports = (
-        "from simulated_driver import cache, stubbed\nfrom torch_kvswap import OffloadHandler\n"
+        "from simulated_driver import cache, simulated\nfrom torch_kvswap import OffloadHandler\n"
     )
     file = tmp_path / "example.py"
     file.write_text(imports + code)
@@ -624,8 +624,8 @@ def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     example.test_a_store_waits_for_the_stream_that_is_current()
 
 
-@stubbed
-def test_a_stubbed_test_may_use_hypothesis(driver):
+@simulated
+def test_a_simulated_test_may_use_hypothesis(driver):
     @settings(max_examples=20, deadline=None)
     @given(st.integers(1, 16))
     def copies(count):
@@ -640,43 +640,43 @@ def test_a_stubbed_test_may_use_hypothesis(driver):
 # Bodies that the tests below run in a worker of their own.
 
 
-@stubbed
+@simulated
 def pass_if(driver: Driver, good: bool) -> None:
     print("said by the body")
     assert good, "it is bad"
 
 
-@stubbed
+@simulated
 def use_wrongly(driver: Driver) -> None:
     driver.cuda.wait(42, driver.cuda.create_event())
     driver.log()
 
 
-@stubbed
+@simulated
 def fail_in_a_thread(driver: Driver) -> None:
     thread = threading.Thread(target=lambda: 1 // 0)
     thread.start()
     thread.join()
 
 
-@stubbed
+@simulated
 def warn(driver: Driver) -> None:
     import warnings
 
     warnings.warn("look out", stacklevel=1)
 
 
-@stubbed
+@simulated
 def log_a_warning(driver: Driver) -> None:
     logging.getLogger("torch_kvswap").warning("look out")
 
 
-@stubbed
+@simulated
 def die(driver: Driver) -> None:
     os.abort()
 
 
-@stubbed
+@simulated
 def wait_for_what_never_comes(driver: Driver) -> None:
     driver.set_mode("manual")
     driver.set_patience(0.2)
@@ -685,7 +685,7 @@ def wait_for_what_never_comes(driver: Driver) -> None:
     driver.cuda.synchronize(stream=42)
 
 
-@stubbed
+@simulated
 def sleep(driver: Driver) -> None:
     time.sleep(10 * PATIENCE)
 

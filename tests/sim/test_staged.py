@@ -11,7 +11,7 @@ import torch
 from drained import drain
 from expecttest import assert_expected_inline
 from simulated_cache import CURRENT, needs_kernels, run_until
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout, TransferError
@@ -58,7 +58,7 @@ def expect(
 )
 @pytest.mark.parametrize("staging", [MIB, 2 * MIB + 77, 32 * MIB])
 @needs_kernels
-@stubbed
+@simulated
 def test_every_byte_arrives_and_no_other_changes(
     driver: Driver, layers: int, fragment: int, staging: int
 ) -> None:
@@ -74,7 +74,7 @@ def test_every_byte_arrives_and_no_other_changes(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> None:
     whole = numbers(40, 12, 4096)
     tensors = [whole[0], whole[3][:, :512], whole[7].view(12, 2, 2048)[:, 0], whole[4], whole[39]]
@@ -87,7 +87,7 @@ def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> N
 
 @pytest.mark.parametrize("mode", ["manual", "threaded"])
 @needs_kernels
-@stubbed
+@simulated
 def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode: str) -> None:
     whole = numbers(4, 16, 32768)
     before = whole.clone()
@@ -109,7 +109,7 @@ def test_many_transfers_in_flight_take_turns_in_the_buffer(driver: Driver, mode:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(driver: Driver) -> None:
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)
@@ -163,7 +163,7 @@ record event 8 on copies
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None:
     whole = numbers(4, 16, 1024)
     layout = on_device(driver, whole)
@@ -180,7 +180,7 @@ def test_small_jobs_that_were_joined_are_packed_together(driver: Driver) -> None
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Driver) -> None:
     whole = numbers(8, 6, 4096)
     before = whole.clone()
@@ -198,7 +198,7 @@ def test_a_strided_load_waits_until_the_staged_one_before_is_unpacked(driver: Dr
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None:
     whole = numbers(6, 6, 2048)
     before = whole.clone()
@@ -216,7 +216,7 @@ def test_groups_of_layers_are_staged_one_after_the_other(driver: Driver) -> None
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
     driver: Driver,
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_load_does_not_end_with_a_group_of_layers_that_it_has_no_blocks_of(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
     whole = numbers(8, 6, 2048)
     layout = on_device(driver, whole)
@@ -261,7 +261,7 @@ def test_expedited_and_background_jobs_do_without(driver: Driver) -> None:
 )
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 8])
 @needs_kernels
-@stubbed
+@simulated
 def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
     driver: Driver, kind: str, call: str, nth: int
 ) -> None:
@@ -295,7 +295,7 @@ def test_a_call_that_fails_on_the_way_leaves_a_handler_that_works(
 
 @pytest.mark.parametrize("kind", ["store", "load"])
 @needs_kernels
-@stubbed
+@simulated
 def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind: str) -> None:
     whole = numbers(2, 12, MIB // 4)
     layout = on_device(driver, whole)
@@ -317,7 +317,7 @@ def test_a_job_that_failed_on_the_way_does_nothing_any_more(driver: Driver, kind
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
     whole = numbers(2, 24, MIB // 4)
     layout = on_device(driver, whole)
@@ -338,7 +338,7 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
     driver: Driver,
 ) -> None:
@@ -375,7 +375,7 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
     whole = numbers(8, 16, 1024)
     layout = on_device(driver, whole)
@@ -398,7 +398,7 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
     handler = OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
@@ -413,7 +413,7 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
     with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
@@ -428,15 +428,15 @@ def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> N
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     driver.fail("cuMemAlloc", 1, 2)
-    with pytest.raises(ValueError, match="CUDA_ERROR_STUB") as refusal:
+    with pytest.raises(ValueError, match="CUDA_ERROR_SIMULATED") as refusal:
         OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
     assert_expected_inline(
         str(refusal.value),
-        """copy_method='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_STUB (2): made up by the stub""",
+        """copy_method='staged' cannot be had: cuMemAlloc of 256 bytes: CUDA_ERROR_SIMULATED (2): made up by the simulated driver""",
     )
     with OffloadHandler(layout, HostPool(layout, num_pages=6)) as handler:
         job = handler.store(gpu_block_ids=[1], page_ids=[1])
@@ -446,7 +446,7 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> None:
     layout = on_device(driver, numbers(8, 6, 4096))
     with pytest.raises(ValueError, match="copy_method='staged'") as refusal:

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from simulated_driver import DEVICE, Driver, on_device, stubbed
+from simulated_driver import DEVICE, Driver, on_device, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
@@ -31,7 +31,7 @@ def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str
         return "\n".join(re.findall(r"(?:strided|batch|copy) .*", driver.log()))
 
 
-@stubbed
+@simulated
 def test_a_block_of_all_layers_is_one_copy(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     assert_expected_inline(
@@ -44,7 +44,7 @@ strided copy of 8 x 48 bytes on stream 103""",
     )
 
 
-@stubbed
+@simulated
 def test_layers_at_two_distances_are_two_copies(driver: Driver) -> None:
     whole = torch.randint(256, (15, BLOCKS, 48), dtype=torch.uint8)
     layers = [0, 1, 2, 3, 4, 6, 8, 10, 12, 14]
@@ -62,7 +62,7 @@ strided copy of 5 x 48 bytes on stream 103""",
     )
 
 
-@stubbed
+@simulated
 def test_a_group_of_layers_copies_no_run_of_another(driver: Driver) -> None:
     whole = torch.randint(256, (7, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer] for layer in (0, 1, 3, 6)])
@@ -79,7 +79,7 @@ strided copy of 2 x 48 bytes on stream 103""",
 
 @pytest.mark.parametrize("copy_method", ["auto", "strided"])
 @pytest.mark.parametrize("kind", ["no two distances are equal", "backwards", "of two sizes"])
-@stubbed
+@simulated
 def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
     driver: Driver, kind: str, copy_method: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_layers_without_an_order_arrive_and_go_in_a_batch_where_that_is_faster(
     assert (bool(re.search(r"batch of \d+ on stream 101", log))) == (copy_method == "auto")
 
 
-@stubbed
+@simulated
 def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
     distance = (5 << 30) + (1 << 20)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: only what is touched
@@ -108,7 +108,7 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("storages", [1, 2])
-@stubbed
+@simulated
 def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
     """The driver knows all expandable segments of a stream as one reservation. What lies between
     two tensors may be unmapped at any time, and a copy across it is refused then."""
@@ -126,7 +126,7 @@ def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, stora
     assert rows[storages] in moved(driver, layout, "strided")
 
 
-@stubbed
+@simulated
 def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
@@ -138,7 +138,7 @@ def test_a_pageable_pool_is_copied_one_by_one(driver: Driver) -> None:
         assert torch.equal(handler.pools[0].pages[2, 0], whole[:, 1].flatten())
 
 
-@stubbed
+@simulated
 def test_a_copy_that_fails_says_which(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))
@@ -149,11 +149,11 @@ def test_a_copy_that_fails_says_which(driver: Driver) -> None:
         assert job.result is not None
         assert_expected_inline(
             re.sub("0x[0-9a-f]+", "0x~", str(job.result.error)),
-            """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 slabs of 48 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
+            """cuMemcpy3DAsync failed at block 1 of 2, from 0x~ to 0x~, 8 slabs of 48 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver""",
         )
 
 
-@stubbed
+@simulated
 def test_a_group_of_layers_is_one_copy_of_its_own(driver: Driver) -> None:
     whole = torch.randint(256, (8, BLOCKS, 48), dtype=torch.uint8)
     layout = on_device(driver, whole, list(whole))

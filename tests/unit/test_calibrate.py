@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated_cache import new_threads, threads
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
 from torch_kvswap.calibrate import (
@@ -175,7 +175,7 @@ def test_the_machine_measures_calls_of_any_size() -> None:
         machine.close()
 
 
-@stubbed
+@simulated
 def test_a_handler_that_is_measured_submits_all_itself_whatever_the_costs_are(
     driver: Driver, tmp_path: Path
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_handler_that_is_measured_submits_all_itself_whatever_the_costs_are(
         assert new_threads_of(InlineHandler(layout, pool, "batch")) == 0
 
 
-@stubbed
+@simulated
 def test_a_transfer_that_another_thread_submitted_is_no_measurement(driver: Driver) -> None:
     layout = on_device(driver, torch.zeros(4, 8, 512, dtype=torch.uint8))
     with (

@@ -21,7 +21,7 @@ from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
 from processes import run_script
-from simulated_driver import Driver, place, stubbed
+from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import handler as native_handler
@@ -43,7 +43,7 @@ def make_handler(
     return OffloadHandler(layout, HostPool(layout, num_pages, blocks_per_page))
 
 
-@stubbed
+@simulated
 def test_what_is_printed_names_sizes_and_states(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     job = handler.store(gpu_block_ids=[0], page_ids=[0], tag="request 5")
@@ -250,7 +250,7 @@ def test_jobs_without_blocks_end_like_all_others(device: str) -> None:
 # Failures
 
 
-@stubbed
+@simulated
 def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail_copy(0)
@@ -267,7 +267,7 @@ def test_a_copy_that_fails_makes_a_failed_job_and_the_next_one_is_done(driver: D
     assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
-@stubbed
+@simulated
 def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail("cuMemcpyAsync", code=1)
@@ -284,7 +284,7 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
         assert str(failure.value.__cause__) == str(jobs[0].result.error)  # type: ignore[union-attr]
     assert_expected_inline(
         simulated_driver.error_of(handler.synchronize),
-        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_STUB (1): made up by the stub""",
+        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver""",
     )
     assert len(handler.poll()) == 3
     handler.synchronize()  # what was reported is nobody's surprise any more
@@ -293,7 +293,7 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
     handler.close()
 
 
-@stubbed
+@simulated
 def test_no_stream_waits_for_a_failed_job(driver: Driver) -> None:
     handler = on_gpu(driver)
     driver.fail("cuMemcpyAsync", code=1)
@@ -420,7 +420,7 @@ STREAM = 42  # what is current
 
 
 def on_gpu(driver: Driver, mode: str = "immediate") -> OffloadHandler:
-    """A handler on a GPU of the stub, whose work is done as the mode says."""
+    """A handler on a simulated GPU, whose work is done as the mode says."""
     cache = torch.arange(8 * 6, dtype=torch.int16).view(8, 6)
     layout = place(driver, PagedLayout([cache]))
     handler = OffloadHandler(layout, HostPool(layout, num_pages=4))
@@ -438,7 +438,7 @@ def assert_stored(handler: OffloadHandler, pairs: list[tuple[int, int]]) -> None
     assert torch.equal(pages, expected)
 
 
-@stubbed
+@simulated
 def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     jobs = [
@@ -457,7 +457,7 @@ def test_waiting_with_a_timeout_names_the_jobs_that_still_run(driver: Driver) ->
     )
     assert_expected_inline(
         error_text(handler.synchronize, timeout=0.01),
-        """TimeoutError: after 0.01 s 2 jobs have not ended""",
+        """TimeoutError: after 0.01 s 2 jobs have not ended; the first is store 0""",
     )
     driver.run()
     handler.synchronize(jobs, timeout=0)
@@ -484,7 +484,7 @@ def give(handler: OffloadHandler, what: str, block: int, page: int, **options: A
         ("expedited load", "load"),
     ],
 )
-@stubbed
+@simulated
 def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
     driver: Driver, first: str, second: str, shared: str
 ) -> None:
@@ -509,7 +509,7 @@ def test_two_jobs_that_share_a_block_or_a_page_run_in_order_and_others_do_not(
     handler.close()
 
 
-@stubbed
+@simulated
 def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     handler.store(gpu_block_ids=[0], page_ids=[3], after=())
@@ -522,7 +522,7 @@ def test_a_transfer_that_has_ended_is_not_waited_for(driver: Driver) -> None:
     driver.run()
 
 
-@stubbed
+@simulated
 def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     held = driver.hold(STREAM)
@@ -540,7 +540,7 @@ def test_jobs_are_reported_in_the_order_in_which_they_end(driver: Driver) -> Non
     ]
 
 
-@stubbed
+@simulated
 def test_looking_while_another_thread_captures_loses_no_result_and_spoils_nothing(
     driver: Driver,
 ) -> None:
@@ -568,7 +568,7 @@ def while_it_waits(driver: Driver, call: Any) -> threading.Thread:
     return thread
 
 
-@stubbed
+@simulated
 def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> None:
     handler = on_gpu(driver, "threaded")
     held = driver.hold(STREAM)
@@ -583,7 +583,7 @@ def test_closing_the_pool_waits_for_the_jobs_of_its_handlers(driver: Driver) -> 
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-@stubbed
+@simulated
 def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
     driver: Driver, in_a_cycle: bool
 ) -> None:
@@ -614,7 +614,7 @@ def test_a_dropped_handler_waits_for_its_jobs_before_its_memory_goes(
     assert (driver.live("events"), driver.live("streams")) == (0, 0)
 
 
-@stubbed
+@simulated
 def test_a_job_keeps_its_handler(driver: Driver) -> None:
     job: Job = on_gpu(driver, "manual").store(gpu_block_ids=[0], page_ids=[0])
     gc.collect()
@@ -632,7 +632,7 @@ def test_a_handler_left_open_at_exit_waits_for_its_jobs() -> None:
 
         from simulated_driver import cache
 
-        atexit.unregister(driver.library.stub_reset)
+        atexit.unregister(driver.library.simulated_reset)
         layout, host = cache(driver)
         driver.set_mode("threaded")
         driver.set_stream(0, 42)
@@ -779,14 +779,14 @@ def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
-@stubbed
+@simulated
 def test_a_handler_that_gets_not_all_its_streams_frees_the_others_and_the_pool_closes(
     driver: Driver, nth: int
 ) -> None:
     layout = place(driver, PagedLayout([torch.zeros(4, 6)]))
     driver.fail("cuStreamCreateWithPriority", nth, code=2)
     with (
-        pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: CUDA_ERROR_STUB"),
+        pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: CUDA_ERROR_SIMULATED"),
         HostPool(layout, num_pages=1) as host,
         OffloadHandler(layout, host),
     ):

@@ -10,7 +10,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from gpu_cache import keep_busy
 from simulated_cache import CURRENT, needs_kernels
-from simulated_driver import Driver, on_device, stubbed
+from simulated_driver import Driver, on_device, simulated
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -126,7 +126,7 @@ def test_a_closed_handler_cannot_be_rebound() -> None:
     )
 
 
-@stubbed
+@simulated
 def test_a_job_of_another_thread_that_came_after_the_wait_keeps_the_cache(driver: Driver) -> None:
     driver.set_mode("manual")
     driver.set_stream(0, CURRENT)
@@ -150,7 +150,7 @@ FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSy
 
 @pytest.mark.parametrize("call", FALLIBLE)
 @needs_kernels
-@stubbed
+@simulated
 def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, call: str) -> None:
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)
@@ -164,7 +164,7 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
             try:
                 handler.rebind(moved)
             except RuntimeError as error:
-                if "CUDA_ERROR_STUB (2)" not in str(error):
+                if "CUDA_ERROR_SIMULATED (2)" not in str(error):
                     raise
                 refused += 1
             else:
@@ -185,7 +185,7 @@ def test_a_rebind_that_fails_leaves_the_old_cache_everywhere(driver: Driver, cal
 
 
 @needs_kernels
-@stubbed
+@simulated
 def test_a_rebound_cache_is_copied_by_kernels_where_it_is(driver: Driver) -> None:
     old = torch.randint(256, (2, 16, 4096), dtype=torch.uint8)
     new = torch.randint(256, (2, 2048, 4096), dtype=torch.uint8)

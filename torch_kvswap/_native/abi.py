@@ -122,6 +122,16 @@ class JobResult(ctypes.Structure):
     )
 
 
+class Unended(ctypes.Structure):
+    """kvswap_unended"""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("first_id", ctypes.c_int64),
+        ("first_channel", ctypes.c_int32),
+    )
+
+
 class Histogram(ctypes.Structure):
     """kvswap_histogram"""
 
@@ -215,11 +225,12 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_cache_release": (None, _Pointer),
     "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
     "kvswap_handler_missing_methods": (_Text, _Pointer),
+    "kvswap_handler_check_open": (_Bool, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
     "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
     "kvswap_handler_poll": (_Int, _Pointer, _Pointer, _Int),
-    "kvswap_handler_synchronize": (_Int, _Pointer, _Pointer, _Int, ctypes.c_double),
+    "kvswap_handler_synchronize": (_Int, _Pointer, _Pointer, _Int, _Real, _Pointer),
     "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
     "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),
     "kvswap_handler_metrics": (_Bool, _Pointer, _Int, _Pointer),

@@ -37,7 +37,6 @@ class NativeHandler(NotCopyable):
         self.groups = groups
         self.device = groups.device
         self._process = ForkGuard()
-        self._is_closed = False
         self._pointer: int | None = loader.call(
             "kvswap_handler_create",
             groups.structures,
@@ -71,9 +70,8 @@ class NativeHandler(NotCopyable):
         return self._pointer
 
     def check_open(self) -> None:
-        """Raises RuntimeError from the first close() on, also when that was interrupted."""
-        if self._is_closed:
-            raise RuntimeError("the handler is closed; make a new one")
+        """Raises RuntimeError from the first close() on, and DeviceLostError on a lost device."""
+        loader.call("kvswap_handler_check_open", self.pointer)
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child."""
@@ -126,7 +124,7 @@ class NativeHandler(NotCopyable):
                 return found
             capacity *= 2
 
-    def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | None:
+    def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | abi.Unended:
         """Waits until jobs have ended.
 
         Args:
@@ -134,22 +132,24 @@ class NativeHandler(NotCopyable):
             timeout (float | None): seconds; None waits forever.
 
         Returns:
-            bool | None: whether all of them are done; None if the timeout passed first.
+            bool | abi.Unended: whether all of them are done; those that have not ended, if the
+                timeout passed first.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
         array = ctypes.c_void_p * count
         pointers = None if jobs is None else array(*jobs)
+        unended = abi.Unended()
         while True:
             left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _WAIT_SECONDS)
-            ended: int = _synchronize(self.pointer, pointers, count, seconds)
+            ended: int = _synchronize(self.pointer, pointers, count, seconds, ctypes.byref(unended))
             if ended < 0:
                 loader.fail()
             if ended:
                 return ended == 1
             if left <= seconds and deadline is not None:
-                return None
+                return unended
 
     def wait(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
         """Makes a stream wait for a layer group of a job; group -1 is all of it.
@@ -185,7 +185,6 @@ class NativeHandler(NotCopyable):
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         pointer = self.pointer
-        self._is_closed = True
         while not loader.call("kvswap_handler_close", pointer, _WAIT_SECONDS):
             pass
 

@@ -64,10 +64,10 @@ class Mapping:
         weakref.finalize(memory, unmap, address, mapped).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address, self._last = address, address + mapped
-        # The kernel collapses small pages on request, whatever its setting for shared memory.
+        # From Linux 6.1 on also where the setting for shared memory is "never".
         self._collapse = fd is not None and wants_huge and unit == SYSTEM_PAGE
-        if huge_pages is None and fd is None and nbytes >= _ALIGNMENT:
-            _warn_of_small_pages()
+        if huge_pages is None and unit == SYSTEM_PAGE and nbytes >= _ALIGNMENT:
+            _warn_of_small_pages(shared=fd is not None)
         self._cpus: list[int] = []
 
     @property
@@ -112,13 +112,17 @@ class Mapping:
         del held
 
 
-def _warn_of_small_pages() -> None:
-    if not system.offers_huge_pages(shared=False):
-        warn_once(
-            "this kernel makes no huge pages (/sys/kernel/mm/transparent_hugepage/enabled): host "
-            "memory takes longer to pin; set it to madvise, or reserve huge pages and pass "
-            "huge_pages=True"
-        )
+def _warn_of_small_pages(shared: bool) -> None:
+    if system.offers_huge_pages(shared):
+        return
+    memory, name, value = (
+        (" of shared memory", "shmem_enabled", "advise") if shared else ("", "enabled", "madvise")
+    )
+    warn_once(
+        f"this kernel makes no huge pages{memory} (/sys/kernel/mm/transparent_hugepage/{name}): "
+        f"host memory takes longer to pin; set it to {value}, or reserve huge pages and pass "
+        "huge_pages=True"
+    )
 
 
 def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import resource
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path("/")  # the folder of proc and sys; tests use their own
+_COLLAPSE = 25  # MADV_COLLAPSE, which Python does not name
 
 
 class Limit(NamedTuple):
@@ -52,11 +54,27 @@ def reserved_huge_pages() -> HugePages:
 
 
 def offers_huge_pages(shared: bool) -> bool:
-    """Whether the kernel makes transparent huge pages on request."""
+    """Whether the kernel makes transparent huge pages on request.
+
+    Args:
+        shared (bool): of shared memory, where collapsing small pages is a request too.
+    """
     name = "shmem_enabled" if shared else "enabled"
     text = _read(f"sys/kernel/mm/transparent_hugepage/{name}")
     chosen = re.search(r"\[(.+)\]", text)
-    return chosen is not None and chosen[1] not in ("never", "deny")
+    if chosen is None or chosen[1] == "deny":
+        return False
+    return chosen[1] != "never" or (shared and collapses_pages())
+
+
+def collapses_pages() -> bool:
+    """Whether the kernel makes huge pages out of small ones on request: from Linux 6.1 on."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        try:
+            memory.madvise(_COLLAPSE, 0, 0)  # of no bytes: only asks whether it can
+        except OSError:
+            return False
+    return True
 
 
 def memlock_limit() -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from array import array
@@ -260,9 +259,9 @@ class OffloadEngine(NotCopyable):
         load = self.manager.prepare_load(self._pages.keys(digests), prefix)
         if load is None:
             return None
-
-        start = functools.partial(
-            self.handler.load,
+        return self._submit(
+            load,
+            blocks,
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
@@ -270,7 +269,6 @@ class OffloadEngine(NotCopyable):
             copy_engines_only=copy_engines_only,
             tag=tag,
         )
-        return self._submit(load, blocks, start)
 
     def store(
         self,
@@ -311,10 +309,9 @@ class OffloadEngine(NotCopyable):
         store = self.manager.prepare_store(self._pages.keys(digests))
         if store is None or store.id == 0:
             return None
-        start = functools.partial(
-            self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
+        return self._submit(
+            store, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
-        return self._submit(store, blocks, start)
 
     def evict(
         self,
@@ -339,9 +336,6 @@ class OffloadEngine(NotCopyable):
         Returns:
             list[Job]: the stores.
         """
-        start = functools.partial(
-            self.handler.store, after=after, copy_engines_only=copy_engines_only
-        )
         leaving = self._pages.read_blocks(gpu_block_ids)
         with self._lock:
             jobs, self._started = self._started, []
@@ -355,7 +349,11 @@ class OffloadEngine(NotCopyable):
                     self._grow()
                     store = self.manager.prepare_store(self._pages.keys(digests))
                     if store is not None and store.id:
-                        jobs.append(self._submit(store, blocks, start))
+                        jobs.append(
+                            self._submit(
+                                store, blocks, after=after, copy_engines_only=copy_engines_only
+                            )
+                        )
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -397,11 +395,12 @@ class OffloadEngine(NotCopyable):
         store = self.manager.preempt(self._pages.keys(digests))
         if store is None:
             return None
-        start = functools.partial(
-            self.handler.store, after=after, copy_engines_only=copy_engines_only, tag=tag
-        )
+        job = None
         try:
-            job = self._submit(store, blocks, start) if store.id else None
+            if store.id:
+                job = self._submit(
+                    store, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
+                )
         except BaseException:
             self.manager.release(store)
             raise
@@ -461,12 +460,7 @@ class OffloadEngine(NotCopyable):
             _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
         return digests, several
 
-    def _submit(
-        self,
-        job: Load | Store,
-        blocks: Sequence[array[int]],
-        start: Callable[..., Job],
-    ) -> Job:
+    def _submit(self, job: Load | Store, blocks: Sequence[array[int]], **options: Any) -> Job:
         """Submits a job that the manager has prepared, and records it for poll().
 
         Ends the job in the manager if it cannot be submitted.
@@ -474,13 +468,14 @@ class OffloadEngine(NotCopyable):
         Args:
             job (Load | Store): the prepared job.
             blocks: the GPU blocks of all keys, per pool.
-            start: handler.load or handler.store, with its options.
+            **options: of the handler's load() or store().
         """
+        submit = self.handler.load if isinstance(job, Load) else self.handler.store
         try:
             selected = self._pages.select(blocks, job.key_indices)
             pages = self._pages.in_pools(job.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
-                submitted = start(gpu_block_ids=selected, page_ids=pages)
+                submitted = submit(gpu_block_ids=selected, page_ids=pages, **options)
                 self._jobs[submitted.id] = job
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.

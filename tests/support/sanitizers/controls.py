@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import simulated_driver
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap._native import loader
 
@@ -52,12 +52,12 @@ def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -
     ] == []
 
 
-@stubbed
+@simulated
 def test_processes_that_tests_start_have_the_same_library(driver: Driver) -> None:
     from torch_kvswap._native import loader
 
     loader.load()
-    assert Path(os.environ["STUB"]).name in Path("/proc/self/maps").read_text()
+    assert Path(os.environ["SIMULATED_DRIVER"]).name in Path("/proc/self/maps").read_text()
     assert is_instrumented(loader.PATH)
     assert "libtsan" in os.environ["LD_PRELOAD"] or "libasan" in os.environ["LD_PRELOAD"]
 

@@ -1,7 +1,7 @@
 """A CUDA driver in host memory, whose work runs when the test wants it.
 
 Loading it replaces the driver for the whole process. Tests therefore run on it in other processes,
-with a PyTorch without CUDA: a :func:`stubbed` test in a process that many tests share, :func:`run`
+with a PyTorch without CUDA: a :func:`simulated` test in a process that many tests share, :func:`run`
 in a process of its own.
 """
 
@@ -9,7 +9,7 @@ from simulated_driver.driver import DEVICE, HOST, Driver
 from simulated_driver.libraries import build
 from simulated_driver.paged import cache, on_device, place, pool
 from simulated_driver.program import error_of, run
-from simulated_driver.stubbed import stubbed, without_cuda
+from simulated_driver.simulated import simulated, without_cuda
 
 __all__ = [
     "DEVICE",
@@ -22,6 +22,6 @@ __all__ = [
     "place",
     "pool",
     "run",
-    "stubbed",
+    "simulated",
     "without_cuda",
 ]

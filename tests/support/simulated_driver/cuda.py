@@ -56,11 +56,11 @@ class Cuda:
         if found != 0:
             raise CudaError(f"cuGetProcAddress_v2 of {name}", found)
         function = ctypes.CFUNCTYPE(_Int, *PROTOTYPES[name])(address.value)
-        self._library.stub_enter()  # in the context of `Driver.on`
+        self._library.simulated_enter()  # in the context of `Driver.on`
         try:
             return function(*arguments)
         finally:
-            self._library.stub_leave()
+            self._library.simulated_leave()
 
     def check(self, name: str, *arguments: object) -> None:
         code = self.call(name, *arguments)

@@ -17,15 +17,15 @@ from simulated_driver.cuda import Cuda
 HOST, DEVICE = 1, 2
 MODES = ("immediate", "manual", "threaded")
 RESULTS = {
-    "stub_run_stream": ctypes.c_int,
-    "stub_join": ctypes.c_bool,
-    "stub_step": ctypes.c_bool,
-    "stub_stop_thread": ctypes.c_bool,
-    "stub_let_thread_go": ctypes.c_bool,
-    "stub_knows": ctypes.c_bool,
-    "stub_pending": ctypes.c_char_p,
-    "stub_violations": ctypes.c_char_p,
-    "stub_take_log": ctypes.c_char_p,
+    "simulated_run_stream": ctypes.c_int,
+    "simulated_join": ctypes.c_bool,
+    "simulated_step": ctypes.c_bool,
+    "simulated_stop_thread": ctypes.c_bool,
+    "simulated_let_thread_go": ctypes.c_bool,
+    "simulated_knows": ctypes.c_bool,
+    "simulated_pending": ctypes.c_char_p,
+    "simulated_violations": ctypes.c_char_p,
+    "simulated_take_log": ctypes.c_char_p,
 }
 
 
@@ -37,19 +37,19 @@ class Driver:
     """
 
     def __init__(self) -> None:
-        folder = Path(os.environ["STUB"])
+        folder = Path(os.environ["SIMULATED_DRIVER"])
         self.library = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
         self.torch_cuda = ctypes.CDLL(str(folder / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
         for name, result in RESULTS.items():
             getattr(self.library, name).restype = result
         self.cuda = Cuda(self.library)
         self.reset()
-        atexit.register(self.library.stub_reset)  # or its thread could copy while Python ends
+        atexit.register(self.library.simulated_reset)  # or its thread could copy while Python ends
 
     def reset(self) -> None:
         """Everything as in the beginning. What is pending is dropped and memory is forgotten."""
-        self.library.stub_reset()
-        self.torch_cuda.stub_reset_streams()
+        self.library.simulated_reset()
+        self.torch_cuda.simulated_reset_streams()
         self.set_patience(PATIENCE)
         self._adopted: list[torch.Tensor] = []
         self.asked_for_violations = False
@@ -64,14 +64,14 @@ class Driver:
 
     def adopt(self, tensor: torch.Tensor, kind: int, device: int = 0) -> None:
         self._adopted.append(tensor)  # its memory must not come back as that of another tensor
-        self.library.stub_add(
+        self.library.simulated_add(
             ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes), kind, device
         )
 
     def unmap(self, tensor: torch.Tensor) -> None:
         """Takes the memory of a part of a reservation away; the reservation was adopted whole."""
         begin, size = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
-        self.library.stub_unmap(begin, size)
+        self.library.simulated_unmap(begin, size)
 
     # Contexts.
 
@@ -79,144 +79,144 @@ class Driver:
     def on(self, device: int) -> Iterator[None]:
         """The test's own calls are in the context of this GPU, in every thread; else of GPU 0. Those
         of the library are in the context that the library makes current."""
-        before = self.library.stub_set_context(device)
+        before = self.library.simulated_set_context(device)
         try:
             yield
         finally:
-            self.library.stub_set_context(before)
+            self.library.simulated_set_context(before)
 
     # When work is done.
 
     def set_mode(self, mode: str, seed: int = 0) -> None:
         """`immediate`: within the call. `manual`: in run() and step() and, as far as they need it,
         in the calls that synchronise. `threaded`: by a thread, streams in a random order."""
-        self.library.stub_set_mode(MODES.index(mode), seed)
+        self.library.simulated_set_mode(MODES.index(mode), seed)
 
     def run(self, stream: int | None = None) -> int:
         """Runs all that can run, of one stream or of all; returns the number of operations."""
         if stream is None:
-            return self.library.stub_run()
-        return self.library.stub_run_stream(ctypes.c_uint64(stream))
+            return self.library.simulated_run()
+        return self.library.simulated_run_stream(ctypes.c_uint64(stream))
 
     def step(self, stream: int) -> bool:
         """Runs the stream's next operation; False if there is none that can run."""
-        return self.library.stub_step(ctypes.c_uint64(stream))
+        return self.library.simulated_step(ctypes.c_uint64(stream))
 
     def join(self, seconds: float = PATIENCE) -> bool:
         """Waits until nothing is pending; for the threaded mode."""
-        return self.library.stub_join(int(seconds * 1000))
+        return self.library.simulated_join(int(seconds * 1000))
 
     def hold(self, stream: int) -> int:
         """Submits a kernel that runs until it is released by the number that this returns."""
-        return self.library.stub_hold(ctypes.c_uint64(stream))
+        return self.library.simulated_hold(ctypes.c_uint64(stream))
 
     def release(self, hold: int) -> None:
-        self.library.stub_release(hold)
+        self.library.simulated_release(hold)
 
     @contextmanager
     def stopped(self, thread: int) -> Iterator[None]:
         """A thread, by its native id, stands still, wherever it is: it should hold no lock."""
-        assert self.library.stub_stop_thread(thread)
+        assert self.library.simulated_stop_thread(thread)
         try:
             yield
         finally:
-            assert self.library.stub_let_thread_go()
+            assert self.library.simulated_let_thread_go()
 
     def pending(self) -> str:
         """A line for each operation that has not run."""
-        return self.library.stub_pending().decode()
+        return self.library.simulated_pending().decode()
 
     def advance_clock(self, milliseconds: float) -> None:
         """Each copy call takes one millisecond; this lets more pass."""
-        self.library.stub_advance_clock(ctypes.c_double(milliseconds))
+        self.library.simulated_advance_clock(ctypes.c_double(milliseconds))
 
     def set_patience(self, seconds: float) -> None:
         """How long a call that synchronises waits before it aborts the process."""
-        self.library.stub_set_patience(int(seconds * 1000))
+        self.library.simulated_set_patience(int(seconds * 1000))
 
     # What goes wrong.
 
     def fail(self, name: str, nth: int = 1, code: int = 1) -> None:
         """The nth call of the driver function from now on does nothing but return the code."""
         self._check(name)
-        self.library.stub_fail(name.encode(), nth, code)
+        self.library.simulated_fail(name.encode(), nth, code)
 
     def fail_copy(self, index: int) -> None:
-        self.library.stub_fail_copy(index)
+        self.library.simulated_fail_copy(index)
 
     def lose(self, code: int = 700) -> None:
         """From now on all but destroying fails; what is pending is dropped."""
-        self.library.stub_lose(code)
+        self.library.simulated_lose(code)
 
     def calls(self, name: str) -> int:
         self._check(name)
-        return self.library.stub_calls(name.encode())
+        return self.library.simulated_calls(name.encode())
 
     def calls_here(self, name: str) -> int:
         """Those of the calling thread, since it began."""
         self._check(name)
-        return self.library.stub_calls_here(name.encode())
+        return self.library.simulated_calls_here(name.encode())
 
     def _check(self, name: str) -> None:
-        assert self.library.stub_knows(name.encode()), f"the simulated driver has no {name}"
+        assert self.library.simulated_knows(name.encode()), f"the simulated driver has no {name}"
 
     # States of the driver.
 
     def set_stream(self, device: int, stream: int) -> None:
         """What PyTorch says is the current stream, in every thread."""
-        self.library.stub_adopt_stream(ctypes.c_uint64(stream), device)
-        self.torch_cuda.stub_set_stream(device, ctypes.c_size_t(stream))
+        self.library.simulated_adopt_stream(ctypes.c_uint64(stream), device)
+        self.torch_cuda.simulated_set_stream(device, ctypes.c_size_t(stream))
 
     def set_initialized(self, value: bool) -> None:
-        self.library.stub_set_initialized(int(value))
+        self.library.simulated_set_initialized(int(value))
 
     def set_attribute(self, attribute: int, value: int) -> None:
         """122 is CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
-        self.library.stub_set_attribute(attribute, value)
+        self.library.simulated_set_attribute(attribute, value)
 
     def limit_registration(self, in_one: int = 1 << 62, in_all: int = 1 << 62) -> None:
         """Bytes that may be registered in one piece, and in all pieces together."""
-        self.library.stub_limit_registration(ctypes.c_uint64(in_one), ctypes.c_uint64(in_all))
+        self.library.simulated_limit_registration(ctypes.c_uint64(in_one), ctypes.c_uint64(in_all))
 
     def set_capturing(self, value: bool, stream: int | None = None) -> None:
         """Begins or ends the capture of one stream, or of all. What is captured does not run."""
         if stream is None:
-            self.library.stub_set_capturing(int(value))
+            self.library.simulated_set_capturing(int(value))
         else:
-            self.library.stub_set_stream_capturing(ctypes.c_uint64(stream), int(value))
+            self.library.simulated_set_stream_capturing(ctypes.c_uint64(stream), int(value))
 
     def replay(self, captured: int, stream: int) -> None:
         """Submits what was captured in one stream to another."""
-        self.library.stub_replay(ctypes.c_uint64(captured), ctypes.c_uint64(stream))
+        self.library.simulated_replay(ctypes.c_uint64(captured), ctypes.c_uint64(stream))
 
     def set_global_capture(self, value: bool) -> None:
         """Somebody captures in global mode: calls that spoil this fail with 900 unless relaxed."""
-        self.library.stub_set_global_capture(int(value))
+        self.library.simulated_set_global_capture(int(value))
 
     # What happened.
 
     @property
     def capture_spoilt(self) -> int:
-        return self.library.stub_capture_spoilt()
+        return self.library.simulated_capture_spoilt()
 
     def live(self, what: str) -> int:
         """The `events`, `streams` or `allocations` that were created and not destroyed."""
         counts = {
-            "allocations": self.library.stub_live_allocations,
-            "events": self.library.stub_live_events,
-            "streams": self.library.stub_live_streams,
+            "allocations": self.library.simulated_live_allocations,
+            "events": self.library.simulated_live_events,
+            "streams": self.library.simulated_live_streams,
         }
         return counts[what]()
 
     def violations(self) -> int:
-        """What CUDA takes and does wrong. A stubbed test that does not ask fails if there are any."""
+        """What CUDA takes and does wrong. A simulated test that does not ask fails if there are any."""
         self.asked_for_violations = True
-        return len(self.library.stub_violations().splitlines())
+        return len(self.library.simulated_violations().splitlines())
 
     def unexpected_violations(self) -> str:
         """What they were, unless violations() has been called."""
-        return "" if self.asked_for_violations else self.library.stub_violations().decode()
+        return "" if self.asked_for_violations else self.library.simulated_violations().decode()
 
     def log(self) -> str:
         """The calls since the last time, without those that only ask, create or destroy events."""
-        return self.library.stub_take_log().decode()
+        return self.library.simulated_take_log().decode()

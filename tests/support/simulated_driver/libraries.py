@@ -24,16 +24,16 @@ COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is comp
 
 @cache
 def build() -> Path:
-    """The folder of the stub's libraries, made by the first that asks."""
+    """The folder of the libraries of the simulated driver, made by the first that asks."""
     files = sorted(path for folder in SOURCES.values() for path in (HERE / folder).iterdir())
     files.append(ROOT / "csrc" / "copy" / "pack_arguments.h")
     digest = hashlib.sha256(" ".join(COMMAND).encode())
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())
     builds = ROOT / "build"
-    folder = builds / f"stub-{digest.hexdigest()[:16]}"
+    folder = builds / f"simulated-driver-{digest.hexdigest()[:16]}"
     builds.mkdir(exist_ok=True)
-    with (builds / "stub.lock").open("w") as lock:
+    with (builds / "simulated-driver.lock").open("w") as lock:
         flock(lock, LOCK_EX)  # one process compiles, the others wait for it
         if not folder.exists():
             _compile(folder)
@@ -41,7 +41,7 @@ def build() -> Path:
 
 
 def _compile(folder: Path) -> None:
-    made = Path(mkdtemp(prefix="stub-", dir=folder.parent))
+    made = Path(mkdtemp(prefix="simulated-driver-", dir=folder.parent))
     running = []
     for name, sources in SOURCES.items():
         paths = [str(path) for path in sorted((HERE / sources).glob("*.cpp"))]

@@ -26,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
     support, root = Path(__file__).parents[1], Path(__file__).parents[3]
     more = {"KVSWAP_COPY_METHOD_COSTS": str(Path(__file__).with_name("path_costs.json")), **more}
     path = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "STUB": str(build()), **more}
+    return {**os.environ, "PYTHONPATH": path, "SIMULATED_DRIVER": str(build()), **more}
 
 
 class ForkServer:

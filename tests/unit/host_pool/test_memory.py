@@ -22,7 +22,7 @@ import pytest
 import torch
 from fake_procfs import write
 from processes import in_child, live_fork, run_script
-from simulated_driver import Driver, stubbed
+from simulated_driver import Driver, simulated
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.log import warn_once
@@ -110,6 +110,40 @@ def test_a_kernel_that_makes_no_huge_pages_is_named_in_the_log_once(
     assert message.startswith("this kernel makes no huge pages (/sys/kernel/mm/transparent_hu")
 
 
+@pytest.mark.parametrize(
+    ("setting", "collapses", "warns"),
+    [
+        ("never", False, True),
+        ("never", True, False),
+        ("advise", False, False),
+        ("deny", True, True),
+    ],
+)
+def test_a_kernel_that_makes_no_huge_pages_of_shared_memory_is_named_in_the_log_once(
+    setting: str,
+    collapses: bool,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{setting}]")
+    monkeypatch.setattr(system, "ROOT", tmp_path)
+    monkeypatch.setattr(system, "collapses_pages", lambda: collapses)
+    map_new(2 * MIB, False, shared=True)  # asks for none
+    map_new(MIB, None, shared=True)  # has no room for one
+    assert not caplog.messages
+    for _ in range(2):
+        map_new(2 * MIB, None, shared=True)
+    if not warns:
+        assert not caplog.messages
+        return
+    (message,) = caplog.messages
+    assert message.startswith("this kernel makes no huge pages of shared memory (/sys/kernel/mm/")
+    assert "shmem_enabled" in message
+
+
 def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> None:
     if not system.offers_huge_pages(shared=False):
         pytest.skip("this kernel makes none")
@@ -122,13 +156,22 @@ def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> 
     assert without.huge_bytes == 0
 
 
-def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not() -> None:
+def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
     mapped = mapping("shared", 16 * MIB)
     mapped.touch(0, 16 * MIB)
-    assert mapped.huge_bytes in (0, 16 * MIB)
+    if system.offers_huge_pages(shared=True):
+        assert (mapped.huge_bytes, caplog.messages) == (16 * MIB, [])
+    else:
+        assert (mapped.huge_bytes, len(caplog.messages)) == (0, 1)
+
+
+def test_a_kernel_collapses_pages_from_linux_6_1_on() -> None:
     version = tuple(map(int, os.uname().release.split(".")[:2]))
-    if version >= (6, 1) and system.offers_huge_pages(shared=False):
-        assert mapped.huge_bytes == 16 * MIB  # also where shmem_enabled is never
+    has_huge_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert system.collapses_pages() == (version >= (6, 1) and has_huge_pages)
 
 
 @KINDS
@@ -239,7 +282,7 @@ def test_memory_is_placed_on_a_node_that_there_is() -> None:
     assert "prefer" in lines[0]
 
 
-@stubbed
+@simulated
 def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) -> None:
     for attribute, value in ((50, 1), (33, 0xAB), (34, 0x1C)):  # PCI domain, bus and device
         driver.set_attribute(attribute, value)

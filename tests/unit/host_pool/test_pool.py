@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 from fake_procfs import write
 from logged import logged
 from processes import live_fork
-from simulated_driver import HOST, Driver, place, stubbed
+from simulated_driver import HOST, Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import loader
@@ -144,7 +144,7 @@ def on_gpu(driver: Driver, row_bytes: int = 128) -> PagedLayout:
     return place(driver, make_layout(row_bytes))
 
 
-@stubbed
+@simulated
 def test_the_whole_range_is_registered_once_and_unregistered_once(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=10, blocks_per_page=2)
     assert driver.cuda.memory_type(pool.pages) == HOST
@@ -167,13 +167,13 @@ pop context
     )
 
 
-@stubbed
+@simulated
 def test_pageable_memory_is_not_registered(driver: Driver) -> None:
     HostPool(on_gpu(driver), num_pages=1, pinned=False).close()
     assert driver.calls("cuMemHostRegister") == 0
 
 
-@stubbed
+@simulated
 def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=1000)
     address = pool.pages.data_ptr()
@@ -195,7 +195,7 @@ def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: 
         mapped_bytes(address)
 
 
-@stubbed
+@simulated
 def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -> None:
     class Handler:
         def close(self) -> None:
@@ -224,7 +224,7 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
     assert reference() is None
 
 
-@stubbed
+@simulated
 def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
     layout = on_gpu(driver)
     mapped: list[int] = []
@@ -243,9 +243,9 @@ def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> N
         text,
         """\
 RuntimeError: the driver did not pin 1280 bytes of host memory for cuda:0:
-cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub; raise the limit on locked
-memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit memlock=-1), ask for
-fewer pages, or pass pinned=False for pageable memory""",
+cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver; raise the
+limit on locked memory, 1000 bytes (ulimit -l unlimited; in a container --ulimit
+memlock=-1), ask for fewer pages, or pass pinned=False for pageable memory""",
     )
     gc.collect()
     with pytest.raises(AssertionError, match="nothing is mapped"):
@@ -255,7 +255,7 @@ fewer pages, or pass pinned=False for pageable memory""",
         assert pool.is_pinned
 
 
-@stubbed
+@simulated
 def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver) -> None:
     driver.fail("cuMemHostRegister", code=2)
     with logged() as messages:
@@ -265,9 +265,9 @@ def test_without_pinning_there_are_pageable_pages_and_one_warning(driver: Driver
         textwrap.fill(messages[0], 88),
         """\
 the driver did not pin 1280 bytes of host memory for cuda:0: cuMemHostRegister:
-CUDA_ERROR_STUB (2): made up by the stub; ask for fewer pages, or pass pinned=False for
-pageable memory. The pages are pageable now: the driver copies them through its own
-buffers and blocks the submitting thread, and kernels cannot access them""",
+CUDA_ERROR_SIMULATED (2): made up by the simulated driver; ask for fewer pages, or pass
+pinned=False for pageable memory. The pages are pageable now: the driver copies them
+through its own buffers and blocks the submitting thread, and kernels cannot access them""",
     )
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
@@ -277,7 +277,7 @@ buffers and blocks the submitting thread, and kernels cannot access them""",
         assert driver.calls("cuMemcpyAsync") > 0
 
 
-@stubbed
+@simulated
 def test_a_failed_unregistration_warns_and_names_the_bytes(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=1)
     driver.fail("cuMemHostUnregister", code=2)
@@ -286,12 +286,13 @@ def test_a_failed_unregistration_warns_and_names_the_bytes(driver: Driver) -> No
     assert_expected_inline(
         textwrap.fill(messages[0], 88),
         """\
-the driver did not unpin 128 bytes of host memory: cuMemHostUnregister: CUDA_ERROR_STUB
-(2): made up by the stub; they stay locked until the process ends""",
+the driver did not unpin 128 bytes of host memory: cuMemHostUnregister:
+CUDA_ERROR_SIMULATED (2): made up by the simulated driver; they stay locked until the
+process ends""",
     )
 
 
-@stubbed
+@simulated
 def test_a_pool_is_pinned_while_another_thread_captures_a_graph(driver: Driver) -> None:
     layout = on_gpu(driver)
     driver.set_global_capture(True)

@@ -19,7 +19,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from patience import PATIENCE, in_time
-from simulated_driver import HOST, Driver, place, stubbed
+from simulated_driver import HOST, Driver, place, simulated
 
 from torch_kvswap import PoolHandle
 from torch_kvswap._native import loader
@@ -148,7 +148,7 @@ def test_replicated_pages_are_used_by_all() -> None:
     assert mine.tensors[0][2].eq(7).all()
 
 
-@stubbed
+@simulated
 def test_each_rank_pins_its_part(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(3)]
     pool = HostPool.create_shared(caches[0], 9, world=3, chunk_bytes=2 * BLOCK)
@@ -168,7 +168,7 @@ def test_each_rank_pins_its_part(driver: Driver) -> None:
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
 
 
-@stubbed
+@simulated
 def test_each_rank_pins_all_of_a_replicated_pool(driver: Driver) -> None:
     caches = [place(driver, layout()) for _ in range(2)]
     pool = HostPool.create_shared(caches[0], 3, world=2, replicated=True)
@@ -206,7 +206,7 @@ def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.Monke
     assert error_text(pool.share).startswith("ValueError: this pool belongs to one process")
 
 
-@stubbed
+@simulated
 def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None:
     native, begins = loader.library(), []
     register = native.kvswap_host_register

@@ -60,7 +60,7 @@ def test_huge_pages_are_offered_unless_the_setting_is_off(
     tree: Path, text: str, offers: bool
 ) -> None:
     write(tree, "sys/kernel/mm/transparent_hugepage/enabled", text + "\n")
-    write(tree, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [never]\n")
+    write(tree, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [deny]\n")
     assert system.offers_huge_pages(shared=False) == offers
     assert not system.offers_huge_pages(shared=True)
 

@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import Driver, cache, place, stubbed
+from simulated_driver import Driver, cache, place, simulated
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 
@@ -205,7 +205,7 @@ def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
                 call([["a"], None], [[0], [0]])
 
 
-@stubbed
+@simulated
 def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     rows = torch.randint(256, (16, 4096), dtype=torch.uint8)
@@ -233,7 +233,7 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         assert torch.equal(rows[keys], kept[keys])
 
 
-@stubbed
+@simulated
 def test_an_engine_goes_on_with_the_pages_that_could_be_pinned(driver: Driver) -> None:
     steps = PinningSteps()
     layout = place(driver, PagedLayout([torch.zeros(16, 4096, dtype=torch.uint8)]))
@@ -300,7 +300,7 @@ def test_of_a_shared_pool_an_engine_uses_the_pages_of_its_process():
             assert layout.tensors[0][6:, 0].tolist() == [1, 2]
 
 
-@stubbed
+@simulated
 def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
     gpu, host = cache(driver)
     with OffloadHandler(gpu, host) as handler:
@@ -322,7 +322,7 @@ def test_blocks_of_jobs_that_failed_are_not_found(driver: Driver) -> None:
         assert engine.manager.stats().free_pages == host.num_pages - 1
 
 
-@stubbed
+@simulated
 def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> None:
     driver.set_mode("manual")
     gpu, host = cache(driver)

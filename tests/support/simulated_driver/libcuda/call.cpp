@@ -2,7 +2,7 @@
 
 #include <set>
 
-namespace stub {
+namespace simulated {
 namespace {
 
 bool spoils_a_global_capture(const std::string& name) {
@@ -35,4 +35,4 @@ std::shared_ptr<Stream> Call::stream(const void* handle) {
   return found;
 }
 
-}  // namespace stub
+}  // namespace simulated

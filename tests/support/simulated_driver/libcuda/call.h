@@ -6,7 +6,7 @@
 
 #include "device.h"
 
-namespace stub {
+namespace simulated {
 
 using Functions = std::map<std::string, void*>;
 
@@ -28,4 +28,4 @@ class Call {
   std::shared_ptr<Stream> stream(const void* handle);
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -3,7 +3,7 @@
 #include "call.h"
 
 // The functions of the driver by their names, a file for each noun.
-namespace stub {
+namespace simulated {
 
 Functions context_calls();
 Functions memory_calls();
@@ -12,4 +12,4 @@ Functions kernel_calls();
 Functions stream_calls();
 Functions event_calls();
 
-}  // namespace stub
+}  // namespace simulated

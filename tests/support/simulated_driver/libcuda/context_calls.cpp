@@ -2,11 +2,13 @@
 
 #include "calls.h"
 
-namespace stub {
+namespace simulated {
 namespace {
 
-int get_error_name(int, const char** text) { return *text = "CUDA_ERROR_STUB", kSuccess; }
-int get_error_string(int, const char** text) { return *text = "made up by the stub", kSuccess; }
+int get_error_name(int, const char** text) { return *text = "CUDA_ERROR_SIMULATED", kSuccess; }
+int get_error_string(int, const char** text) {
+  return *text = "made up by the simulated driver", kSuccess;
+}
 
 int get_version(int* version) {
   const Call call("cuDriverGetVersion");
@@ -65,4 +67,4 @@ Functions context_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

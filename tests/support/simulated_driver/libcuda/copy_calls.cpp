@@ -1,7 +1,7 @@
 #include "call.h"
 #include "calls.h"
 
-namespace stub {
+namespace simulated {
 namespace {
 
 bool can_copy(unsigned long long dst, unsigned long long src, size_t bytes) {
@@ -136,4 +136,4 @@ Functions copy_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

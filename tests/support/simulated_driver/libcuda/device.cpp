@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-namespace stub {
+namespace simulated {
 namespace {
 
 constexpr uint64_t kEpoch = 1000000, kFirstStream = 100, kFirstEvent = 500000;
@@ -175,4 +175,4 @@ void Device::reset() {
   changed.notify_all();
 }
 
-}  // namespace stub
+}  // namespace simulated

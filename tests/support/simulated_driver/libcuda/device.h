@@ -14,12 +14,12 @@
 #include "memory.h"
 #include "stream.h"
 
-namespace stub {
+namespace simulated {
 
 enum class Mode {
   kImmediate,  // what can run runs within the call
   kManual,     // it runs when the test says so
-  kThreaded,   // a thread of the stub runs it, the streams in a random order
+  kThreaded,   // a thread of the driver runs it, the streams in a random order
 };
 
 // The contexts of the calling thread, each named by its device, whose primary context it is. The
@@ -131,4 +131,4 @@ class Device {
 
 Device& device();
 
-}  // namespace stub
+}  // namespace simulated

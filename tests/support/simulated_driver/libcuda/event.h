@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace stub {
+namespace simulated {
 
 // One call of cuEventRecord. Waits refer to it, so that a later record of the event changes nothing
 // for them.
@@ -21,4 +21,4 @@ struct Event {
   std::shared_ptr<Record> latest;  // null before the first record
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -1,6 +1,6 @@
 #include "calls.h"
 
-namespace stub {
+namespace simulated {
 namespace {
 
 constexpr unsigned kDisableTiming = 2;
@@ -115,4 +115,4 @@ Functions event_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

@@ -5,7 +5,7 @@
 
 #include "result.h"
 
-namespace stub {
+namespace simulated {
 
 // What the tests want to go wrong, and how often each function was called.
 class Faults {
@@ -48,4 +48,4 @@ class Faults {
   int copies_left_ = -1, lost_ = kSuccess;
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -3,8 +3,8 @@
 #include "../../../../csrc/copy/pack_arguments.h"
 #include "calls.h"
 
-// The kernels of the library, which the stub knows by their names, and what they copy.
-namespace stub {
+// The kernels of the library, which the simulated driver knows by their names, and what they copy.
+namespace simulated {
 namespace {
 
 const char* const kNames[] = {"kvswap_pack_bulk", "kvswap_pack_words", "kvswap_expand_block_ids"};
@@ -84,4 +84,4 @@ Functions kernel_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

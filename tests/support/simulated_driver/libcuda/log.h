@@ -5,7 +5,7 @@
 #include <vector>
 
 // What the tests read: a line for each call, and what no correct program does.
-namespace stub {
+namespace simulated {
 
 class Log {
  public:
@@ -42,4 +42,4 @@ class Log {
   std::vector<std::string> violations_;
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace stub {
+namespace simulated {
 
 struct Range {
   uint64_t begin = 0, end = 0;
@@ -70,4 +70,4 @@ class Memory {
   std::vector<std::pair<uint64_t, uint64_t>> holes_;
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -4,7 +4,7 @@
 
 #include "calls.h"
 
-namespace stub {
+namespace simulated {
 namespace {
 
 constexpr unsigned kHostMemory = 1, kDeviceMemory = 2;
@@ -108,4 +108,4 @@ Functions memory_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace stub {
+namespace simulated {
 
 void Copy::run() const {
   const void* source = early.empty() ? reinterpret_cast<const void*>(src) : early.data();
@@ -27,4 +27,4 @@ bool Operation::touches(uint64_t begin, uint64_t end) const {
   return false;
 }
 
-}  // namespace stub
+}  // namespace simulated

@@ -7,7 +7,7 @@
 
 #include "event.h"
 
-namespace stub {
+namespace simulated {
 
 struct Copy {
   uint64_t dst, src;
@@ -33,4 +33,4 @@ struct Operation {
   bool touches(uint64_t begin, uint64_t end) const;
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -5,7 +5,7 @@
 
 #include "device.h"
 
-namespace stub {
+namespace simulated {
 
 void Device::execute(Stream& stream) {
   Operation& operation = stream.queue.front();
@@ -82,7 +82,7 @@ bool Device::advance(uint64_t key, size_t depth) {
 }
 
 void Device::give_up(const std::string& what) const {
-  std::fprintf(stderr, "the stub driver: %s waits for ever; pending:\n%s", what.c_str(),
+  std::fprintf(stderr, "the simulated driver: %s waits for ever; pending:\n%s", what.c_str(),
                pending().c_str());
   std::fflush(stderr);
   std::abort();
@@ -130,4 +130,4 @@ void Device::work() {
   }
 }
 
-}  // namespace stub
+}  // namespace simulated

@@ -6,7 +6,7 @@
 
 #include "operation.h"
 
-namespace stub {
+namespace simulated {
 
 // Work in the order of submission.
 struct Stream {
@@ -40,4 +40,4 @@ struct Stream {
   }
 };
 
-}  // namespace stub
+}  // namespace simulated

@@ -3,7 +3,7 @@
 
 #include "calls.h"
 
-namespace stub {
+namespace simulated {
 namespace {
 
 constexpr int kStreamMemoryOperations = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
@@ -107,4 +107,4 @@ Functions stream_calls() {
   };
 }
 
-}  // namespace stub
+}  // namespace simulated

@@ -33,7 +33,7 @@ bool prepare() {
 extern "C" {
 
 // Wherever it is. Returns when it stands.
-bool stub_stop_thread(int thread) {
+bool simulated_stop_thread(int thread) {
   static const bool prepared = prepare();
   if (!prepared || syscall(SYS_tgkill, getpid(), thread, SIGUSR2) != 0) return false;
   while (sem_wait(&stopped) != 0) {
@@ -41,6 +41,6 @@ bool stub_stop_thread(int thread) {
   return true;
 }
 
-bool stub_let_thread_go() { return write(way_on[1], "", 1) == 1; }
+bool simulated_let_thread_go() { return write(way_on[1], "", 1) == 1; }
 
 }  // extern "C"

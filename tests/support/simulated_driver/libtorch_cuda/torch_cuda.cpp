@@ -15,12 +15,12 @@ int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   return *stream = streams[device], 0;
 }
 
-void stub_set_stream(int32_t device, uintptr_t stream) {
+void simulated_set_stream(int32_t device, uintptr_t stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   streams[device] = reinterpret_cast<void*>(stream);
 }
 
-void stub_reset_streams() {
+void simulated_reset_streams() {
   const std::lock_guard<std::mutex> lock(mutex);
   streams.clear();
 }

@@ -14,7 +14,7 @@ import pytest
 import simulated_driver
 import torch
 from expecttest import assert_expected_inline
-from simulated_driver import HOST, error_of, stubbed, without_cuda
+from simulated_driver import HOST, error_of, simulated, without_cuda
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap.handler import OffloadHandler
@@ -30,6 +30,7 @@ STRUCTURES = {
     "kvswap_copy_method_options": abi.CopyMethodOptions,
     "kvswap_request": abi.Request,
     "kvswap_result": abi.JobResult,
+    "kvswap_unended": abi.Unended,
     "kvswap_histogram": abi.Histogram,
     "kvswap_metrics": abi.Metrics,
     "kvswap_blocks_group": abi.BlocksGroup,
@@ -110,14 +111,14 @@ def test_each_thread_has_an_error_of_its_own():
         assert failure()[0] == "IndexError"
 
 
-@stubbed
+@simulated
 def test_a_driver_call_that_fails_is_named_with_its_code(driver):
     library, memory = loader.library(), torch.zeros(4096, dtype=torch.uint8)
     driver.fail("cuMemHostRegister", code=2)
     assert not library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
     assert failure() == (
         "RuntimeError",
-        "cuMemHostRegister: CUDA_ERROR_STUB (2): made up by the stub",
+        "cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver",
     )
     assert not library.kvswap_host_unregister(0, memory.data_ptr())
     assert "cuMemHostUnregister: " in failure()[1]
@@ -158,7 +159,7 @@ def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
     assert_expected_inline(
         simulated_driver.run(body),
         """\
-cuDevicePrimaryCtxRetain for CUDA device 0: CUDA_ERROR_STUB (2): made up by the stub
+cuDevicePrimaryCtxRetain for CUDA device 0: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
 no error
 2
 """,
@@ -179,7 +180,7 @@ def test_a_driver_that_lacks_a_function_is_refused_by_name():
         print(driver.log(), end="")
 
     assert_expected_inline(
-        simulated_driver.run(body, STUB_WITHOUT="cuStreamIsCapturing"),
+        simulated_driver.run(body, SIMULATED_WITHOUT="cuStreamIsCapturing"),
         """\
 none: the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer
 no driver: host memory only
@@ -196,7 +197,7 @@ def test_what_needs_a_driver_says_why_there_is_none():
         arguments = 0, memory.data_ptr(), memory.nbytes
         print(error_of(lambda: loader.call("kvswap_host_register", *arguments)))
 
-    assert simulated_driver.run(body, STUB_WITHOUT="cuStreamIsCapturing") == (
+    assert simulated_driver.run(body, SIMULATED_WITHOUT="cuStreamIsCapturing") == (
         "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"
     )
 
@@ -209,7 +210,7 @@ def test_what_needs_a_driver_says_why_there_is_none():
         ({"KVSWAP_BATCH_LIMIT": "64"}, "cuMemcpyBatchAsync, 64 fragments a call"),
         ({"KVSWAP_BATCH": "0"}, "one call per fragment: KVSWAP_BATCH=0"),
         (
-            {"STUB_WITHOUT": "cuMemcpyBatchAsync"},
+            {"SIMULATED_WITHOUT": "cuMemcpyBatchAsync"},
             "one call per fragment: the driver is older than CUDA 12.8",
         ),
     ],
@@ -233,7 +234,7 @@ def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
 
     version, _, text = simulated_driver.run(body).partition(
         " "
-    )  # the stub's driver is of CUDA 12.8
+    )  # the simulated driver is of CUDA 12.8
     if int(version) >= 13000:
         assert "too new for the driver, so nothing is staged" in text
     elif int(version):

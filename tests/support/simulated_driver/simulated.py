@@ -101,7 +101,7 @@ class Workers:
 workers = Workers()
 
 
-def stubbed(body: Callable[..., None]) -> Callable[..., None]:
+def simulated(body: Callable[..., None]) -> Callable[..., None]:
     """Decorates a test whose first argument is a :class:`Driver`: runs it on the simulated driver.
 
     It runs in another process, which loads the test's module from its file. Its arguments are
