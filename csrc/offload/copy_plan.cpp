@@ -29,7 +29,8 @@ double fragment_seconds(const double* table, double bytes) {
   return table[below] * (1 - share) + table[below + 1] * share;
 }
 
-constexpr double kPageableSeconds = 1;  // the driver copies in the call
+// The driver copies pageable memory in the call: only the worker makes such calls.
+constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // A transfer that took kCrowded times as long as predicted for the copy engines turns kernels off
 // for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying them again too early costs several
 // times as much as trying too late. Two copies that share the link are both slower; the copy

@@ -132,13 +132,15 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
       return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
     }
     const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
-    if (now() - began >= seconds) {
+    const double left = seconds - (now() - began);
+    if (left <= 0) {
       const auto has_not_ended = [](const Job* job) { return !job->ended(); };
       const int64_t count = for_all ? table.num_unended_until(last)
                                     : std::count_if(jobs.begin(), jobs.end(), has_not_ended);
       unended = {count, next.id, next.channel};
       return 0;
     }
+    if (next.work->transfer == nullptr && scheduler_.submit_queued(lock, next, left)) continue;
     poll_end(lock, next.work->transfer, began);
   }
 }

@@ -27,8 +27,9 @@ using Lock = std::unique_lock<std::mutex>;
 // Who gives copies to the driver:
 // - The thread that calls store() or load(), if the job can start now and that takes at most
 //   kSmallSeconds (scheduler.cpp).
-// - The channel's worker thread otherwise. It joins small jobs into one transfer. With
-//   `submit_thread` it submits all jobs, except on a synchronous device.
+// - Otherwise the channel's worker thread, or a thread that waits for a job of the channel if that
+//   comes first. They join small jobs into one transfer. With `submit_thread` only the worker
+//   submits, except on a synchronous device.
 // This happens without the lock, by the one thread that owns the channel. Queue::submitting is set
 // from then until the transfer is completely submitted.
 //
@@ -36,6 +37,8 @@ using Lock = std::unique_lock<std::mutex>;
 // also lack of memory, ends that job as failed.
 class Scheduler {
  public:
+  static constexpr double kNoLimit = std::numeric_limits<double>::infinity();  // in seconds
+
   // The context of the device is current.
   Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
             const kvswap_copy_method_options& options);
@@ -85,6 +88,11 @@ class Scheduler {
   // Waits until a job is on the device or has ended. It and the jobs before it are then submitted
   // beyond the channel's limits, so this waits for the device only if the driver's queue is full.
   void flush(Lock& lock, const Job& job) noexcept;
+  // For a thread that waits for the job: submits the first job of that channel's queue before the
+  // worker has woken up, which takes tens of microseconds, and hundreds where the processor sleeps
+  // deeply. Only if the job can be submitted now, and in less than `seconds`; otherwise returns
+  // false. No context need be current.
+  bool submit_queued(Lock& lock, const Job& job, double seconds) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
   // Takes the first job that was not reported. Call it only if there is one.
@@ -133,6 +141,7 @@ class Scheduler {
   void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
+  bool drop_ended(Queue& queue) noexcept;
   JobList take_jobs(Queue& queue) noexcept;
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
 

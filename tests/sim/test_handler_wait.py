@@ -18,12 +18,15 @@ import pytest
 from error_text import error_text
 from patience import PATIENCE, in_time
 from simulated_cache import (
+    CHANNELS,
     SIDE,
     SimulatedCache,
     Stream,
     let_threads_look,
+    rest,
     run_until,
     states,
+    threads,
 )
 from simulated_driver import Driver, simulated
 
@@ -32,6 +35,9 @@ from torch_kvswap.handler import Job
 
 PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
+# Blocks of a job that the calling thread does not submit; of one that the driver's queue cannot hold.
+LARGE, TOO_LARGE = 1024, 20000
+COPY = "cuMemcpyBatchAsync"
 
 
 @simulated
@@ -250,6 +256,113 @@ def test_of_two_threads_that_close_the_second_hears_that_the_first_is_done(drive
             closing = [Call(loader.call, *close) for _ in range(2)]
             assert all(call.waits() for call in closing)
         assert [call.ends() for call in closing] == [True, True]
+
+
+# A large job is queued for the worker; a thread that waits submits it if the worker sleeps on
+
+
+@contextmanager
+def late_worker(sim: SimulatedCache, kind: str) -> Iterator[None]:
+    """The worker of the channel is stopped."""
+    before = threads()
+    queue_large_job(sim, kind)
+    sim.finish()
+    (worker,) = threads() - before
+    assert in_time(lambda: rest({worker}))
+    with sim.driver.stopped(worker):
+        yield
+    sim.finish()
+
+
+def queue_large_job(sim: SimulatedCache, kind: str) -> tuple[Job, Callable[[], int]]:
+    """A job of all blocks but the last, and how many of its copies this thread has submitted."""
+    count = len(sim.tensors[0]) - 1
+    job = sim.submit(kind, range(count), range(count)[::-1])
+    before = sim.driver.calls_here(COPY)
+    return job, lambda: sim.driver.calls_here(COPY) - before
+
+
+@contextmanager
+def device_that_runs_what_is_complete(sim: SimulatedCache, job: Job) -> Iterator[None]:
+    """A thread of the test runs the device as soon as all copies of the job have been submitted."""
+    copies = sim.driver.calls(COPY)
+
+    def run() -> None:
+        assert in_time(lambda: sim.driver.calls(COPY) > copies)
+        run_until(sim.driver, job.query)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize("how", ["host", "stream"])
+@pytest.mark.parametrize("kind", CHANNELS)
+@simulated
+def test_who_waits_submits_a_queued_job_before_the_worker_wakes_up(
+    driver: Driver, kind: str, how: str
+) -> None:
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
+        pages = sim.host.pages
+        job, submitted = queue_large_job(sim, kind)
+        if how == "stream":
+            job.wait(Stream(SIDE))
+        else:
+            with device_that_runs_what_is_complete(sim, job):
+                sim.handler.synchronize(job, timeout=PATIENCE)
+        assert submitted() == 1
+    assert sim.is_right(pages=pages)
+
+
+@simulated
+def test_a_wait_does_not_submit_what_would_take_longer_than_its_timeout(driver: Driver) -> None:
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
+        job, submitted = queue_large_job(sim, "store")
+        for _ in range(20):  # some end before it has looked, on a busy machine
+            with pytest.raises(TimeoutError):
+                sim.handler.synchronize(job, timeout=0.0005)
+        assert submitted() == 0
+
+
+@simulated
+def test_who_waits_submits_nothing_that_does_not_fit_into_the_drivers_queue(
+    driver: Driver,
+) -> None:
+    with (
+        SimulatedCache(driver, blocks=TOO_LARGE, pages=TOO_LARGE) as sim,
+        late_worker(sim, "store"),
+    ):
+        _, submitted = queue_large_job(sim, "store")
+        with pytest.raises(TimeoutError):
+            sim.handler.synchronize(timeout=0.09)  # four times what it would take
+        assert submitted() == 0
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+@simulated
+def test_who_waits_for_a_queued_job_hears_that_the_device_is_lost(
+    driver: Driver, kind: str
+) -> None:
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, kind):
+        job, submitted = queue_large_job(sim, kind)
+        driver.lose()
+        assert "DeviceLostError" in error_text(sim.handler.synchronize, job)
+        assert submitted() == 0
+        assert job.result is not None
+        assert "the device is lost" in str(job.result.error)
+
+
+@simulated
+def test_a_wait_that_submits_spoils_no_graph_that_another_thread_captures(driver: Driver) -> None:
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim, late_worker(sim, "store"):
+        job, submitted = queue_large_job(sim, "store")
+        driver.set_global_capture(True)
+        with device_that_runs_what_is_complete(sim, job):
+            sim.handler.synchronize(job, timeout=PATIENCE)
+        driver.set_global_capture(False)
+        assert submitted() == 1
+        assert driver.capture_spoilt == 0
 
 
 @simulated
