@@ -18,6 +18,7 @@ from fake_accelerator import (
     needs_compiler,
     on_fake_accelerator,
 )
+from fake_accelerator.accelerator import CALLS
 from fake_accelerator.tests import environment, workers
 from patience import PATIENCE, in_time
 from processes import in_child, run_script
@@ -26,8 +27,9 @@ NUM_VALUES = 64
 
 
 def device_and_page(value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of a value on the device, and pinned memory of zeros."""
+    """A tensor of a value on the device, where nothing is pending, and pinned memory of zeros."""
     on_device = torch.full((NUM_VALUES,), value, dtype=torch.int64, device=DEVICE_TYPE)
+    torch.accelerator.synchronize()
     return on_device, torch.zeros(NUM_VALUES, dtype=torch.int64).pin_memory()
 
 
@@ -266,7 +268,6 @@ def load_after_compute(accelerator: Accelerator, wait: bool) -> set[int]:
     """What a stream reads of a tensor that another one writes, if it waits for that or does not."""
     cache, page = device_and_page(0)
     compute, copies = torch.Stream(DEVICE_TYPE), torch.Stream(DEVICE_TYPE)
-    torch.accelerator.synchronize()
     with accelerator.hold(compute):
         with compute:
             cache.fill_(1)
@@ -353,7 +354,6 @@ def test_held_copies_stop_on_all_streams_and_are_let_go_one_by_one(accelerator):
     streams = [torch.Stream(DEVICE_TYPE) for _ in range(2)]
     cache, page = device_and_page()
     pages = [page, page.clone().pin_memory()]
-    torch.accelerator.synchronize()
     with accelerator.hold_copies():
         for stream, to in zip(streams, pages, strict=True):
             with stream:
@@ -385,6 +385,88 @@ def test_a_copy_to_another_device_is_in_the_order_of_both(accelerator):
         far.copy_(near)
         assert not streams[0].query()
     assert far.tolist() == [3] * 4
+
+
+# What drivers of vendors have.
+
+
+def copy_batch(accelerator: Accelerator, dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copies row by row."""
+    row_bytes = dst[0].nbytes
+    starts = torch.arange(len(dst)) * row_bytes
+    sizes = torch.full((len(dst),), row_bytes)
+    accelerator.copy_batch(starts + dst.data_ptr(), starts + src.data_ptr(), sizes, current())
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+@on_fake_accelerator
+def test_a_batch_copies_addresses_when_its_stream_gets_there(accelerator, to_host):
+    cache, page = (tensor.view(8, 8) for tensor in device_and_page())
+    before = accelerator.counters()
+    dst, src = (page, cache) if to_host else (cache, page)
+    with accelerator.hold(current()):
+        copy_batch(accelerator, dst, src)
+        assert "batch of 8 copies" in accelerator.pending()
+        page.fill_(3)
+    after = accelerator.counters()
+    current().synchronize()
+    assert torch.equal(dst.cpu(), torch.full((8, 8), 1 if to_host else 3))
+    moved = "to_host" if to_host else "to_device"
+    assert getattr(after, f"bytes_{moved}") - getattr(before, f"bytes_{moved}") == 512
+    assert after.calls["batch"] == 1
+
+
+@on_fake_accelerator
+def test_a_batch_refuses_addresses_of_no_known_memory(accelerator):
+    cache, page = device_and_page()
+    with pytest.raises(
+        RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* neither device memory nor pinned"
+    ):
+        copy_batch(accelerator, page.clone(), cache)
+    address, size = torch.tensor([cache.data_ptr()]), torch.tensor([cache.nbytes + 1])
+    page = torch.zeros(NUM_VALUES + 1, dtype=torch.int64).pin_memory()
+    with pytest.raises(RuntimeError, match=r"src\[0\]: 513 bytes at 0x.* not in one allocation"):
+        accelerator.copy_batch(torch.tensor([page.data_ptr()]), address, size, current())
+    with pytest.raises(RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* another device"):
+        copy_batch(accelerator, torch.zeros(1, dtype=torch.int64, device=f"{DEVICE_TYPE}:1"), page)
+    with pytest.raises(RuntimeError, match="copy 0 is not between host and device"):
+        copy_batch(accelerator, cache, cache)
+    assert accelerator.pending() == ""
+
+
+@on_fake_accelerator
+def test_memory_of_the_program_is_pinned_until_it_is_unpinned(accelerator):
+    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
+    accelerator.pin(0, page.data_ptr(), page.nbytes)
+    assert page.is_pinned()
+    with accelerator.hold(current()):
+        page.copy_(cache, non_blocking=True)
+        assert values(page) == {0}
+    torch.accelerator.synchronize()
+    assert values(page) == {1}
+    with pytest.raises(RuntimeError, match="some of these 8 bytes are pinned already"):
+        accelerator.pin(0, page.data_ptr() + 8, 8)
+    accelerator.unpin(page.data_ptr())
+    assert not page.is_pinned()
+    with pytest.raises(RuntimeError, match="no memory was pinned at this address"):
+        accelerator.unpin(page.data_ptr())
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@on_fake_accelerator
+def test_memory_that_is_unpinned_under_a_copy_is_told(accelerator, batch):
+    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
+    accelerator.pin(0, page.data_ptr(), page.nbytes)
+    with accelerator.hold(current()):
+        if batch:
+            copy_batch(accelerator, page, cache)
+        else:
+            page.copy_(cache, non_blocking=True)
+        accelerator.unpin(page.data_ptr())
+    with pytest.raises(RuntimeError, match="it uses host memory that was unpinned before"):
+        torch.accelerator.synchronize()
+    assert values(page) == {0}
+    assert accelerator.take_error() != ""
 
 
 # Memory.
@@ -431,7 +513,6 @@ def test_memory_is_freed_after_what_its_stream_has_to_do(accelerator):
 def free_under_a_copy(accelerator: Accelerator, record: bool) -> torch.Tensor:
     """Copies on a stream that is held, and frees the device memory before the copy runs."""
     cache, page = device_and_page()
-    torch.accelerator.synchronize()
     stream = torch.Stream(DEVICE_TYPE)
     with accelerator.hold(stream):
         with stream:
@@ -521,10 +602,7 @@ def test_the_copy_that_is_to_fail_fails_and_does_nothing(accelerator):
     assert page[:24].tolist() == [1] * 8 + [0] * 8 + [1] * 8
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["allocate", "copy", "create_stream", "kernel", "query", "record", "synchronize", "wait"],
-)
+@pytest.mark.parametrize("call", CALLS)
 @on_fake_accelerator
 def test_each_call_can_fail(accelerator, call):
     cache, page = device_and_page()
@@ -534,9 +612,11 @@ def test_each_call_can_fail(accelerator, call):
         with pytest.raises(RuntimeError, match=f"{call} call .* fails, as the test wants"):
             {
                 "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
+                "batch": lambda: copy_batch(accelerator, page, cache),
                 "copy": lambda: page.copy_(cache, non_blocking=True),
                 "create_stream": lambda: torch.Stream(DEVICE_TYPE),
                 "kernel": lambda: cache.add_(1),
+                "pin": lambda: accelerator.pin(0, page.data_ptr(), page.nbytes),
                 "query": recorded.query,
                 "record": recorded.record,
                 "synchronize": recorded.synchronize,
@@ -606,7 +686,6 @@ def test_a_lost_device_fails_every_call_but_those_that_free(accelerator):
 @on_fake_accelerator
 def test_a_loss_ends_waits_and_drops_what_is_pending(accelerator):
     cache, page = device_and_page()
-    torch.accelerator.synchronize()
     accelerator.hold(current())
     page.copy_(cache, non_blocking=True)
     pending, failures = event(), []
@@ -644,7 +723,6 @@ def test_a_stream_that_waits_for_an_event_of_a_lost_device_goes_on(accelerator):
 @on_fake_accelerator
 def test_a_forked_process_is_told_that_it_cannot_use_the_device(accelerator):
     cache, page = device_and_page()
-    torch.accelerator.synchronize()
 
     def fails() -> bool:
         for call in (cache.cpu, current().synchronize, lambda: cache.add_(1)):
@@ -656,6 +734,7 @@ def test_a_forked_process_is_told_that_it_cannot_use_the_device(accelerator):
     assert not torch.fakeaccel._is_in_bad_fork()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_process_that_forks_before_it_uses_the_device_can_use_it_in_both():
     assert "ended well" in run_script(
@@ -714,6 +793,7 @@ def worker():
     made.close()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_test_leaves_nothing_to_the_next_but_streams_that_have_ended(worker):
     assert worker.call(__name__, "keep_a_stream", {}) is None
@@ -723,6 +803,7 @@ def test_a_test_leaves_nothing_to_the_next_but_streams_that_have_ended(worker):
     assert "stream 1 of fakeaccel:0 does not exist" in failure
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_test_fails_if_it_lost_the_device_and_did_not_look(worker):
     failure = worker.call(__name__, "lose_the_device", {})

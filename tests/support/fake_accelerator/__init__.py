@@ -1,0 +1,31 @@
+"""An accelerator of threads in host memory, on which tests run what is for any device of PyTorch.
+
+It is PyTorch's PrivateUse1 device, named `fakeaccel`: `torch.Stream`, `torch.Event`, pinned memory
+and `torch.accelerator` work as on hardware. Loading it changes what PyTorch says in the whole
+process, so tests run on it in another one: see :func:`on_fake_accelerator`.
+
+    @on_fake_accelerator
+    def test_a_copy_waits_for_its_stream(accelerator):
+        cache = torch.ones(4, device="fakeaccel")
+        page = torch.zeros(4).pin_memory()
+        with accelerator.hold(torch.accelerator.current_stream()):
+            page.copy_(cache, non_blocking=True)
+            assert page.tolist() == [0] * 4
+        torch.accelerator.synchronize()
+        assert page.tolist() == [1] * 4
+"""
+
+from fake_accelerator.accelerator import DEVICE_TYPE, Accelerator, Counters, Hold, load
+from fake_accelerator.library import build
+from fake_accelerator.tests import needs_compiler, on_fake_accelerator
+
+__all__ = [
+    "DEVICE_TYPE",
+    "Accelerator",
+    "Counters",
+    "Hold",
+    "build",
+    "load",
+    "needs_compiler",
+    "on_fake_accelerator",
+]
