@@ -3,11 +3,14 @@
 import copy
 import ctypes
 import gc
+import importlib.util
+import re
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -809,6 +812,19 @@ def test_a_test_fails_if_it_lost_the_device_and_did_not_look(worker):
     failure = worker.call(__name__, "lose_the_device", {})
     assert failure is not None
     assert "used wrongly:\nfakeaccel:0 stream 0, aten::index_select" in failure
+
+
+@needs_compiler
+def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "fake_accelerator.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    file = tmp_path / "accelerator_example.py"
+    file.write_text(f"import torch\nfrom fake_accelerator import on_fake_accelerator\n{code}")
+    spec = importlib.util.spec_from_file_location("accelerator_example", file)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "accelerator_example", example)
+    spec.loader.exec_module(example)
+    example.test_a_copy_waits_for_its_stream()
 
 
 def test_the_process_of_other_tests_has_no_fake_accelerator():
