@@ -60,8 +60,8 @@ TESTS = (
     *("test_gate.py", "test_failures.py", "test_channel.py", "test_pinning.py", "test_fuzz*.py"),
     *("test_engine.py", "test_manager.py", "test_manager_states.py", "test_eviction.py"),
 )
-# Tests on an accelerator of PyTorch, which is compiled against PyTorch's own code.
-NOT_COMPILED = ROOT / "tests" / "devices"
+# Tests on the fake accelerator: most of what they run is PyTorch, which no sanitizer sees.
+ON_FAKE_ACCELERATOR = ROOT / "tests" / "devices"
 # Tests that a sanitizer cannot run. Each begins with why.
 LEFT_OUT = {
     "tsan": [
@@ -108,7 +108,7 @@ def find_tests(arguments: list[str]) -> list[str]:
     if names_tests(arguments):
         return arguments
     files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
-    files -= set(NOT_COMPILED.iterdir())
+    files -= set(ON_FAKE_ACCELERATOR.iterdir())
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]
     return ["tests/support/sanitizers/controls.py", *names, *arguments]
 
