@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import importlib.util
+import io
 import re
 import signal
 import sys
@@ -114,6 +115,12 @@ def test_tensors_are_copied_printed_cloned_and_saved_as_on_other_devices(acceler
     )
     assert torch.empty(0, dtype=dtype, device=DEVICE_TYPE).resize_(2, 3).shape == (2, 3)
     assert tensor.view(24)[5].item() == host.view(24)[5].item()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.device == tensor.device
+    assert torch.equal(loaded.cpu(), host)
 
 
 @on_fake_accelerator
@@ -142,6 +149,17 @@ def test_an_operator_computes_what_it_computes_on_the_cpu(accelerator):
 
     for ours, right in zip(compute(DEVICE_TYPE), compute("cpu"), strict=True):
         assert torch.equal(ours, right)
+
+
+@on_fake_accelerator
+def test_a_model_gets_the_gradients_that_it_gets_on_the_cpu(accelerator):
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    on_device, rows = copy.deepcopy(model).to(DEVICE_TYPE), torch.rand(4, 8)
+    for copied, device in ((model, "cpu"), (on_device, DEVICE_TYPE)):
+        copied(rows.to(device)).softmax(-1).pow(2).sum().backward()
+    for ours, right in zip(on_device.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad.cpu(), right.grad)
 
 
 @on_fake_accelerator

@@ -225,6 +225,9 @@ def load() -> Accelerator:
         "is_initialized": lambda: True,
         "device_count": lambda: NUM_DEVICES,
         "current_device": torch.accelerator.current_device_index,
+        "device": lambda device: torch.accelerator.device_index(
+            torch._utils._get_device_index(device)
+        ),
         "set_device": torch.accelerator.set_device_index,
         "current_stream": torch.accelerator.current_stream,
         "synchronize": torch.accelerator.synchronize,
