@@ -34,3 +34,5 @@ def _compile(folder: Path) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     command = [*COMMAND, "-shared", "-o", str(folder / NAME), *objects, *libraries]
     subprocess.run(command, check=True)
+    for file in objects:
+        Path(file).unlink()
