@@ -60,6 +60,8 @@ TESTS = (
     *("test_gate.py", "test_failures.py", "test_channel.py", "test_pinning.py", "test_fuzz*.py"),
     *("test_engine.py", "test_manager.py", "test_manager_states.py", "test_eviction.py"),
 )
+# Tests on the fake accelerator: most of what they run is PyTorch, which no sanitizer sees.
+ON_FAKE_ACCELERATOR = ROOT / "tests" / "devices"
 # Tests that a sanitizer cannot run. Each begins with why.
 LEFT_OUT = {
     "tsan": [
@@ -106,6 +108,7 @@ def find_tests(arguments: list[str]) -> list[str]:
     if names_tests(arguments):
         return arguments
     files = {path for pattern in TESTS for path in (ROOT / "tests").rglob(pattern)}
+    files -= set(ON_FAKE_ACCELERATOR.iterdir())
     names = [str(path.relative_to(ROOT)) for path in sorted(files)]
     return ["tests/support/sanitizers/controls.py", *names, *arguments]
 

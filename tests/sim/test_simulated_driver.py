@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from patience import PATIENCE, in_time
 from simulated_driver import DEVICE, HOST, Driver, simulated, without_cuda
 from simulated_driver.cuda import CudaError
-from simulated_driver.simulated import Worker
+from simulated_driver.simulated import workers
 
 
 def sides(driver: Driver, num_bytes: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -692,7 +692,7 @@ def sleep(driver: Driver) -> None:
 
 @pytest.fixture
 def worker():
-    made = Worker()
+    made = workers.new()
     yield made
     made.close()
 
@@ -722,7 +722,7 @@ def test_a_body_that_goes_wrong_in_any_way_fails_its_test(worker, body, texts):
 @pytest.mark.slow
 @without_cuda
 def test_a_body_that_does_not_end_fails_its_test():
-    worker = Worker(seconds=5)
+    worker = workers.new(seconds=5)
     failure = worker.call(__name__, "sleep", {})
     worker.close()
     assert failure is not None

@@ -217,6 +217,10 @@ class Driver:
         """What they were, unless violations() has been called."""
         return "" if self.asked_for_violations else self.library.simulated_violations().decode()
 
+    def describe(self) -> str:
+        """What is told with a failed test."""
+        return f"the rest of the log:\n{self.log()}"
+
     def log(self) -> str:
         """The calls since the last time, without those that only ask, create or destroy events."""
         return self.library.simulated_take_log().decode()

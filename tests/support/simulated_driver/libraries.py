@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import subprocess
-from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+
+from native_builds import build_once
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -25,27 +24,15 @@ COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is comp
 @cache
 def build() -> Path:
     """The folder of the libraries of the simulated driver, made by the first that asks."""
-    files = sorted(path for folder in SOURCES.values() for path in (HERE / folder).iterdir())
+    files = [path for folder in SOURCES.values() for path in (HERE / folder).iterdir()]
     files.append(ROOT / "csrc" / "copy" / "pack_arguments.h")
-    digest = hashlib.sha256(" ".join(COMMAND).encode())
-    for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
-    builds = ROOT / "build"
-    folder = builds / f"simulated-driver-{digest.hexdigest()[:16]}"
-    builds.mkdir(exist_ok=True)
-    with (builds / "simulated-driver.lock").open("w") as lock:
-        flock(lock, LOCK_EX)  # one process compiles, the others wait for it
-        if not folder.exists():
-            _compile(folder)
-    return folder
+    return build_once("simulated-driver", files, " ".join(COMMAND), _compile)
 
 
 def _compile(folder: Path) -> None:
-    made = Path(mkdtemp(prefix="simulated-driver-", dir=folder.parent))
     running = []
     for name, sources in SOURCES.items():
         paths = [str(path) for path in sorted((HERE / sources).glob("*.cpp"))]
-        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(made / name), *paths]
+        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths]
         running.append(subprocess.Popen(command))
     assert [process.wait() for process in running] == [0] * len(SOURCES)
-    made.rename(folder)

@@ -71,6 +71,19 @@ def test_a_test_that_is_left_out_exists(sanitize, name):
         assert f"def {function}(" in (ROOT / "tests" / file).read_text()
 
 
+def test_tests_on_the_fake_accelerator_are_left_out(sanitize, monkeypatch, tmp_path):
+    files = [tmp_path / "tests" / folder / "test_handler.py" for folder in ("devices", "sim")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(sanitize, "ROOT", tmp_path)
+    monkeypatch.setattr(sanitize, "ON_FAKE_ACCELERATOR", files[0].parent)
+    controls = "tests/support/sanitizers/controls.py"
+    assert sanitize.find_tests([]) == [controls, "tests/sim/test_handler.py"]
+    monkeypatch.undo()
+    assert (sanitize.ON_FAKE_ACCELERATOR / "test_fake_accelerator.py").exists()
+
+
 def test_the_copy_has_no_library_and_no_test_that_is_gone(instrumented, monkeypatch, tmp_path):
     monkeypatch.setattr(instrumented, "ROOT", tmp_path)
     monkeypatch.setattr(instrumented, "COPIED", ("package",))

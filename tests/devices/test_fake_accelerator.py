@@ -1,0 +1,852 @@
+"""The fake accelerator behaves like an accelerator of PyTorch, and what it is told to do wrong, it does."""
+
+import copy
+import ctypes
+import gc
+import importlib.util
+import io
+import re
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fake_accelerator import (
+    DEVICE_TYPE,
+    Accelerator,
+    load,
+    needs_compiler,
+    on_fake_accelerator,
+)
+from fake_accelerator.accelerator import CALLS
+from fake_accelerator.tests import environment, workers
+from patience import PATIENCE, in_time
+from processes import in_child, run_script
+
+NUM_VALUES = 64
+
+
+def device_and_page(value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of a value on the device, where nothing is pending, and pinned memory of zeros."""
+    on_device = torch.full((NUM_VALUES,), value, dtype=torch.int64, device=DEVICE_TYPE)
+    torch.accelerator.synchronize()
+    return on_device, torch.zeros(NUM_VALUES, dtype=torch.int64).pin_memory()
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def event(stream: torch.Stream | None = None, **options: bool) -> torch.Event:
+    """An event that was recorded on the stream."""
+    made = torch.Event(DEVICE_TYPE, **options)
+    made.record(stream or current())
+    return made
+
+
+def values(tensor: torch.Tensor) -> set[int]:
+    return {int(value) for value in tensor.tolist()}
+
+
+# What PyTorch sees.
+
+
+@on_fake_accelerator
+def test_torch_accelerator_has_two_devices(accelerator):
+    assert torch.accelerator.current_accelerator() == torch.device(DEVICE_TYPE)
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 2
+    assert torch.accelerator.current_device_index() == 0
+    with torch.accelerator.device_index(1):
+        assert torch.empty(1, device=DEVICE_TYPE).device == torch.device(DEVICE_TYPE, 1)
+    assert torch.empty(1, device=DEVICE_TYPE).device == torch.device(DEVICE_TYPE, 0)
+    with pytest.raises(RuntimeError, match="fakeaccel:2 does not exist: there are 2 devices"):
+        torch.empty(1, device=f"{DEVICE_TYPE}:2")
+
+
+@on_fake_accelerator
+def test_each_thread_has_a_current_stream_for_each_device(accelerator):
+    stream = torch.Stream(f"{DEVICE_TYPE}:1")
+    default = torch.accelerator.current_stream(1)
+    others = []
+    with stream:
+        assert torch.accelerator.current_stream(1) == stream
+        assert torch.accelerator.current_device_index() == 1
+        thread = threading.Thread(target=lambda: others.append(torch.accelerator.current_stream(1)))
+        thread.start()
+        thread.join()
+    assert others == [default]
+    assert torch.accelerator.current_stream(1) == default
+    assert torch.accelerator.current_device_index() == 0
+    assert default.stream_id == 0
+
+
+@on_fake_accelerator
+def test_pinned_memory_is_known_and_other_memory_is_not(accelerator):
+    pinned = torch.zeros(64).pin_memory()
+    assert pinned.is_pinned()
+    assert pinned[63:].is_pinned()
+    assert torch.empty(8, pin_memory=True).is_pinned()
+    assert not torch.zeros(64).is_pinned()
+    address, size = pinned.data_ptr(), pinned.nbytes
+    again = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+    assert again.is_pinned()
+    del pinned
+    assert not again.is_pinned()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@on_fake_accelerator
+def test_tensors_are_copied_printed_cloned_and_saved_as_on_other_devices(accelerator, dtype):
+    host = torch.arange(24).to(dtype).view(2, 3, 4)
+    tensor = host.to(DEVICE_TYPE)
+    assert repr(tensor).replace(", device='fakeaccel:0'", "") == repr(host)
+    for other in (tensor.clone(), copy.deepcopy(tensor), tensor.to(f"{DEVICE_TYPE}:1")):
+        assert torch.equal(other.cpu(), host)
+    assert torch.equal(tensor.transpose(0, 2).cpu(), host.transpose(0, 2))
+    assert torch.equal(tensor[:, 1:, ::2].contiguous().cpu(), host[:, 1:, ::2])
+    storage = tensor.untyped_storage()
+    assert torch.equal(
+        torch.tensor(storage.cpu().tolist()), torch.tensor(host.untyped_storage().tolist())
+    )
+    assert torch.empty(0, dtype=dtype, device=DEVICE_TYPE).resize_(2, 3).shape == (2, 3)
+    assert tensor.view(24)[5].item() == host.view(24)[5].item()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.device == tensor.device
+    assert torch.equal(loaded.cpu(), host)
+
+
+@on_fake_accelerator
+def test_an_operator_computes_what_it_computes_on_the_cpu(accelerator):
+    def compute(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        cache = torch.rand(8, 4, generator=generator).to(device)
+        ids, rows = (
+            torch.tensor([5, 0, 2]).to(device),
+            torch.rand(3, 4, generator=generator).to(device),
+        )
+        found = [cache.index_select(0, ids), cache[ids], cache @ cache.T, cache.argmax(1)]
+        found.append(torch.empty(3, 4, device=device))
+        torch.index_select(cache, 0, ids, out=found[-1])
+        found += [cache.clone().index_copy_(0, ids, rows), cache.clone()]
+        found[-1][ids] = rows
+        found += [
+            cache[cache > 0.5],
+            torch.cat([cache, rows]),
+            cache.sum(),
+            torch.zeros_like(cache),
+        ]
+        found += [cache.to(torch.float16), cache.sort(1).values, cache.unfold(0, 2, 3).clone()]
+        found[-1][0].mul_(2).add_(1)
+        return [tensor.cpu() for tensor in found]
+
+    for ours, right in zip(compute(DEVICE_TYPE), compute("cpu"), strict=True):
+        assert torch.equal(ours, right)
+
+
+@on_fake_accelerator
+def test_a_model_gets_the_gradients_that_it_gets_on_the_cpu(accelerator):
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    on_device, rows = copy.deepcopy(model).to(DEVICE_TYPE), torch.rand(4, 8)
+    for copied, device in ((model, "cpu"), (on_device, DEVICE_TYPE)):
+        copied(rows.to(device)).softmax(-1).pow(2).sum().backward()
+    for ours, right in zip(on_device.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad.cpu(), right.grad)
+
+
+@on_fake_accelerator
+def test_a_result_that_has_the_wrong_shape_is_resized(accelerator):
+    rows = torch.arange(4.0).view(2, 2).to(DEVICE_TYPE)
+    out = torch.empty(0, device=DEVICE_TYPE)
+    torch.add(rows, rows, out=out)
+    assert out.tolist() == [[0, 2], [4, 6]]
+
+
+@on_fake_accelerator
+def test_an_operator_without_a_kernel_for_the_device_says_so(accelerator):
+    torch.library.define("fake_accelerator_test::double", "(Tensor x) -> Tensor")
+    torch.library.impl("fake_accelerator_test::double", "CPU", lambda x: 2 * x)
+    with pytest.raises(NotImplementedError, match="double has no kernel for fakeaccel"):
+        torch.ops.fake_accelerator_test.double(torch.ones(1, device=DEVICE_TYPE))
+
+
+@pytest.mark.parametrize("other", ["cpu", f"{DEVICE_TYPE}:1"])
+@on_fake_accelerator
+def test_an_operator_refuses_tensors_of_two_devices(accelerator, other):
+    ones, ids = torch.ones(2, device=DEVICE_TYPE), torch.zeros(2, dtype=torch.int64, device=other)
+    for call in (
+        lambda: ones + ids,
+        lambda: ones.index_select(0, ids),
+        lambda: ones.sum().add(ids),
+    ):
+        with pytest.raises(RuntimeError, match=f"same device.*, fakeaccel:0 and {other}"):
+            call()
+    assert (ones + torch.tensor(1)).tolist() == [2, 2]
+    if other == "cpu":
+        assert ones[ids].tolist() == [1, 1]
+
+
+@on_fake_accelerator
+def test_an_operator_with_wrong_arguments_says_what_pytorch_says(accelerator):
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\) must match"):
+        torch.ones(2, device=DEVICE_TYPE) + torch.ones(3, device=DEVICE_TYPE)
+
+
+# Order.
+
+
+@on_fake_accelerator
+def test_a_copy_to_pinned_memory_returns_before_it_has_run(accelerator):
+    cache, page = device_and_page()
+    with accelerator.hold(current()):
+        page.copy_(cache, non_blocking=True)
+        assert values(page) == {0}
+        assert not current().query()
+        assert accelerator.pending() == (
+            "fakeaccel:0 stream 0: hold\nfakeaccel:0 stream 0: copy 512 bytes to the host\n"
+        )
+    current().synchronize()
+    assert values(page) == {1}
+    assert current().query()
+    assert accelerator.pending() == ""
+
+
+@on_fake_accelerator
+def test_a_copy_from_pinned_memory_reads_it_when_it_runs(accelerator):
+    cache, page = device_and_page()
+    with accelerator.hold(current()):
+        cache.copy_(page.fill_(2), non_blocking=True)
+        page.fill_(3)
+    assert values(cache) == {3}
+
+
+@pytest.mark.parametrize("how", ["blocking", "pageable", "of another dtype", "strided"])
+@pytest.mark.parametrize("to_host", [False, True])
+@on_fake_accelerator
+def test_other_copies_wait_until_they_have_run(accelerator, how, to_host):
+    cache, page = device_and_page()
+    if how == "pageable":
+        page = page.clone()
+    elif how == "of another dtype":
+        page = page.to(torch.int32).pin_memory()
+    elif how == "strided":
+        cache, page = cache[::2], page[::2]
+    src, dst = (cache, page) if to_host else (page, cache)
+    before, hold = src.cpu().clone(), accelerator.hold(current())
+    ended = threading.Event()
+
+    def copy_and_say() -> None:
+        dst.copy_(src, non_blocking=how != "blocking")
+        ended.set()
+
+    thread = threading.Thread(target=copy_and_say)
+    thread.start()
+    assert in_time(lambda: " bytes to " in accelerator.pending())
+    assert not ended.is_set()
+    hold.release()
+    thread.join(PATIENCE)
+    assert ended.is_set()
+    assert torch.equal(dst.cpu().to(before.dtype), before)
+
+
+@pytest.mark.parametrize(
+    "name", ["add_", "copy_", "fill_", "index", "index_copy_", "index_put_", "index_select", "out="]
+)
+@on_fake_accelerator
+def test_an_operator_returns_before_it_has_run(accelerator, name):
+    cache, other = (torch.zeros(4, 2, device=DEVICE_TYPE) for _ in range(2))
+    ids, rows = torch.tensor([3, 1]).to(DEVICE_TYPE), torch.ones(2, 2, device=DEVICE_TYPE)
+    out = torch.zeros(2, 2, device=DEVICE_TYPE)
+    torch.accelerator.synchronize()
+    before, stream = accelerator.counters().calls["synchronize"], torch.Stream(DEVICE_TYPE)
+    with accelerator.hold(stream), stream:
+        rows.fill_(5)
+        found = {
+            "add_": lambda: out.add_(rows),
+            "copy_": lambda: out.copy_(rows),
+            "fill_": lambda: out.fill_(5),
+            "index": lambda: torch.cat([rows, rows])[ids],
+            "index_copy_": lambda: cache.index_copy_(0, ids, rows)[1::2],
+            "index_put_": lambda: cache.index_put_((ids,), rows)[1::2],
+            "index_select": lambda: torch.cat([rows, rows]).index_select(0, ids),
+            "out=": lambda: torch.index_select(other.fill_(5), 0, ids, out=out),
+        }[name]()
+        assert not stream.query()
+        assert accelerator.counters().calls["synchronize"] == before
+    stream.synchronize()
+    assert found.tolist() == [[5, 5], [5, 5]]
+
+
+def load_after_compute(accelerator: Accelerator, wait: bool) -> set[int]:
+    """What a stream reads of a tensor that another one writes, if it waits for that or does not."""
+    cache, page = device_and_page(0)
+    compute, copies = torch.Stream(DEVICE_TYPE), torch.Stream(DEVICE_TYPE)
+    with accelerator.hold(compute):
+        with compute:
+            cache.fill_(1)
+            written = event()
+        with copies:
+            if wait:
+                copies.wait_event(written)
+            page.copy_(cache, non_blocking=True)
+        if not wait:
+            copies.synchronize()
+        assert copies.query() == (not wait)
+    copies.synchronize()
+    compute.synchronize()
+    return values(page)
+
+
+@on_fake_accelerator
+def test_a_stream_that_waits_for_an_event_sees_the_bytes_before_it(accelerator):
+    assert load_after_compute(accelerator, wait=True) == {1}
+
+
+@on_fake_accelerator
+def test_a_stream_that_does_not_wait_sees_old_bytes(accelerator):
+    assert load_after_compute(accelerator, wait=False) == {0}
+
+
+@on_fake_accelerator
+def test_a_wait_is_for_the_record_before_it_and_a_query_for_the_last(accelerator):
+    first, second = torch.Stream(DEVICE_TYPE), torch.Stream(DEVICE_TYPE)
+    recorded = event()
+    first.wait_event(recorded)
+    with accelerator.hold(second):
+        recorded.record(second)
+        first.synchronize()
+        assert not recorded.query()
+    recorded.synchronize()
+    assert recorded.query()
+
+
+@on_fake_accelerator
+def test_an_event_that_was_never_recorded_holds_nothing_up(accelerator):
+    never = torch.Event(DEVICE_TYPE)
+    current().wait_event(never)
+    assert never.query()
+    never.synchronize()
+    assert accelerator.counters().live_events == 0
+
+
+@on_fake_accelerator
+def test_a_thread_that_synchronizes_goes_on_when_another_releases(accelerator):
+    hold = accelerator.hold(current())
+    recorded = event()
+    threads = [
+        threading.Thread(target=wait)
+        for wait in (recorded.synchronize, current().synchronize, torch.accelerator.synchronize)
+    ]
+    for thread in threads:
+        thread.start()
+    assert in_time(lambda: accelerator.counters().calls["synchronize"] == 3)
+    assert all(thread.is_alive() for thread in threads)
+    hold.release()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@on_fake_accelerator
+def test_elapsed_time_counts_the_delay_of_copies(accelerator):
+    cache, page = device_and_page()
+    accelerator.set_copy_delay(0.02)
+    start = event(enable_timing=True)
+    page.copy_(cache, non_blocking=True)
+    end = event(enable_timing=True)
+    end.synchronize()
+    assert start.elapsed_time(end) >= 20
+    with accelerator.hold(current()):
+        later = event(enable_timing=True)
+        with pytest.raises(RuntimeError, match=r"have happened|completed"):
+            start.elapsed_time(later)
+
+
+@on_fake_accelerator
+def test_held_copies_stop_on_all_streams_and_are_let_go_one_by_one(accelerator):
+    streams = [torch.Stream(DEVICE_TYPE) for _ in range(2)]
+    cache, page = device_and_page()
+    pages = [page, page.clone().pin_memory()]
+    with accelerator.hold_copies():
+        for stream, to in zip(streams, pages, strict=True):
+            with stream:
+                to.copy_(cache, non_blocking=True)
+        cache.add_(0)
+        current().synchronize()
+        assert [stream.query() for stream in streams] == [False, False]
+        accelerator.let_copies(1)
+        assert in_time(lambda: any(stream.query() for stream in streams))
+        assert sorted(stream.query() for stream in streams) == [False, True]
+    torch.accelerator.synchronize()
+    assert [values(to) for to in pages] == [{1}, {1}]
+
+
+@on_fake_accelerator
+def test_a_copy_to_another_device_is_in_the_order_of_both(accelerator):
+    near = torch.zeros(4, device=f"{DEVICE_TYPE}:0")
+    far = torch.zeros(4, device=f"{DEVICE_TYPE}:1")
+    streams = [torch.accelerator.current_stream(index) for index in range(2)]
+    with accelerator.hold(streams[0]):
+        near.fill_(3)
+        far.copy_(near)
+        far.add_(1)
+        assert not streams[1].query()
+    streams[1].synchronize()
+    assert far.tolist() == [4] * 4
+    with accelerator.hold(streams[1]):
+        far.fill_(5)
+        far.copy_(near)
+        assert not streams[0].query()
+    assert far.tolist() == [3] * 4
+
+
+# What drivers of vendors have.
+
+
+def copy_batch(accelerator: Accelerator, dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copies row by row."""
+    row_bytes = dst[0].nbytes
+    starts = torch.arange(len(dst)) * row_bytes
+    sizes = torch.full((len(dst),), row_bytes)
+    accelerator.copy_batch(starts + dst.data_ptr(), starts + src.data_ptr(), sizes, current())
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+@on_fake_accelerator
+def test_a_batch_copies_addresses_when_its_stream_gets_there(accelerator, to_host):
+    cache, page = (tensor.view(8, 8) for tensor in device_and_page())
+    before = accelerator.counters()
+    dst, src = (page, cache) if to_host else (cache, page)
+    with accelerator.hold(current()):
+        copy_batch(accelerator, dst, src)
+        assert "batch of 8 copies" in accelerator.pending()
+        page.fill_(3)
+    after = accelerator.counters()
+    current().synchronize()
+    assert torch.equal(dst.cpu(), torch.full((8, 8), 1 if to_host else 3))
+    moved = "to_host" if to_host else "to_device"
+    assert getattr(after, f"bytes_{moved}") - getattr(before, f"bytes_{moved}") == 512
+    assert after.calls["batch"] == 1
+
+
+@on_fake_accelerator
+def test_a_batch_refuses_addresses_of_no_known_memory(accelerator):
+    cache, page = device_and_page()
+    with pytest.raises(
+        RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* neither device memory nor pinned"
+    ):
+        copy_batch(accelerator, page.clone(), cache)
+    address, size = torch.tensor([cache.data_ptr()]), torch.tensor([cache.nbytes + 1])
+    page = torch.zeros(NUM_VALUES + 1, dtype=torch.int64).pin_memory()
+    with pytest.raises(RuntimeError, match=r"src\[0\]: 513 bytes at 0x.* not in one allocation"):
+        accelerator.copy_batch(torch.tensor([page.data_ptr()]), address, size, current())
+    with pytest.raises(RuntimeError, match=r"dst\[0\]: 8 bytes at 0x.* another device"):
+        copy_batch(accelerator, torch.zeros(1, dtype=torch.int64, device=f"{DEVICE_TYPE}:1"), page)
+    with pytest.raises(RuntimeError, match="copy 0 is not between host and device"):
+        copy_batch(accelerator, cache, cache)
+    assert accelerator.counters().calls["batch"] == 0
+
+
+@on_fake_accelerator
+def test_memory_of_the_program_is_pinned_until_it_is_unpinned(accelerator):
+    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
+    accelerator.pin(0, page.data_ptr(), page.nbytes)
+    assert page.is_pinned()
+    with accelerator.hold(current()):
+        page.copy_(cache, non_blocking=True)
+        assert values(page) == {0}
+    torch.accelerator.synchronize()
+    assert values(page) == {1}
+    with pytest.raises(RuntimeError, match="some of these 8 bytes are pinned already"):
+        accelerator.pin(0, page.data_ptr() + 8, 8)
+    accelerator.unpin(page.data_ptr())
+    assert not page.is_pinned()
+    with pytest.raises(RuntimeError, match="no memory was pinned at this address"):
+        accelerator.unpin(page.data_ptr())
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@on_fake_accelerator
+def test_memory_that_is_unpinned_under_a_copy_is_told(accelerator, batch):
+    page, cache = torch.zeros(NUM_VALUES, dtype=torch.int64), device_and_page()[0]
+    accelerator.pin(0, page.data_ptr(), page.nbytes)
+    with accelerator.hold(current()):
+        if batch:
+            copy_batch(accelerator, page, cache)
+        else:
+            page.copy_(cache, non_blocking=True)
+        accelerator.unpin(page.data_ptr())
+    with pytest.raises(RuntimeError, match="it uses host memory that was unpinned before"):
+        torch.accelerator.synchronize()
+    assert values(page) == {0}
+    assert accelerator.take_error() != ""
+
+
+# Memory.
+
+
+@on_fake_accelerator
+def test_fresh_memory_is_not_zero(accelerator):
+    for memory in (
+        torch.empty(8, dtype=torch.uint8, device=DEVICE_TYPE),
+        torch.empty(8, dtype=torch.uint8, pin_memory=True),
+    ):
+        assert memory.tolist() == [0xCD] * 8
+
+
+@on_fake_accelerator
+def test_the_host_dies_if_it_touches_device_memory(accelerator):
+    cache, page = device_and_page()
+
+    def read(tensor: torch.Tensor) -> bytes:
+        return ctypes.string_at(tensor.data_ptr(), 8)
+
+    def write(tensor: torch.Tensor) -> object:
+        return ctypes.memset(tensor.data_ptr(), 7, 8)
+
+    assert in_child(lambda: read(page) == bytes(8)) == 1
+    assert in_child(lambda: read(cache)) == -signal.SIGSEGV
+    assert in_child(lambda: write(cache)) == -signal.SIGSEGV
+
+
+@on_fake_accelerator
+def test_memory_is_freed_after_what_its_stream_has_to_do(accelerator):
+    cache, page = device_and_page()
+    before = accelerator.counters()
+    with accelerator.hold(current()):
+        page.copy_(cache, non_blocking=True)
+        del cache
+        assert accelerator.counters().live_blocks == before.live_blocks
+    current().synchronize()
+    assert accelerator.counters().live_blocks == before.live_blocks - 1
+    assert accelerator.counters().live_bytes == before.live_bytes - 8 * NUM_VALUES
+    assert values(page) == {1}
+
+
+def free_under_a_copy(accelerator: Accelerator, record: bool) -> torch.Tensor:
+    """Copies on a stream that is held, and frees the device memory before the copy runs."""
+    cache, page = device_and_page()
+    stream = torch.Stream(DEVICE_TYPE)
+    with accelerator.hold(stream):
+        with stream:
+            page.copy_(cache, non_blocking=True)
+        if record:
+            cache.record_stream(stream)
+        del cache
+    return page
+
+
+@on_fake_accelerator
+def test_memory_that_another_stream_uses_is_kept_if_it_was_recorded(accelerator):
+    page = free_under_a_copy(accelerator, record=True)
+    torch.accelerator.synchronize()
+    assert values(page) == {1}
+
+
+@on_fake_accelerator
+def test_memory_that_another_stream_uses_without_being_recorded_is_told(accelerator):
+    page = free_under_a_copy(accelerator, record=False)
+    with pytest.raises(RuntimeError, match=r"uses 512 bytes at 0x.*, which were freed"):
+        torch.accelerator.synchronize()
+    assert values(page) == {0}
+    assert ", copy 512 bytes to the host: it uses 512 bytes" in accelerator.take_error()
+
+
+@on_fake_accelerator
+def test_pinned_memory_is_freed_after_the_copies_that_use_it(accelerator):
+    cache, page = device_and_page()
+    address = page.data_ptr()
+    again = torch.frombuffer((ctypes.c_ubyte * 8).from_address(address), dtype=torch.uint8)
+    with accelerator.hold(current()):
+        cache.copy_(page.fill_(6), non_blocking=True)
+        del page
+        assert again.is_pinned()
+    current().synchronize()
+    assert not again.is_pinned()
+    assert values(cache) == {6}
+
+
+@on_fake_accelerator
+def test_tensors_events_and_threads_leave_nothing_behind(accelerator):
+    before, threads = accelerator.counters(), threading.active_count()
+    for _ in range(3):
+        cache, page = device_and_page()
+        recorded = event()
+        page.copy_(cache, non_blocking=True)
+        recorded.synchronize()
+        seen = weakref.ref(cache)
+        assert accelerator.counters().live_events == 1
+    del cache, recorded
+    gc.collect()
+    torch.accelerator.synchronize()
+    after = accelerator.counters()
+    assert seen() is None
+    assert (after.live_blocks, after.live_bytes) == (before.live_blocks, before.live_bytes)
+    assert (after.live_events, after.live_streams) == (0, 0)
+    assert torch.accelerator.memory_allocated() == after.live_bytes
+    assert threading.active_count() == threads
+
+
+@on_fake_accelerator
+def test_counters_count_bytes_by_direction(accelerator):
+    cache, page = device_and_page()
+    before = accelerator.counters()
+    page.copy_(cache)
+    cache[:8].copy_(page[:8])
+    cache.clone()
+    after = accelerator.counters()
+    assert after.bytes_to_host - before.bytes_to_host == 512
+    assert after.bytes_to_device - before.bytes_to_device == 64
+    assert after.copies_on_device - before.copies_on_device == 1
+    assert accelerator.counters(device=1).calls["copy"] == 0
+
+
+# Failures.
+
+
+@on_fake_accelerator
+def test_the_copy_that_is_to_fail_fails_and_does_nothing(accelerator):
+    cache, page = device_and_page()
+    accelerator.fail("copy", nth=2)
+    page[:8].copy_(cache[:8])
+    with pytest.raises(RuntimeError, match=r"^fakeaccel:0: copy call 2 fails, as the test wants"):
+        page[8:16].copy_(cache[8:16])
+    page[16:24].copy_(cache[16:24])
+    assert page[:24].tolist() == [1] * 8 + [0] * 8 + [1] * 8
+
+
+@pytest.mark.parametrize("call", CALLS)
+@on_fake_accelerator
+def test_each_call_can_fail(accelerator, call):
+    cache, page = device_and_page()
+    recorded = event()
+    accelerator.fail(call, times=2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{call} call .* fails, as the test wants"):
+            {
+                "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
+                "batch": lambda: copy_batch(accelerator, page, cache),
+                "copy": lambda: page.copy_(cache, non_blocking=True),
+                "create_stream": lambda: torch.Stream(DEVICE_TYPE),
+                "kernel": lambda: cache.add_(1),
+                "pin": lambda: accelerator.pin(0, page.data_ptr(), page.nbytes),
+                "query": recorded.query,
+                "record": recorded.record,
+                "synchronize": recorded.synchronize,
+                "wait": lambda: current().wait_event(recorded),
+            }[call]()
+    torch.accelerator.synchronize()
+    assert recorded.query()
+    with pytest.raises(RuntimeError, match="there is no call copi"):
+        accelerator.fail("copi")
+
+
+@on_fake_accelerator
+def test_a_copy_that_fails_when_it_runs_loses_the_device(accelerator):
+    cache, page = device_and_page()
+    accelerator.fail("copy", when_it_runs=True)
+    page.copy_(cache, non_blocking=True)
+    with pytest.raises(RuntimeError, match=r"fakeaccel:0 is lost: .*to the host: it fails"):
+        torch.accelerator.synchronize()
+    assert values(page) == {0}
+
+
+@on_fake_accelerator
+def test_an_index_that_is_out_of_range_loses_the_device(accelerator):
+    cache, _ = device_and_page()
+    rows = cache.index_select(0, torch.tensor([NUM_VALUES]).to(DEVICE_TYPE))
+    with pytest.raises(RuntimeError, match=r"is lost: .*index_select: .*out of range"):
+        rows.cpu()
+    assert "index_select" in accelerator.take_error()
+
+
+def calls_that_use(stream: torch.Stream) -> dict[str, Callable[[], object]]:
+    """Calls that need the device, each with objects that exist already."""
+    cache, page = device_and_page()
+    recorded = event()
+    return {
+        "allocate": lambda: torch.empty(1, device=DEVICE_TYPE),
+        "copy": lambda: page.copy_(cache, non_blocking=True),
+        "create a stream": lambda: torch.Stream(DEVICE_TYPE),
+        "compute": lambda: cache.add_(1),
+        "query an event": recorded.query,
+        "query a stream": stream.query,
+        "record": recorded.record,
+        "synchronize the device": torch.accelerator.synchronize,
+        "synchronize with an event": recorded.synchronize,
+        "synchronize with a stream": stream.synchronize,
+        "wait": lambda: stream.wait_event(recorded),
+    }
+
+
+@on_fake_accelerator
+def test_a_lost_device_fails_every_call_but_those_that_free(accelerator):
+    stream = torch.Stream(DEVICE_TYPE)
+    calls, other = calls_that_use(stream), torch.ones(1, device=f"{DEVICE_TYPE}:1")
+    for call in calls.values():
+        call()
+    accelerator.lose(message="it fell off the bus")
+    for call in calls.values():
+        with pytest.raises(RuntimeError, match=r"^fakeaccel:0 is lost: it fell off the bus"):
+            call()
+    assert other.tolist() == [1]
+    calls.clear()
+    del call
+    counters = accelerator.counters()
+    assert (counters.live_blocks, counters.live_events) == (0, 0)
+
+
+@on_fake_accelerator
+def test_a_loss_ends_waits_and_drops_what_is_pending(accelerator):
+    cache, page = device_and_page()
+    accelerator.hold(current())
+    page.copy_(cache, non_blocking=True)
+    pending, failures = event(), []
+
+    def synchronize() -> None:
+        try:
+            pending.synchronize()
+        except RuntimeError as error:
+            failures.append(str(error).splitlines()[0])
+
+    before = accelerator.counters().calls["synchronize"]
+    thread = threading.Thread(target=synchronize)
+    thread.start()
+    assert in_time(lambda: accelerator.counters().calls["synchronize"] > before)
+    accelerator.lose(message="it fell off the bus")
+    thread.join(PATIENCE)
+    assert failures == ["fakeaccel:0 is lost: it fell off the bus"]
+    assert accelerator.pending() == ""
+    assert values(page) == {0}
+
+
+@on_fake_accelerator
+def test_a_stream_that_waits_for_an_event_of_a_lost_device_goes_on(accelerator):
+    near, far = (torch.accelerator.current_stream(index) for index in range(2))
+    accelerator.hold(near)
+    recorded = event(near)
+    far.wait_event(recorded)
+    accelerator.lose(0)
+    far.synchronize()
+
+
+# Processes.
+
+
+@on_fake_accelerator
+def test_a_forked_process_is_told_that_it_cannot_use_the_device(accelerator):
+    cache, page = device_and_page()
+
+    def fails() -> bool:
+        for call in (cache.cpu, current().synchronize, lambda: cache.add_(1)):
+            with pytest.raises(RuntimeError, match="cannot be used in a forked process"):
+                call()
+        return values(page) == {0} and torch.fakeaccel._is_in_bad_fork()
+
+    assert in_child(fails) == 1
+    assert not torch.fakeaccel._is_in_bad_fork()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_process_that_forks_before_it_uses_the_device_can_use_it_in_both():
+    assert "ended well" in run_script(
+        """
+        import fake_accelerator, torch
+        from processes import in_child
+
+        accelerator = fake_accelerator.load()
+
+        def works():
+            tensor = torch.ones(2, device="fakeaccel").add_(1)
+            return tensor.tolist() == [2, 2]
+
+        assert in_child(works) == 1
+        assert works()
+        assert fake_accelerator.load() is accelerator
+        accelerator.hold(torch.accelerator.current_stream())
+        torch.ones(2, device="fakeaccel")
+        print("ended well")
+        """
+    )
+
+
+@on_fake_accelerator
+def use_a_stream_of_before(accelerator: Accelerator) -> None:
+    sys.modules[__name__].kept.query()
+
+
+@on_fake_accelerator
+def keep_a_stream(accelerator: Accelerator) -> None:
+    sys.modules[__name__].kept = torch.Stream(DEVICE_TYPE)
+    accelerator.hold(sys.modules[__name__].kept)
+    accelerator.hold_copies()
+    accelerator.fail("copy")
+    accelerator.lose(1)
+
+
+@on_fake_accelerator
+def use_both_devices(accelerator: Accelerator) -> None:
+    for index in range(2):
+        assert torch.ones(2, device=f"{DEVICE_TYPE}:{index}").tolist() == [1, 1]
+    assert accelerator.counters().live_streams == 0
+
+
+@on_fake_accelerator
+def lose_the_device(accelerator: Accelerator) -> None:
+    cache, _ = device_and_page()
+    cache.index_select(0, torch.tensor([NUM_VALUES]).to(DEVICE_TYPE))
+    assert in_time(lambda: accelerator.pending() == "")
+
+
+@pytest.fixture
+def worker():
+    made = workers.new()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_test_leaves_nothing_to_the_next_but_streams_that_have_ended(worker):
+    assert worker.call(__name__, "keep_a_stream", {}) is None
+    assert worker.call(__name__, "use_both_devices", {}) is None
+    failure = worker.call(__name__, "use_a_stream_of_before", {})
+    assert failure is not None
+    assert "stream 1 of fakeaccel:0 does not exist" in failure
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_test_fails_if_it_lost_the_device_and_did_not_look(worker):
+    failure = worker.call(__name__, "lose_the_device", {})
+    assert failure is not None
+    assert "used wrongly:\nfakeaccel:0 stream 0, aten::index_select" in failure
+
+
+@needs_compiler
+def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "fake_accelerator.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    file = tmp_path / "accelerator_example.py"
+    file.write_text(f"import torch\nfrom fake_accelerator import on_fake_accelerator\n{code}")
+    spec = importlib.util.spec_from_file_location("accelerator_example", file)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "accelerator_example", example)
+    spec.loader.exec_module(example)
+    example.test_a_copy_waits_for_its_stream()
+
+
+def test_the_process_of_other_tests_has_no_fake_accelerator():
+    assert torch.accelerator.current_accelerator() != torch.device("privateuseone")
+    assert "fake" not in torch._C._get_privateuse1_backend_name()
+    assert load.cache_info().currsize == 0
+    assert "OMP_NUM_THREADS" in environment()
