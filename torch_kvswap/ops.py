@@ -92,9 +92,6 @@ def _check_torch() -> None:
     Checked at import so that an unsupported torch is reported there, not at the first call.
     """
     needed = {
-        "torch._C._AutoDispatchBelowADInplaceOrView": hasattr(
-            torch._C, "_AutoDispatchBelowADInplaceOrView"
-        ),
         "torch._C._after_ADInplaceOrView_keyset": hasattr(
             torch._C, "_after_ADInplaceOrView_keyset"
         ),
@@ -125,6 +122,12 @@ def _check_no_leaf(tensor: Tensor) -> None:
 def _register_write(name: str, written: int | str) -> None:
     """Registers an op's fake, and the kernel that tells autograd that the op writes an operand.
 
+    That kernel is in Python, and takes most of the time of a small call. PyTorch's stable ABI can
+    register a C++ kernel for this key, but such a kernel has no way to call those of the keys below
+    it: torch_call_dispatcher starts at the first key again. PyTorch's own C++ kernel for this key
+    counts only tensors that an op returns. The kernels of the devices run too late to count:
+    the tensors of tensor subclasses, of dispatch modes and of compilers never reach them.
+
     Args:
         name (str): the op, with its overload if it has one.
         written (int | str): position or name of the operand that the op writes.
@@ -138,8 +141,7 @@ def _register_write(name: str, written: int | str) -> None:
             for tensor in [changed] if isinstance(changed, Tensor) else changed:
                 _check_no_leaf(tensor)
         torch.autograd.graph.increment_version(changed)
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
+        op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
 
     _library.impl(name, count_version, "ADInplaceOrView", with_keyset=True)
     _torch.library.register_fake(f"torch_kvswap::{name}", _fake_write, lib=_library)
@@ -169,7 +171,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     call.
 
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad.
+    grad. Telling autograd takes more than half of a small call, unless the tensors were created,
+    and the op is called, in ``torch.inference_mode()``.
 
     Args:
         src (Tensor): blocks along dimension 0, on the CPU or a CUDA device. Blocks may lie apart
