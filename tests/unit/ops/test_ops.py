@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from error_text import message_of
 from expecttest import assert_expected_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -203,4 +204,21 @@ def test_a_meta_tensor_among_real_ones_is_refused():
         with pytest.raises(RuntimeError, match="some operands are meta tensors and some are not"):
             call()
     ops.swap_blocks(src.to("meta"), dst.to("meta"), 8, mapping.to("meta"))
+    assert not dst.any()
+
+
+def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeypatch):
+    src, dst, size = torch.ones(4), torch.zeros(4), torch.tensor([16])
+    addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
+    for accelerator in (None, torch.device("cuda")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)  # noqa: B023
+        ops.swap_blocks_batch(*addresses, size)
+        assert dst.tolist() == [1] * 4
+        dst.zero_()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert message_of(lambda: ops.swap_blocks_batch(*addresses, size)) == (
+        "torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for xpu, the "
+        "accelerator of this process; use swap_blocks or swap_kv_blocks, which take tensors of any "
+        "device"
+    )
     assert not dst.any()
