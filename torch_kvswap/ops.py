@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_kvswap import generic_ops
 from torch_kvswap._native import loader
 
 # First, so that a failed import registers nothing and can be tried again.
@@ -92,9 +93,6 @@ def _check_torch() -> None:
     Checked at import so that an unsupported torch is reported there, not at the first call.
     """
     needed = {
-        "torch._C._AutoDispatchBelowADInplaceOrView": hasattr(
-            torch._C, "_AutoDispatchBelowADInplaceOrView"
-        ),
         "torch._C._after_ADInplaceOrView_keyset": hasattr(
             torch._C, "_after_ADInplaceOrView_keyset"
         ),
@@ -125,6 +123,12 @@ def _check_no_leaf(tensor: Tensor) -> None:
 def _register_write(name: str, written: int | str) -> None:
     """Registers an op's fake, and the kernel that tells autograd that the op writes an operand.
 
+    That kernel is in Python, and takes most of the time of a small call. PyTorch's stable ABI can
+    register a C++ kernel for this key, but such a kernel has no way to call those of the keys below
+    it: torch_call_dispatcher starts at the first key again. PyTorch's own C++ kernel for this key
+    counts only tensors that an op returns. The kernels of the devices run too late to count:
+    the tensors of tensor subclasses, of dispatch modes and of compilers never reach them.
+
     Args:
         name (str): the op, with its overload if it has one.
         written (int | str): position or name of the operand that the op writes.
@@ -138,8 +142,7 @@ def _register_write(name: str, written: int | str) -> None:
             for tensor in [changed] if isinstance(changed, Tensor) else changed:
                 _check_no_leaf(tensor)
         torch.autograd.graph.increment_version(changed)
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
+        op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
 
     _library.impl(name, count_version, "ADInplaceOrView", with_keyset=True)
     _torch.library.register_fake(f"torch_kvswap::{name}", _fake_write, lib=_library)
@@ -150,6 +153,11 @@ _register_write("swap_blocks", written=1)
 _register_write("swap_kv_blocks", written=1)
 _register_write("expand_block_ids.out", written="out")
 _torch.library.register_fake("torch_kvswap::expand_block_ids", _fake_expand, lib=_library)
+for _key in generic_ops.DISPATCH_KEYS:
+    _library.impl("swap_blocks", generic_ops.swap_blocks, _key)
+    _library.impl("swap_kv_blocks", generic_ops.swap_kv_blocks, _key)
+    _library.impl("expand_block_ids", generic_ops.expand_block_ids, _key)
+    _library.impl("expand_block_ids.out", generic_ops.expand_block_ids_out, _key)
 
 
 def _refuse_none(**operands: object) -> NoReturn:
@@ -158,22 +166,40 @@ def _refuse_none(**operands: object) -> NoReturn:
     raise TypeError(f"{name} is None; it must be a tensor")
 
 
+def _refuse_addresses_of_other_devices() -> None:
+    """Raises RuntimeError if addresses may be those of a device other than CUDA.
+
+    Only the vendor's library can tell them from addresses of host memory.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type != "cuda":
+        raise RuntimeError(
+            f"torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for "
+            f"{accelerator.type}, the accelerator of this process; use swap_blocks or "
+            "swap_kv_blocks, which take tensors of any device"
+        )
+
+
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
     """Copies blocks of one tensor into blocks of another, byte by byte.
 
     The copies of one call run in any order: no block may be written twice, or read and written.
     Runs on the current stream of the device of ``dst``, or of ``src`` if ``dst`` is on the CPU.
-    Between two GPUs both current streams are ordered around the copy, as in ``Tensor.copy_``. With
-    a CPU tensor on either side, the call returns after the bytes were read or written; for
+    Between two devices both current streams are ordered around the copy, as in ``Tensor.copy_``.
+    With a CPU tensor on either side, the call returns after the bytes were read or written; for
     asynchronous copies use :class:`OffloadHandler` or :func:`swap_blocks_batch`. Any thread may
     call.
 
+    On devices other than the CPU and CUDA, PyTorch's own operations gather the blocks, copy them
+    and scatter them, 32 MiB at a time.
+
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad.
+    grad. Telling autograd takes more than half of a small call, unless the tensors were created,
+    and the op is called, in ``torch.inference_mode()``.
 
     Args:
-        src (Tensor): blocks along dimension 0, on the CPU or a CUDA device. Blocks may lie apart
-            (padding, or K and V interleaved), but each is dense.
+        src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may
+            lie apart (padding, or K and V interleaved), but each is dense.
         dst (Tensor): as src.
         block_size_in_bytes (int): bytes per block, equal on both sides.
         block_mapping (Tensor): int64 ``[n, 2]`` on the CPU; block ``block_mapping[i, 0]`` of
@@ -224,6 +250,10 @@ def swap_blocks_batch(
     While the stream is captured into a CUDA graph, the copies are recorded with these addresses;
     pageable memory is refused then.
 
+    If PyTorch's accelerator is another device than CUDA, the call is refused: only the vendor's
+    library knows which addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
+    does not check this.
+
     Environment: ``KVSWAP_BATCH_LIMIT`` is the number of fragments per driver call (8192).
     ``KVSWAP_BATCH=0`` copies with one driver call per fragment. ``KVSWAP_CHECK_ADDRESSES=1`` checks
     every range against the allocations, and for overlaps, before anything is copied.
@@ -239,12 +269,13 @@ def swap_blocks_batch(
 
     Raises:
         TypeError: an operand is None.
-        RuntimeError: a negative size, a null address or an address on a second device, with its
-            index (before anything is copied); or the driver reports an error, with an index: copies
-            before it may have run.
+        RuntimeError: the accelerator is not CUDA; a negative size, a null address or an address on
+            a second device, with its index (before anything is copied); or the driver reports an
+            error, with an index: copies before it may have run.
     """
     if src_ptrs is None or dst_ptrs is None or sizes is None:
         _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
+    _refuse_addresses_of_other_devices()
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
 
@@ -258,11 +289,11 @@ def expand_block_ids(
 ) -> Tensor:
     """Expands ids of large blocks into ids of the small blocks inside them.
 
-    With ``f = block_size_factor``, id ``b`` becomes ``b * f, ..., b * f + f - 1``. On CUDA the
+    With ``f = block_size_factor``, id ``b`` becomes ``b * f, ..., b * f + f - 1``. On a device the
     result is written on the current stream, and negative ids are not detected.
 
     Args:
-        block_ids (Tensor): int64 ``[n]`` on the CPU or a CUDA device.
+        block_ids (Tensor): int64 ``[n]`` on any device whose tensors have memory.
         block_size_factor (int): small blocks per large block, 1 or more.
         skip_count (int): number of leading ids to leave out, for a chunk that starts inside a large
             block.

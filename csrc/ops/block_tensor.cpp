@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "check.h"
-#include "ops/tensor_check.h"
 
 namespace kvswap {
 namespace {
@@ -44,6 +43,7 @@ BlockTensor::BlockTensor(std::string tensor_name, const Tensor& tensor)
     : name(std::move(tensor_name)),
       base(reinterpret_cast<uint64_t>(tensor.data_ptr())),
       device(device_of(tensor)),
+      offset(device.has_addresses() ? 0 : storage_offset_bytes(tensor)),
       element_bytes(tensor.element_size()),
       order(order_within_block(tensor)) {
   check_storage(name, tensor);

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/tensor_check.h"
+
 namespace kvswap {
 
 using torch::stable::Tensor;
@@ -19,7 +21,8 @@ struct BlockTensor {
   int64_t count;
   uint64_t pitch;
   uint64_t bytes;
-  int device;  // -1: host memory
+  TensorDevice device;
+  uint64_t offset;  // if `base` is no address: bytes from the begin of the storage to `base`
   size_t element_bytes;
   std::vector<std::pair<int64_t, int64_t>> order;  // (size, stride) within a block
 

@@ -113,7 +113,7 @@ std::pair<uint64_t, uint64_t> extent(const Tensor& ids) {
 
 void check_out(const Tensor& out, const Tensor& block_ids, int64_t outputs) {
   check_int64("out", out);
-  const int device = device_of(block_ids);
+  const TensorDevice device = device_of(block_ids);
   KVSWAP_CHECK(device_of(out) == device, "out is on ", device_text(device_of(out)),
                ", but block_ids is on ", device_text(device), "; expected the same device");
   KVSWAP_CHECK(out.dim() == 1 && out.size(0) == outputs, "out has shape ", shape_text(out),
@@ -123,6 +123,10 @@ void check_out(const Tensor& out, const Tensor& block_ids, int64_t outputs) {
                "out has stride 0, so that its elements share memory; expected memory of its own");
   const auto [ids_begin, ids_end] = extent(block_ids);
   const auto [out_begin, out_end] = extent(out);
+  if (!device.has_addresses() &&
+      ids_begin - storage_offset_bytes(block_ids) != out_begin - storage_offset_bytes(out)) {
+    return;  // two storages
+  }
   KVSWAP_CHECK(out_end <= ids_begin || ids_end <= out_begin,
                "out and block_ids share memory; expected memory of its own");
 }
@@ -160,6 +164,16 @@ void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, in
     const int64_t outputs = output_count(block_ids, block_size_factor, skip_count, count);
     check_out(out, block_ids, outputs);
     expand_into(block_ids, block_size_factor, skip_count, outputs, out);
+  });
+}
+
+int64_t check_expand_block_ids(const Tensor& block_ids, int64_t block_size_factor,
+                               int64_t skip_count, std::optional<int64_t> count,
+                               const std::optional<Tensor>& out) {
+  return with_op_name(kOp, [&] {
+    const int64_t outputs = output_count(block_ids, block_size_factor, skip_count, count);
+    if (out) check_out(*out, block_ids, outputs);
+    return outputs;
   });
 }
 

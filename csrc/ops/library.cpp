@@ -3,7 +3,8 @@
 #include "ops/ops.h"
 
 // The index of the native code. Every op takes the same function on both keys: it looks at its
-// tensors itself, and a CUDA tensor where a CPU one belongs gets an error that says so.
+// tensors itself, and a CUDA tensor where a CPU one belongs gets an error that says so. On other
+// devices the kernels are those of torch_kvswap/generic_ops.py.
 namespace {
 
 void register_ops(torch::stable::detail::StableLibrary& m) {
@@ -17,9 +18,24 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
 
 }  // namespace
 
-// Hands tensors of Python to the native side. The ops for users are defined in torch_kvswap/ops.py.
+// What Python asks of the native side about tensors. The ops for users are defined in
+// torch_kvswap/ops.py.
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
+  m.def(
+      "_check_swap_blocks(Tensor src, Tensor dst, int block_size_in_bytes, Tensor block_mapping)"
+      " -> ()");
+  m.def(
+      "_check_swap_kv_blocks(Tensor[] src, Tensor[] dst, Tensor src_block_ids,"
+      " Tensor dst_block_ids) -> ()");
+  m.def(
+      "_check_expand_block_ids(Tensor block_ids, int block_size_factor, int skip_count, int? count,"
+      " Tensor? out) -> int");
   m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CompositeExplicitAutograd, m) {
+  m.impl("_check_swap_blocks", TORCH_BOX(&kvswap::check_swap_blocks));
+  m.impl("_check_swap_kv_blocks", TORCH_BOX(&kvswap::check_swap_kv_blocks));
+  m.impl("_check_expand_block_ids", TORCH_BOX(&kvswap::check_expand_block_ids));
+}

@@ -26,6 +26,18 @@ Tensor expand_block_ids(const Tensor& block_ids, int64_t block_size_factor, int6
 void expand_block_ids_out(const Tensor& block_ids, int64_t block_size_factor, int64_t skip_count,
                           std::optional<int64_t> count, const Tensor& out);
 
+// The checks of these ops alone, for the kernels in torch_kvswap/generic_ops.py. The last one
+// returns how many ids there will be.
+void check_swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
+                       const Tensor& block_mapping);
+
+void check_swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
+                          const Tensor& src_block_ids, const Tensor& dst_block_ids);
+
+int64_t check_expand_block_ids(const Tensor& block_ids, int64_t block_size_factor,
+                               int64_t skip_count, std::optional<int64_t> count,
+                               const std::optional<Tensor>& out);
+
 // Not for users: returns what kvswap_cache_moved checks, that the tensors have their memory at
 // `addresses`.
 int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses,

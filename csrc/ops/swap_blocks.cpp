@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -33,7 +35,7 @@ struct BlockIds {
 };
 
 bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
-  return tensor.device < 0 && addresses.find(tensor.base).kind == MemoryKind::kPageable;
+  return tensor.device.is_cpu() && addresses.find(tensor.base).kind == MemoryKind::kPageable;
 }
 
 // Tells whether one copy of the driver may have two blocks: pinned memory may have been registered
@@ -42,7 +44,8 @@ class Pieces {
  public:
   Pieces(const BlockTensor& tensor, AddressMap* addresses)
       : tensor_(tensor), addresses_(addresses) {
-    has_pieces_ = addresses != nullptr && tensor.device < 0 && !is_pageable(tensor, *addresses);
+    has_pieces_ =
+        addresses != nullptr && tensor.device.is_cpu() && !is_pageable(tensor, *addresses);
   }
   bool has_both(int64_t block, int64_t other) const {
     return !has_pieces_ || begin(block) == begin(other);
@@ -156,7 +159,7 @@ FragmentList make_fragments(const std::vector<BlockTensor>& src,
     const Pieces src_pieces(src[t], addresses), dst_pieces(dst[t], addresses);
     for (size_t i = 0; i < count; ++i) {
       fragments.add({src[t].address(ids.src.ids[i]), dst[t].address(ids.dst.ids[i]), src[t].bytes,
-                     static_cast<int64_t>(i), src[t].device < 0},
+                     static_cast<int64_t>(i), src[t].device.is_cpu()},
                     i > 0 && src_pieces.has_both(ids.src.ids[i - 1], ids.src.ids[i]) &&
                         dst_pieces.has_both(ids.dst.ids[i - 1], ids.dst.ids[i]));
     }
@@ -173,30 +176,33 @@ void copy_ordered_after(const cuda::StreamRef& src_stream, const cuda::StreamRef
   cuda::run_before(stream, src_stream, copy);
 }
 
-void copy_on_device(const FragmentList& fragments, int src_device, int dst_device,
-                    bool has_pageable) {
+void copy_on_device(const FragmentList& fragments, const TensorDevice& src_device,
+                    const TensorDevice& dst_device, bool has_pageable) {
   BatchOptions options;
   options.has_pageable = has_pageable;
-  options.wait = src_device < 0 || dst_device < 0;
-  const cuda::StreamRef stream = cuda::current_stream(dst_device >= 0 ? dst_device : src_device);
+  options.wait = src_device.is_cpu() || dst_device.is_cpu();
+  const cuda::StreamRef stream =
+      cuda::current_stream((dst_device.is_cpu() ? src_device : dst_device).index);
   const cuda::ContextGuard context(stream.device);  // so that each call below need not change it
   KVSWAP_CHECK(!options.wait || !cuda::is_capturing(stream),
                "the current stream is being captured into a CUDA graph, and this op returns only "
                "when host memory was read or written; capture swap_blocks_batch with pinned memory "
                "instead");
   if (options.wait || src_device == dst_device) return copy_batch(fragments, stream, options);
-  options.src_device = src_device;
-  copy_ordered_after(cuda::current_stream(src_device), stream,
+  options.src_device = src_device.index;
+  copy_ordered_after(cuda::current_stream(src_device.index), stream,
                      [&] { copy_batch(fragments, stream, options); });
 }
 
-// Copies blocks between each pair of tensors, after all checks: ids in range, no block written
-// twice, no block read and written. Tensor semantics: on the current stream of the destination's
-// device (else the source's), ordered after and before the other GPU's current stream where there
-// are two, and done when it returns where a side is host memory, because compilers hand ops clones
-// of host tensors that are freed or copied back at once.
-void copy_blocks(const std::vector<BlockTensor>& src, const std::vector<BlockTensor>& dst,
-                 const BlockIds& ids) {
+// What a call of an op copies: blocks between each pair of tensors.
+struct Copies {
+  std::vector<BlockTensor> src;
+  std::vector<BlockTensor> dst;
+  BlockIds ids;
+};
+
+void check_each_tensor(const Copies& copies) {
+  const auto& [src, dst, ids] = copies;
   for (size_t t = 0; t < src.size(); ++t) {
     check_same_block(src[t], dst[t]);
     check_same_device(src[t], src[0]);
@@ -204,13 +210,51 @@ void copy_blocks(const std::vector<BlockTensor>& src, const std::vector<BlockTen
     check_range(ids.src, src[t]);
     check_range(ids.dst, dst[t]);
   }
+}
+
+void check_each_block(const Copies& copies) {
+  check_distinct(copies.ids.dst, copies.dst[0].count);
+  check_disjoint(copies.src, copies.dst, copies.ids);
+}
+
+// Gives tensors without addresses such that two of them overlap only where they share a storage.
+void make_addresses(std::vector<BlockTensor>& src, std::vector<BlockTensor>& dst) {
+  std::map<uint64_t, uint64_t> numbers;  // of the storages
+  uint64_t last = 0;
+  for (std::vector<BlockTensor>* side : {&src, &dst}) {
+    for (BlockTensor& tensor : *side) {
+      if (tensor.device.has_addresses()) continue;
+      const uint64_t storage = tensor.base - tensor.offset;
+      // Which storage null is, nobody knows.
+      if (storage == 0 || numbers.count(storage) == 0) numbers[storage] = ++last;
+      tensor.base = (numbers[storage] << 48) + tensor.offset;
+    }
+  }
+}
+
+void check_on_any_device(Copies copies) {
+  check_each_tensor(copies);
+  const bool has_bytes = std::any_of(copies.src.begin(), copies.src.end(),
+                                     [](const BlockTensor& tensor) { return tensor.bytes > 0; });
+  if (copies.ids.src.ids.empty() || !has_bytes) return;
+  make_addresses(copies.src, copies.dst);
+  check_each_block(copies);
+}
+
+// Copies after all checks: ids in range, no block written twice, no block read and written. Tensor
+// semantics: on the current stream of the destination's device (else the source's), ordered after
+// and before the other GPU's current stream where there are two, and done when it returns where a
+// side is host memory, because compilers hand ops clones of host tensors that are freed or copied
+// back at once.
+void copy_blocks(const Copies& copies) {
+  check_each_tensor(copies);
+  const auto& [src, dst, ids] = copies;
   std::optional<AddressMap> addresses;
-  if (!src.empty() && (src[0].device >= 0 || dst[0].device >= 0)) addresses.emplace();
+  if (!src.empty() && !(src[0].device.is_cpu() && dst[0].device.is_cpu())) addresses.emplace();
   AddressMap* known = addresses ? &*addresses : nullptr;
   const FragmentList fragments = make_fragments(src, dst, ids, known);
   if (fragments.empty()) return;
-  check_distinct(ids.dst, dst[0].count);
-  check_disjoint(src, dst, ids);
+  check_each_block(copies);
   if (known == nullptr) return copy_on_host(fragments);
   bool has_pageable = false;
   for (size_t t = 0; t < src.size(); ++t) {
@@ -247,37 +291,59 @@ std::vector<BlockTensor> block_tensors(const char* list, const std::vector<Tenso
   return blocks;
 }
 
+Copies copies_of(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
+                 const Tensor& block_mapping) {
+  check_int64_on_cpu("block_mapping", block_mapping);
+  KVSWAP_CHECK(block_mapping.dim() == 2 && block_mapping.size(1) == 2, "block_mapping has shape ",
+               shape_text(block_mapping), "; expected [n, 2]: pairs of source and destination");
+  const BlockTensor src_blocks("src", src), dst_blocks("dst", dst);
+  for (const BlockTensor* side : {&src_blocks, &dst_blocks}) {
+    KVSWAP_CHECK(side->count == 0 || block_size_in_bytes == static_cast<int64_t>(side->bytes),
+                 "block_size_in_bytes is ", block_size_in_bytes, ", but a block of ", side->name,
+                 " has ", side->bytes, " bytes; expected the same");
+  }
+  return {{src_blocks},
+          {dst_blocks},
+          {{"block_mapping[", ", 0]", read_column(block_mapping, 0)},
+           {"block_mapping[", ", 1]", read_column(block_mapping, 1)}}};
+}
+
+Copies copies_of(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
+                 const Tensor& src_block_ids, const Tensor& dst_block_ids) {
+  KVSWAP_CHECK(src.size() == dst.size(), "src has ", src.size(), " tensors and dst has ",
+               dst.size(), "; expected a pair for each layer");
+  BlockIds ids = {{"src_block_ids[", "]", read_ids("src_block_ids", src_block_ids)},
+                  {"dst_block_ids[", "]", read_ids("dst_block_ids", dst_block_ids)}};
+  KVSWAP_CHECK(ids.src.ids.size() == ids.dst.ids.size(), "src_block_ids has ", ids.src.ids.size(),
+               " ids and dst_block_ids has ", ids.dst.ids.size(), "; expected as many");
+  return {block_tensors("src", src), block_tensors("dst", dst), std::move(ids)};
+}
+
 }  // namespace
 
 void swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
                  const Tensor& block_mapping) {
-  with_op_name("swap_blocks", [&] {
-    check_int64_on_cpu("block_mapping", block_mapping);
-    KVSWAP_CHECK(block_mapping.dim() == 2 && block_mapping.size(1) == 2, "block_mapping has shape ",
-                 shape_text(block_mapping), "; expected [n, 2]: pairs of source and destination");
-    const BlockTensor src_blocks("src", src), dst_blocks("dst", dst);
-    for (const BlockTensor* side : {&src_blocks, &dst_blocks}) {
-      KVSWAP_CHECK(side->count == 0 || block_size_in_bytes == static_cast<int64_t>(side->bytes),
-                   "block_size_in_bytes is ", block_size_in_bytes, ", but a block of ", side->name,
-                   " has ", side->bytes, " bytes; expected the same");
-    }
-    copy_blocks({src_blocks}, {dst_blocks},
-                {{"block_mapping[", ", 0]", read_column(block_mapping, 0)},
-                 {"block_mapping[", ", 1]", read_column(block_mapping, 1)}});
-  });
+  with_op_name("swap_blocks",
+               [&] { copy_blocks(copies_of(src, dst, block_size_in_bytes, block_mapping)); });
 }
 
 void swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
                     const Tensor& src_block_ids, const Tensor& dst_block_ids) {
-  with_op_name("swap_kv_blocks", [&] {
-    KVSWAP_CHECK(src.size() == dst.size(), "src has ", src.size(), " tensors and dst has ",
-                 dst.size(), "; expected a pair for each layer");
-    const BlockIds ids = {{"src_block_ids[", "]", read_ids("src_block_ids", src_block_ids)},
-                          {"dst_block_ids[", "]", read_ids("dst_block_ids", dst_block_ids)}};
-    KVSWAP_CHECK(ids.src.ids.size() == ids.dst.ids.size(), "src_block_ids has ", ids.src.ids.size(),
-                 " ids and dst_block_ids has ", ids.dst.ids.size(), "; expected as many");
-    copy_blocks(block_tensors("src", src), block_tensors("dst", dst), ids);
+  with_op_name("swap_kv_blocks",
+               [&] { copy_blocks(copies_of(src, dst, src_block_ids, dst_block_ids)); });
+}
+
+void check_swap_blocks(const Tensor& src, const Tensor& dst, int64_t block_size_in_bytes,
+                       const Tensor& block_mapping) {
+  with_op_name("swap_blocks", [&] {
+    check_on_any_device(copies_of(src, dst, block_size_in_bytes, block_mapping));
   });
+}
+
+void check_swap_kv_blocks(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
+                          const Tensor& src_block_ids, const Tensor& dst_block_ids) {
+  with_op_name("swap_kv_blocks",
+               [&] { check_on_any_device(copies_of(src, dst, src_block_ids, dst_block_ids)); });
 }
 
 }  // namespace kvswap

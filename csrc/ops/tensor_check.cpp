@@ -5,6 +5,8 @@
 namespace kvswap {
 namespace {
 
+using torch::headeronly::DeviceType;
+
 std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values) {
   std::ostringstream text;
   text << "[";
@@ -13,16 +15,49 @@ std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values) {
   return text.str();
 }
 
+std::string type_text(DeviceType type) {
+  switch (type) {
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::CUDA:
+      return "cuda";
+    case DeviceType::HPU:
+      return "hpu";
+    case DeviceType::Meta:
+      return "meta";
+    case DeviceType::MPS:
+      return "mps";
+    case DeviceType::MTIA:
+      return "mtia";
+    case DeviceType::XPU:
+      return "xpu";
+    case DeviceType::PrivateUse1:
+      return "privateuseone";
+    default:
+      return "device type " + std::to_string(static_cast<int>(type));
+  }
+}
+
 }  // namespace
 
 std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
 
 std::string stride_text(const Tensor& tensor) { return list_text(tensor.strides()); }
 
-int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
+TensorDevice device_of(const Tensor& tensor) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  // "cpu:0" is the same as "cpu".
+  return {type, type == aoti_torch_device_type_cpu() ? -1 : tensor.get_device_index()};
+}
 
-std::string device_text(int device) {
-  return device < 0 ? "cpu" : "cuda:" + std::to_string(device);
+std::string device_text(const TensorDevice& device) {
+  const std::string type = type_text(static_cast<DeviceType>(device.type));
+  return device.index < 0 ? type : type + ":" + std::to_string(device.index);
+}
+
+uint64_t storage_offset_bytes(const Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size();
 }
 
 void check_int64(const char* name, const Tensor& tensor) {

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from error_text import message_of
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_kvswap import ops
 
@@ -69,6 +73,62 @@ def test_autograd_sees_an_in_place_write(op):
     assert written._version == before + 1
 
 
+class PassingMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", range(3))
+@pytest.mark.parametrize("mode", [torch.no_grad, PassingMode, FakeTensorMode])
+def test_autograd_sees_one_write_in_every_mode(op, mode):
+    with mode():
+        write, written = writes()[op]
+        before = written._version
+        write()
+    assert written._version == before + 1
+
+
+def test_autograd_sees_a_write_to_a_tensor_subclass():
+    def two(tensor):
+        return TwoTensor(tensor, tensor.clone())
+
+    src, dst, mapping = two(torch.ones(4, 2)), two(torch.zeros(4, 2)), two(torch.tensor([[0, 1]]))
+    before = dst._version
+    ops.swap_blocks(src, dst, 8, mapping)
+    assert dst._version == before + 1
+    assert dst.a[1].tolist() == dst.b[1].tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
+def test_a_compiler_refuses_a_backward_that_needs_what_was_overwritten():
+    def step(weight, src, dst, mapping):
+        product = (weight * dst).sum()
+        torch.ops.torch_kvswap.swap_blocks(src, dst, 8, mapping)
+        return product
+
+    weight = torch.ones(4, 2, requires_grad=True)
+    operands = torch.ones(4, 2), torch.zeros(4, 2), torch.tensor([[0, 1]])
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(weight, *operands).backward()
+
+
+@pytest.mark.parametrize("op", range(3))
+def test_only_inference_mode_on_inference_tensors_saves_telling_autograd(op, monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", told.append)
+    plain, _ = writes()[op]
+    with torch.inference_mode():
+        plain()
+        assert len(told) == 1
+        of_inference_tensors, written = writes()[op]
+        of_inference_tensors()
+        assert len(told) == 1
+        assert bool(written.any())
+    of_inference_tensors()
+    assert len(told) == 2
+
+
 def test_backward_refuses_a_value_that_was_overwritten():
     src, dst, weight = torch.ones(4, 2), torch.zeros(4, 2), torch.ones(4, 2, requires_grad=True)
     product = (weight * dst).sum()
@@ -115,7 +175,6 @@ def test_what_was_computed_from_a_leaf_may_be_written():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (torch._C, "_AutoDispatchBelowADInplaceOrView"),
         (torch._C, "_after_ADInplaceOrView_keyset"),
         (torch._ops.OpOverload, "redispatch"),
     ],
@@ -145,4 +204,21 @@ def test_a_meta_tensor_among_real_ones_is_refused():
         with pytest.raises(RuntimeError, match="some operands are meta tensors and some are not"):
             call()
     ops.swap_blocks(src.to("meta"), dst.to("meta"), 8, mapping.to("meta"))
+    assert not dst.any()
+
+
+def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeypatch):
+    src, dst, size = torch.ones(4), torch.zeros(4), torch.tensor([16])
+    addresses = [torch.tensor([tensor.data_ptr()]) for tensor in (src, dst)]
+    for accelerator in (None, torch.device("cuda")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)  # noqa: B023
+        ops.swap_blocks_batch(*addresses, size)
+        assert dst.tolist() == [1] * 4
+        dst.zero_()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert message_of(lambda: ops.swap_blocks_batch(*addresses, size)) == (
+        "torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for xpu, the "
+        "accelerator of this process; use swap_blocks or swap_kv_blocks, which take tensors of any "
+        "device"
+    )
     assert not dst.any()

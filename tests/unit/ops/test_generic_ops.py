@@ -1,0 +1,261 @@
+"""The kernels for any device of PyTorch, run on tensors of the CPU and of the meta device.
+
+tests/devices/test_generic_ops.py runs them on an accelerator.
+"""
+
+import pytest
+import torch
+from error_text import error_text, message_of
+
+from torch_kvswap import generic_ops
+
+OPS = torch.ops.torch_kvswap
+# Dispatches as if a tensor were on such a device.
+GENERIC = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+SENTINEL = 0xA5
+
+
+def generic(op, *operands, **named):
+    """What the op does with the kernel for any device."""
+    return op.redispatch(GENERIC, *operands, **named)
+
+
+def blocks(count, block_bytes, padding, offset, fill):
+    """A uint8 tensor [count, block_bytes] with `padding` bytes between blocks, and what backs it."""
+    backing = torch.full((offset + count * (block_bytes + padding),), SENTINEL, dtype=torch.uint8)
+    if fill:
+        backing.random_(0, 256)
+    return backing.as_strided((count, block_bytes), (block_bytes + padding, 1), offset), backing
+
+
+def random_mapping(num_src, num_dst, num_ids):
+    return torch.stack([torch.randint(num_src, (num_ids,)), torch.randperm(num_dst)[:num_ids]], 1)
+
+
+@pytest.fixture(params=[32 << 20, 4000, 1])
+def staging_bytes(request, monkeypatch):
+    """How many bytes are copied at once, and a list of the bytes of all staging memory."""
+    monkeypatch.setattr(generic_ops, "STAGING_BYTES", request.param)
+    allocate, allocated = generic_ops._staging, []
+
+    def recorded(rows, words):
+        allocated.append(words * rows.element_size())
+        return allocate(rows, words)
+
+    monkeypatch.setattr(generic_ops, "_staging", recorded)
+    return request.param, allocated
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 31, 656, 4096])
+@pytest.mark.parametrize(("padding", "offset"), [(0, 0), (16, 32), (17, 0), (0, 5), (4, 6)])
+def test_just_the_mapped_bytes_move_through_bounded_memory(
+    block_bytes, padding, offset, staging_bytes
+):
+    torch.manual_seed(block_bytes)
+    for num_src, num_dst, num_ids in [(1, 1, 1), (7, 60, 5), (50, 23, 23)]:
+        src, _ = blocks(num_src, block_bytes, padding, offset, fill=True)
+        dst, backing = blocks(num_dst, block_bytes, offset, padding, fill=False)
+        mapping = random_mapping(num_src, num_dst, num_ids)
+        expected = backing.clone()
+        view = expected.as_strided(dst.shape, dst.stride(), dst.storage_offset())
+        view[mapping[:, 1]] = src[mapping[:, 0]]
+        generic(OPS.swap_blocks.default, src, dst, block_bytes, mapping)
+        assert torch.equal(backing, expected)
+    limit, allocated = staging_bytes
+    assert max(allocated) <= max(limit, block_bytes)
+
+
+DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_moves_as_bytes_also_into_another_one(dtype):
+    bits = torch.randint(0, 2, (12, 3, 8 * dtype.itemsize), dtype=torch.uint8)
+    mapping = torch.tensor([[2, 0], [11, 1]])
+    for target in (dtype, torch.uint8, torch.int64):
+        dst = torch.zeros(12, 3 * 8 * dtype.itemsize // target.itemsize, dtype=target)
+        generic(OPS.swap_blocks.default, bits.view(dtype), dst, 24 * dtype.itemsize, mapping)
+        got = dst.view(torch.uint8).view(bits.shape)
+        assert torch.equal(got[:2], bits[[2, 11]])
+        assert not got[2:].any()
+
+
+def test_a_mapping_with_any_strides_is_read_right():
+    src, pairs = torch.randn(30, 16), torch.tensor([[4, 9], [8, 2], [29, 0]])
+    for mapping in (pairs.t().contiguous().t(), torch.stack([pairs, pairs], 2)[:, :, 1]):
+        dst = torch.zeros(10, 16)
+        generic(OPS.swap_blocks.default, src, dst, 64, mapping)
+        assert torch.equal(dst[pairs[:, 1]], src[pairs[:, 0]])
+
+
+def test_blocks_permuted_alike_on_both_sides_keep_their_elements():
+    src, dst = torch.randn(6, 4, 8).transpose(1, 2), torch.zeros(6, 4, 8).transpose(1, 2)
+    generic(OPS.swap_blocks.default, src, dst, 128, torch.tensor([[1, 2]]))
+    assert torch.equal(dst[2], src[1])
+
+
+def test_blocks_of_one_cache_move_within_it():
+    cache = torch.randn(10, 32)
+    before = cache.clone()
+    generic(OPS.swap_blocks.default, cache, cache, 128, torch.tensor([[0, 9], [1, 8]]))
+    assert torch.equal(cache[[9, 8]], before[[0, 1]])
+    assert torch.equal(cache[:8], before[:8])
+
+
+def test_all_layers_move_whatever_their_shapes(staging_bytes):
+    shapes = [(2, 16), (0,), (48,), (1, 7, 3)]
+    src = [torch.randn(20, *shape) for shape in shapes]
+    dst = [torch.zeros(30, *shape) for shape in shapes]
+    src_ids, dst_ids = torch.tensor([0, 19, 7, 8]), torch.tensor([29, 3, 11, 12])
+    generic(OPS.swap_kv_blocks.default, src, dst, src_ids, dst_ids)
+    for a, b in zip(src, dst, strict=True):
+        expected = torch.zeros(b.shape)
+        expected[dst_ids] = a[src_ids]
+        assert torch.equal(b, expected)
+    limit, allocated = staging_bytes
+    assert max(allocated) <= max(limit, 4 * 48)
+
+
+def test_keys_and_values_interleaved_in_one_storage_are_two_layers():
+    src, dst, ids = torch.randn(9, 2, 64), torch.zeros(9, 2, 64), torch.tensor([1, 5, 6])
+    sides = [src[:, 0], src[:, 1]], [dst[:, 0], dst[:, 1]]
+    generic(OPS.swap_kv_blocks.default, *sides, ids, ids + 1)
+    expected = torch.zeros(9, 2, 64)
+    expected[ids + 1] = src[ids]
+    assert torch.equal(dst, expected)
+
+
+def test_nothing_to_do_is_done():
+    none, src, dst = torch.zeros(0, dtype=torch.int64), torch.ones(3, 8), torch.zeros(3, 8)
+    generic(OPS.swap_blocks.default, src, dst, 32, none.reshape(0, 2))
+    generic(OPS.swap_kv_blocks.default, [src], [dst], none, none)
+    generic(OPS.swap_kv_blocks.default, [], [], none, none)
+    generic(OPS.swap_blocks.default, src[:, :0], dst[:, :0], 0, torch.tensor([[0, 0], [1, 0]]))
+    assert not dst.any()
+
+
+def wrong_swaps():
+    src, dst, ids = torch.zeros(4, 8), torch.zeros(6, 8), torch.tensor([0, 1])
+    one = torch.tensor([[0, 1]])
+    blocks_of, layers_of = OPS.swap_blocks.default, OPS.swap_kv_blocks.default
+    return [
+        (blocks_of, src, dst, 32, torch.tensor([[0, 1], [4, 2]])),
+        (blocks_of, src, dst, 32, torch.tensor([[0, 1], [1, 1]])),
+        (blocks_of, src, src, 32, torch.tensor([[0, 1], [1, 2]])),
+        (blocks_of, src, dst, 16, one),
+        (blocks_of, src, dst, 32, one.int()),
+        (blocks_of, src, dst, 32, one[0]),
+        (blocks_of, src, torch.zeros(6, 9), 32, one),
+        (blocks_of, torch.zeros(4, 2, 8)[:, :, :4], dst, 32, one),
+        (blocks_of, torch.zeros(4, 2, 4).transpose(1, 2), dst, 32, one),
+        (blocks_of, torch.zeros(()), dst, 32, one),
+        (layers_of, [src], [dst, dst], ids, ids),
+        (layers_of, [src, src], [dst, dst], ids, ids),
+        (layers_of, [src], [dst], ids, ids[:1]),
+        (layers_of, [src, src.to("meta")], [dst, dst.clone()], ids, ids),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(wrong_swaps())))
+def test_errors_are_those_of_the_native_kernels_and_nothing_is_copied(number):
+    op, src, dst, *others = wrong_swaps()[number]
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    expected = message_of(lambda: op.redispatch(on_cpu, src, dst, *others))
+    for tensor in src if isinstance(src, list) else [src]:
+        tensor.fill_(1)
+    text = message_of(lambda: generic(op, src, dst, *others))
+    assert text == expected
+    if dst is not src:
+        assert not any(tensor.any() for tensor in (dst if isinstance(dst, list) else [dst]))
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 16, 1 << 40])
+@pytest.mark.parametrize(("skip", "count"), [(0, 64), (1, 5), (3, 0), (2, 1)])
+def test_ids_expand_as_in_the_native_kernel(factor, skip, count):
+    ids = torch.tensor([3, 9, 0, 9, 5, 1, 100, 7])[::2]
+    expected = OPS.expand_block_ids.default(ids, factor, skip, count)
+    got = generic(OPS.expand_block_ids.default, ids, factor, skip, count)
+    assert torch.equal(got, expected)
+    assert got.is_contiguous()
+    out = torch.zeros(2 * len(expected), dtype=torch.int64)
+    generic(OPS.expand_block_ids.out, ids, factor, skip, count, out=out[::2])
+    assert torch.equal(out[::2], expected)
+    assert not out[1::2].any()
+
+
+def test_wrong_arguments_of_expand_block_ids_are_named_alike():
+    ids, large = torch.tensor([3, 1]), torch.arange(8)
+    plain, into = OPS.expand_block_ids.default, OPS.expand_block_ids.out
+    assert generic(plain, ids, 2).tolist() == [6, 7, 2, 3]
+    calls = [
+        (plain, (ids, 0), {}),
+        (plain, (ids, 2, 5), {}),
+        (plain, (ids, 2, -1), {}),
+        (plain, (ids, 2, 0, -3), {}),
+        (plain, (ids.int(), 2), {}),
+        (plain, (ids[None], 2), {}),
+        (into, (ids, 2), {"out": torch.zeros(3, dtype=torch.int64)}),
+        (into, (ids, 2), {"out": torch.zeros(4)}),
+        (into, (large[1:4], 2), {"out": large[:6]}),
+        (into, (ids, 2), {"out": large[:1].expand(4)}),
+    ]
+    for op, operands, named in calls:
+        expected = message_of(lambda: op(*operands, **named))  # noqa: B023
+        assert message_of(lambda: generic(op, *operands, **named)) == expected  # noqa: B023
+
+
+def test_autograd_counts_one_write():
+    src, mapping = torch.ones(4, 2), torch.tensor([[0, 1]])
+    dst = torch.zeros(4, 2, requires_grad=True) * 1
+    history, version = dst.grad_fn, dst._version
+    keys = GENERIC | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    OPS.swap_blocks.default.redispatch(keys, src, dst, 8, mapping)
+    assert dst[1].tolist() == [1, 1]
+    assert dst._version == version + 1
+    assert dst.grad_fn is history
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_tensors_are_written_in_every_mode(mode):
+    with torch.inference_mode():
+        src, dst = torch.ones(4, 2), torch.zeros(4, 2)
+    with mode():
+        generic(OPS.swap_blocks.default, src, dst, 8, torch.tensor([[0, 1]]))
+    assert dst[1].tolist() == [1, 1]
+
+
+def test_another_device_takes_the_blocks_of_the_host():
+    src, dst = torch.randn(6, 10), torch.zeros(5, 10, device="meta")
+    generic(OPS.swap_blocks.default, src, dst, 40, torch.tensor([[5, 0], [0, 4]]))
+    generic(OPS.swap_kv_blocks.default, [src] * 2, [dst, dst.clone()], *torch.tensor([[1], [2]]))
+    ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    got = generic(OPS.expand_block_ids.default, ids, 4, 1, 6)
+    assert (got.device, got.shape) == (ids.device, (6,))
+
+
+def test_an_error_of_pytorch_arrives_as_it_is():
+    src, dst = torch.zeros(4, 10, device="meta"), torch.zeros(4, 10)
+    operands = src, dst, 40, torch.tensor([[0, 1]])
+    assert (
+        error_text(generic, OPS.swap_blocks.default, *operands)
+        == "NotImplementedError: Cannot copy out of meta tensor; no data!"
+    )
+
+
+def test_block_ids_on_a_device_are_refused_with_its_name():
+    src, ids = torch.zeros(4, 2), torch.tensor([[0, 1]], device="meta")
+    assert message_of(lambda: generic(OPS.swap_blocks.default, src, src, 8, ids)) == (
+        "torch_kvswap::swap_blocks: block_mapping is on meta; expected a CPU tensor, call .cpu()"
+    )
+
+
+@pytest.mark.parametrize("key", generic_ops.DISPATCH_KEYS)
+def test_every_op_on_tensors_has_a_kernel_for_each_kind_of_device(key):
+    for name in ("swap_blocks", "swap_kv_blocks", "expand_block_ids", "expand_block_ids.out"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torch_kvswap::{name}", key)
+
+
+def test_sparse_tensors_have_no_kernel():
+    src, dst = torch.zeros(4, 2).to_sparse(), torch.zeros(4, 2)
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        OPS.swap_blocks(src, dst, 8, torch.tensor([[0, 1]]))
