@@ -13,10 +13,25 @@ from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+# Files in the order in which they are made, with their folders of sources and options of their own.
+# A file finds those that it is linked with beside it.
+_ON_SIMULATION = ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]
+_HIP = [*_ON_SIMULATION, f"-Wl,--version-script={HERE / 'libamdhip64' / 'libamdhip64.map'}"]
 SOURCES = {
-    "libcuda.so.1": "libcuda",
-    "libtorch_cuda.so": "libtorch_cuda",
-    "liballocations.so": "liballocations",
+    "libsimulation.so": ("simulation", []),
+    "liballocations.so": ("liballocations", []),
+    "libtorch_cuda.so": ("libtorch_cuda", []),
+    "libcuda.so.1": ("libcuda", _ON_SIMULATION),
+    "libamdhip64.so": ("libamdhip64", _HIP),
+    "libamdhip64_7_0.so": (
+        "libamdhip64",
+        [*_ON_SIMULATION, "-DSIMULATED_BEFORE_ROCM_7_1", "-Wl,-soname,libamdhip64.so"],
+    ),
+    # PyTorch for ROCm has it under another name, linked with HIP.
+    "libtorch_hip.so": (
+        "libtorch_cuda",
+        ["-L{made}", "-Wl,--no-as-needed,-rpath,$ORIGIN", "-l:libamdhip64.so"],
+    ),
 }
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is compiled
@@ -25,7 +40,8 @@ COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is comp
 @cache
 def build() -> Path:
     """The folder of the libraries of the simulated driver, made by the first that asks."""
-    files = sorted(path for folder in SOURCES.values() for path in (HERE / folder).iterdir())
+    folders = {folder for folder, _ in SOURCES.values()}
+    files = sorted(path for folder in folders for path in (HERE / folder).iterdir())
     files.append(ROOT / "csrc" / "copy" / "pack_arguments.h")
     digest = hashlib.sha256(" ".join(COMMAND).encode())
     for path in files:
@@ -42,10 +58,9 @@ def build() -> Path:
 
 def _compile(folder: Path) -> None:
     made = Path(mkdtemp(prefix="simulated-driver-", dir=folder.parent))
-    running = []
-    for name, sources in SOURCES.items():
+    for name, (sources, options) in SOURCES.items():
         paths = [str(path) for path in sorted((HERE / sources).glob("*.cpp"))]
-        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(made / name), *paths]
-        running.append(subprocess.Popen(command))
-    assert [process.wait() for process in running] == [0] * len(SOURCES)
+        linked = [option.format(made=made) for option in options]
+        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(made / name), *paths, *linked]
+        subprocess.run(command, check=True)
     made.rename(folder)

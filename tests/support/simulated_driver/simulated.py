@@ -32,13 +32,13 @@ class Worker:
     for.
     """
 
-    def __init__(self, seconds: float = 3 * PATIENCE) -> None:
+    def __init__(self, seconds: float = 3 * PATIENCE, **variables: str) -> None:
         self._runs_a_test = False
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._tests, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "simulated_driver.worker", str(theirs.fileno()), str(seconds)],
-            env=environment(PYTHONDONTWRITEBYTECODE="1"),
+            env=environment(PYTHONDONTWRITEBYTECODE="1", **variables),
             pass_fds=[theirs.fileno()],
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -77,15 +77,19 @@ class Worker:
 
 
 class Workers:
-    """The worker of this process, replaced after each failure."""
+    """The worker of this process with these variables in its environment, replaced after each
+    failure.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
+        self._variables = variables
         self._worker: Worker | None = None
         atexit.register(self.close)
 
     def call(self, module: str, name: str, arguments: dict[str, Any]) -> str | None:
         fuzz = float(os.environ.get("KVSWAP_FUZZ_SECONDS", "0"))
-        self._worker = self._worker or Worker(3 * PATIENCE + fuzz * SCALE)
+        seconds = 3 * PATIENCE + fuzz * SCALE
+        self._worker = self._worker or Worker(seconds, **self._variables)
         failure = self._worker.call(module, name, arguments)
         # A failed test may leave threads and streams behind, an accepted one other line numbers.
         if failure is not None or os.environ.get("EXPECTTEST_ACCEPT"):
@@ -98,7 +102,7 @@ class Workers:
         self._worker = None
 
 
-workers = Workers()
+workers, workers_on_hip = Workers(), Workers(SIMULATED_FACE="hip")
 
 
 def simulated(body: Callable[..., None]) -> Callable[..., None]:
@@ -107,14 +111,41 @@ def simulated(body: Callable[..., None]) -> Callable[..., None]:
     It runs in another process, which loads the test's module from its file. Its arguments are
     pickled.
     """
+    return _decorate(body, lambda arguments: workers)
+
+
+def simulated_on_hip(body: Callable[..., None]) -> Callable[..., None]:
+    """As :func:`simulated`, with HIP's functions instead of those of CUDA's driver."""
+    return _decorate(body, lambda arguments: workers_on_hip)
+
+
+def simulated_on_both(body: Callable[..., None]) -> Callable[..., None]:
+    """As :func:`simulated`, once with the functions of CUDA's driver and once with HIP's."""
+    of = {"CUDA": workers, "HIP": workers_on_hip}
+    test = _decorate(body, lambda arguments: of[arguments.pop("runtime")], "runtime")
+    marked: Callable[..., None] = pytest.mark.parametrize("runtime", of)(test)
+    return marked
+
+
+def _decorate(
+    body: Callable[..., None], choose: Callable[[dict[str, Any]], Workers], *more: str
+) -> Callable[..., None]:
+    """A test that a worker of those that `choose` picks by its arguments runs.
+
+    Args:
+        body (Callable): the test; its first argument is the driver.
+        choose (Callable): takes the arguments that the body has not out of them.
+        more (str): their names.
+    """
 
     @functools.wraps(body)
     def test(**arguments: Any) -> None:
-        failure = workers.call(body.__module__, body.__name__, arguments)
+        failure = choose(arguments).call(body.__module__, body.__name__, arguments)
         if failure is not None:
             pytest.fail(failure, pytrace=False)
 
     signature = inspect.signature(body)
     parameters = list(signature.parameters.values())[1:]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
     test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return without_cuda(test)
