@@ -21,7 +21,8 @@ from patience import PATIENCE, SCALE
 from simulated_driver.program import environment
 
 without_cuda = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the simulated driver needs a PyTorch without CUDA"
+    torch.version.cuda is not None or torch.version.hip is not None,
+    reason="the simulated driver needs a PyTorch without CUDA",
 )
 
 
