@@ -1,5 +1,6 @@
 #include "capi.h"
 
+#include <algorithm>
 #include <functional>
 #include <new>
 #include <optional>
@@ -77,6 +78,11 @@ const char* kvswap_last_error_type() { return error_type; }
 
 // The driver, and host memory.
 
+const char* kvswap_driver_name() {
+  const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
+  return driver != nullptr && driver->is_hip ? "HIP" : "CUDA";
+}
+
 int kvswap_driver_version() {
   int version = 0;
   const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
@@ -93,7 +99,12 @@ bool kvswap_driver_has_batch() {
 
 int kvswap_batch_limit() {
   int limit = -1;
-  succeeds([&] { limit = kvswap::batch_is_on() ? static_cast<int>(kvswap::batch_limit()) : 0; });
+  succeeds([&] {
+    const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
+    const size_t most = driver == nullptr ? ~size_t{0} : driver->max_batch;
+    const size_t wanted = kvswap::batch_is_on() ? kvswap::batch_limit() : 0;
+    limit = static_cast<int>(std::min(wanted, most));
+  });
   return limit;
 }
 
@@ -124,7 +135,7 @@ bool kvswap_device_pci_address(int device, int32_t* numbers) {
     for (const int attribute :
          {kvswap::cuda::kPciDomain, kvswap::cuda::kPciBus, kvswap::cuda::kPciDevice}) {
       KVSWAP_DRIVER_CHECK(kvswap::cuda::driver().get_device_attribute(numbers++, attribute, device),
-                          "cuDeviceGetAttribute of CUDA device ", device);
+                          "cuDeviceGetAttribute", " of CUDA device ", device);
     }
   });
 }

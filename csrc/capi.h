@@ -7,13 +7,17 @@
 
 #define KVSWAP_API extern "C" __attribute__((visibility("default")))
 
-// The version of the CUDA driver, 13000 for 13.0; 0 without one. Does not initialise CUDA.
+// "CUDA", or "HIP" with a PyTorch for ROCm.
+KVSWAP_API const char* kvswap_driver_name();
+
+// The version of the driver, 13000 for 13.0; 0 without one. Does not initialise CUDA; HIP may
+// initialise itself.
 KVSWAP_API int kvswap_driver_version();
 
 // Why there is no driver, or "". Never freed.
 KVSWAP_API const char* kvswap_driver_error();
 
-// Whether the driver has the batch call (CUDA 12.8 or newer).
+// Whether the driver has the batch call (CUDA 12.8 or newer, ROCm 7.1 or newer).
 KVSWAP_API bool kvswap_driver_has_batch();
 
 // Fragments in one batch call; 0 if KVSWAP_BATCH switches it off; -1 if the environment is wrong,
@@ -323,5 +327,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 4
+#define KVSWAP_ABI_VERSION 5
 KVSWAP_API int kvswap_abi_version();

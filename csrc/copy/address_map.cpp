@@ -17,7 +17,7 @@ Memory AddressMap::query(uint64_t address) const {
   int names[] = {cuda::kMemoryType, cuda::kDeviceOrdinal, cuda::kRangeStart, cuda::kRangeSize};
   void* values[] = {&type, &device, &begin, &bytes};
   KVSWAP_DRIVER_CHECK(cuda::driver().get_pointer_attributes(4, names, values, address),
-                      "cuPointerGetAttributes of address ", hex(address));
+                      "cuPointerGetAttributes", " of address ", hex(address));
   Memory memory;
   if (type != cuda::kHostMemory && type != cuda::kDeviceMemory) return memory;
   memory.kind = type == cuda::kDeviceMemory ? MemoryKind::kDevice : MemoryKind::kPinned;
@@ -44,7 +44,7 @@ uint64_t AddressMap::mapped_until(uint64_t address) const {
   int names[] = {cuda::kMappingBase, cuda::kMappingSize};
   void* values[] = {&begin, &bytes};
   KVSWAP_DRIVER_CHECK(cuda::driver().get_pointer_attributes(2, names, values, address),
-                      "cuPointerGetAttributes of address ", hex(address));
+                      "cuPointerGetAttributes", " of address ", hex(address));
   return bytes == 0 ? address : begin + bytes;
 }
 

@@ -24,8 +24,8 @@ constexpr uint64_t kLargeFragment = 256 << 10;
   } catch (const std::runtime_error&) {
     // On a lost device every question fails; the first error is the one to report.
   }
-  fail(call, " failed at index ", fragment.index, ", from ", src, " to ", dst, ", ", fragment.bytes,
-       " bytes: ", cuda::describe(result));
+  fail(cuda::name_of(call), " failed at index ", fragment.index, ", from ", src, " to ", dst, ", ",
+       fragment.bytes, " bytes: ", cuda::describe(result));
 }
 
 void copy_one_by_one(const std::vector<Fragment>& fragments, cuda::Stream stream) {
@@ -83,7 +83,7 @@ bool are_large(const std::vector<Fragment>& fragments) {
 void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
                      const BatchOptions& options) {
   BatchArguments arguments;
-  const size_t limit = options.environment.batch_limit;
+  const size_t limit = std::min(options.environment.batch_limit, cuda::driver().max_batch);
   const bool small_first = !options.one_call && are_large(fragments);
   size_t most = small_first ? std::min(kFirstCall, limit) : limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {

@@ -41,8 +41,8 @@ void launch(PackArguments& arguments, const PackLaunch& shape, const cuda::Kerne
   const cuda::Result result =
       cuda::driver().launch(bulk ? kernels.pack_bulk : kernels.pack_words, ctas, 1, 1, threads, 1,
                             1, shared, stream, pointers, nullptr);
-  KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel of ", arguments.to_packed ? "pack" : "unpack", ", ",
-                      arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
+  KVSWAP_DRIVER_CHECK(result, "cuLaunchKernel", " of ", arguments.to_packed ? "pack" : "unpack",
+                      ", ", arguments.block_count, " blocks of ", arguments.slab_count, " slabs");
 }
 
 // What is the same in every launch.
@@ -71,13 +71,13 @@ SlabTable::SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream)
   }
   const cuda::Driver& driver = cuda::driver();
   const size_t bytes = entries.size() * sizeof(SlabEntry);
-  KVSWAP_DRIVER_CHECK(driver.allocate(&address_, bytes), "cuMemAlloc of ", bytes, " bytes");
+  KVSWAP_DRIVER_CHECK(driver.allocate(&address_, bytes), "cuMemAlloc", " of ", bytes, " bytes");
   const auto from = reinterpret_cast<cuda::Address>(entries.data());
   cuda::Result result = driver.copy_async(address_, from, bytes, stream);
   if (result == cuda::kSuccess) result = driver.synchronize_stream(stream);
   if (result == cuda::kSuccess) return;
   driver.free(address_);
-  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync of the table of slabs");
+  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the table of slabs");
 }
 
 SlabTable::~SlabTable() {

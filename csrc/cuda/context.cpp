@@ -16,7 +16,7 @@ Context primary_context(int device) {
   if (is_new) {
     const Result result = driver().retain_primary_context(&entry->second, device);
     if (result != kSuccess) contexts.erase(entry);
-    KVSWAP_DRIVER_CHECK(result, "cuDevicePrimaryCtxRetain for CUDA device ", device);
+    KVSWAP_DRIVER_CHECK(result, "cuDevicePrimaryCtxRetain", " for CUDA device ", device);
   }
   return entry->second;
 }
@@ -30,8 +30,8 @@ thread_local int guarded_device = kNoDevice;  // of the innermost guard of the t
 
 ContextGuard::ContextGuard(int device) : outer_(guarded_device) {
   if (device == outer_) return;
-  KVSWAP_DRIVER_CHECK(driver().push_context(primary_context(device)),
-                      "cuCtxPushCurrent for CUDA device ", device);
+  KVSWAP_DRIVER_CHECK(driver().push_context(primary_context(device)), "cuCtxPushCurrent",
+                      " for CUDA device ", device);
   driver().exchange_capture_mode(&capture_mode_);  // fails for no value of ours
   guarded_device = device;
 }

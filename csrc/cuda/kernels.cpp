@@ -33,7 +33,7 @@ Module load_module(const void* image) {
 
 Function find(Module module, const char* name) {
   Function function = nullptr;
-  KVSWAP_DRIVER_CHECK(driver().get_function(&function, module, name), "cuModuleGetFunction of ",
+  KVSWAP_DRIVER_CHECK(driver().get_function(&function, module, name), "cuModuleGetFunction", " of ",
                       name);
   return function;
 }
@@ -84,6 +84,7 @@ Kernels load(int device) {
 }  // namespace
 
 const Kernels& kernels(int device) {
+  KVSWAP_CHECK(!driver().is_hip, "the kernels of this library are for NVIDIA's GPUs");
   static std::mutex mutex;
   static std::map<int, Kernels> loaded;
   const std::lock_guard<std::mutex> lock(mutex);

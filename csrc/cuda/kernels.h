@@ -13,8 +13,8 @@ struct Kernels {
 
 // The kernels of `device`, whose context is current; loaded once in a process. Loads them
 // completely: a kernel that is loaded lazily, at its first launch, blocks all streams while one of
-// them waits. Throws if the library was built without nvcc or has no machine code for this GPU.
-// Thread safe.
+// them waits. Throws if the library was built without nvcc or has no machine code for this GPU,
+// as for AMD's. Thread safe.
 const Kernels& kernels(int device);
 
 }  // namespace kvswap::cuda

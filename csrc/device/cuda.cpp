@@ -196,13 +196,14 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   const std::vector<CopyMethod>& copy_methods() const override {
     static const std::vector<CopyMethod> methods{CopyMethod::kStrided, CopyMethod::kBatch,
                                                  CopyMethod::kStaged, CopyMethod::kKernel};
-    return methods;
+    static const std::vector<CopyMethod> without_kernels{CopyMethod::kStrided, CopyMethod::kBatch};
+    return cuda::driver().is_hip ? without_kernels : methods;
   }
   std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
                                       const Environment& environment) override {
     return std::make_unique<CudaCopier>(index(), copies, to_host, environment);
   }
-  PackKernels* pack_kernels() override { return this; }
+  PackKernels* pack_kernels() override { return cuda::driver().is_hip ? nullptr : this; }
   StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
@@ -213,7 +214,7 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   }
   uint64_t allocate_staging(uint64_t bytes) override {
     cuda::Address address = 0;
-    KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc of ", bytes,
+    KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc", " of ", bytes,
                         " bytes for staging");
     return address;
   }
@@ -264,18 +265,19 @@ Allocations CudaDevice::find_allocations(const std::vector<uint64_t>& cache,
 
 StreamWords* CudaDevice::stream_words() {
   const cuda::Driver& driver = cuda::driver();
+  if (driver.wait_value == nullptr || driver.write_value == nullptr) return nullptr;
   int supported = 0;
   KVSWAP_DRIVER_CHECK(
       driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
       "cuDeviceGetAttribute");
-  return supported && driver.wait_value && driver.write_value ? this : nullptr;
+  return supported ? this : nullptr;
 }
 
 volatile uint64_t* CudaDevice::allocate_words(int count) {
   void* memory = nullptr;
   KVSWAP_DRIVER_CHECK(
       cuda::driver().allocate_host(&memory, count * sizeof(uint64_t), cuda::kRegisterPortable),
-      "cuMemHostAlloc of a gate");
+      "cuMemHostAlloc", " of a gate");
   return static_cast<volatile uint64_t*>(memory);
 }
 

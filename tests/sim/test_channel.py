@@ -18,7 +18,7 @@ from simulated_cache import (
     run_until,
     states,
 )
-from simulated_driver import DEVICE, Driver, pool, simulated
+from simulated_driver import DEVICE, Driver, pool, simulated, simulated_on_both
 
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.layout import PagedLayout
@@ -68,7 +68,7 @@ record event 4 on stores
         assert states(sim.finish()) == ["done", "done"]
 
 
-@simulated
+@simulated_on_both
 def test_a_transfer_starts_behind_the_stream_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.held(SIDE), sim.held(CURRENT)
@@ -87,7 +87,7 @@ record event 3 on loads
         assert states(sim.finish()) == ["done"]
 
 
-@simulated
+@simulated_on_both
 def test_a_transfer_starts_behind_the_event_that_it_is_given(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held(SIDE)
@@ -134,7 +134,7 @@ def test_a_transfer_may_start_behind_nothing_while_the_current_stream_is_busy(
 
 @pytest.mark.parametrize("handle", [0, 1, 2], ids=["legacy", "legacy by name", "per thread"])
 @pytest.mark.parametrize("given", [True, False], ids=["given", "current"])
-@simulated
+@simulated_on_both
 def test_the_default_streams_are_waited_for_like_others(
     driver: Driver, handle: int, given: bool
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_default_streams_are_waited_for_like_others(
 
 @pytest.mark.parametrize("queued", [False, True], ids=["on the device", "queued"])
 @pytest.mark.parametrize("change", ["records it again", "destroys it", "frees its stream"])
-@simulated
+@simulated_on_both
 def test_what_the_caller_does_with_an_event_afterwards_changes_nothing(
     driver: Driver, change: str, queued: bool
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_copy_takes_the_seconds_of_all_its_groups_of_layers(driver: Driver) ->
         assert divided == pytest.approx(0.003)
 
 
-@simulated
+@simulated_on_both
 def test_layer_groups_have_an_end_each_and_a_stream_waits_for_the_one_it_needs(
     driver: Driver,
 ) -> None:
@@ -295,7 +295,7 @@ def test_what_waits_for_a_job_waits_for_it_on_the_device(driver: Driver) -> None
 # Transfers of different channels: who waits for whom
 
 
-@simulated
+@simulated_on_both
 def test_a_load_waits_for_the_store_that_fills_its_page(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold = sim.held()
@@ -321,7 +321,7 @@ record event 9 on loads
 
 @pytest.mark.parametrize("between", [0, 3])
 @pytest.mark.parametrize("pair", SHARE)
-@simulated
+@simulated_on_both
 def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     driver: Driver, pair: str, between: int
 ) -> None:
@@ -345,7 +345,7 @@ def test_two_jobs_of_which_one_writes_what_both_have_run_in_order(
     ("first", "second"),
     [(a, b) for a in CHANNELS for b in CHANNELS if a != b],
 )
-@simulated
+@simulated_on_both
 def test_jobs_that_share_nothing_wait_for_nothing(driver: Driver, first: str, second: str) -> None:
     with SimulatedCache(driver) as sim:
         hold, _ = sim.hold_up(first, block=1, page=2)
@@ -438,7 +438,7 @@ def test_a_thousand_jobs_take_no_more_streams_and_events_than_a_hundred(driver: 
         assert work(1000) == few
 
 
-@simulated
+@simulated_on_both
 def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     before = driver.live("streams"), driver.live("events")
     with SimulatedCache(driver) as sim:

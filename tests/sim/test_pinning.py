@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import DEVICE, Driver, place, simulated
+from simulated_driver import DEVICE, Driver, place, simulated, simulated_on_both
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import loader
@@ -43,7 +43,7 @@ def registered(driver: Driver) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("register ")]
 
 
-@simulated
+@simulated_on_both
 def test_chunks_are_registered_one_after_another_and_none_is_left(driver: Driver) -> None:
     progress: list[tuple[int, int]] = []
     pool = HostPool(
@@ -97,7 +97,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
         assert all(map(torch.equal, layout.tensors, kept))
 
 
-@simulated
+@simulated_on_both
 def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:
@@ -109,7 +109,7 @@ def test_inside_of_a_chunk_neighbours_are_one_copy(driver: Driver) -> None:
         assert "batch of 2 on stream" in driver.log()
 
 
-@simulated
+@simulated_on_both
 def test_an_op_on_pages_keeps_to_the_chunks_too(driver: Driver) -> None:
     layout = gpu_cache(driver, layers=1)
     with HostPool(layout, 16, chunk_bytes=4 * BLOCK) as pool:

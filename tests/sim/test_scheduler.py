@@ -27,7 +27,7 @@ from simulated_cache import (
     thread_names,
     threads,
 )
-from simulated_driver import DEVICE, Driver, simulated
+from simulated_driver import DEVICE, Driver, simulated, simulated_on_both
 
 from torch_kvswap.handler import Job, TransferError
 
@@ -294,7 +294,7 @@ def test_a_job_waits_for_one_in_the_queue_of_another_channel(
 
 
 @pytest.mark.parametrize("seed", range(8))
-@simulated
+@simulated_on_both
 def test_random_jobs_through_full_queues_do_what_they_do_one_after_another(
     driver: Driver, seed: int
 ) -> None:
@@ -392,7 +392,7 @@ def test_the_host_waits_for_queued_jobs_as_long_as_it_is_told_to(driver: Driver)
         assert sim.holds(1, sim.block(1))
 
 
-@simulated
+@simulated_on_both
 def test_many_threads_submit_and_every_job_is_reported_once(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         driver.set_mode("threaded")
@@ -446,7 +446,7 @@ def test_a_cancelled_queued_job_ends_at_once_and_the_others_go_on(
         assert sim.is_right(without=[job])
 
 
-@simulated
+@simulated_on_both
 def test_a_cancelled_running_job_ends_with_its_copy(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         hold, job = sim.hold_up("store", 1, 2)

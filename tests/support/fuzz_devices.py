@@ -152,7 +152,6 @@ class Simulated(Device):
     name = "simulated"
     large_shapes = ((64, 576), (64, 8, 128), (48, 8, 128))
     block_bytes = 1 << 18
-    has_gates = True
 
     def __init__(self, driver: Driver, mode: str, seed: int, alone: bool = True) -> None:
         self.driver, self.mode, self.alone = driver, mode, alone
@@ -161,8 +160,9 @@ class Simulated(Device):
             "auto",
             "batch",
             "strided",
-            *(["staged", "kernel"] if HAS_KERNELS else []),
+            *(["staged", "kernel"] if HAS_KERNELS and not driver.is_hip else []),
         ]
+        self.has_gates = not driver.is_hip
         driver.reset()
         driver.set_mode(mode, seed)
         driver.set_stream(0, 42)

@@ -1,6 +1,7 @@
 """The native library as a file: its dependencies, and that it works with every CUDA release."""
 
 import ctypes
+import importlib.util
 import os
 import re
 import shlex
@@ -126,21 +127,48 @@ def cuda_headers(version: str, folder: Path) -> Path:
     return next(kept.rglob("cuda.h")).parent
 
 
-@pytest.mark.parametrize("version", CUDA_HEADERS)
-def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path):
-    include = cuda_headers(version, tmp_path)
+def hip_headers() -> Path:
+    """The folder of hip/hip_runtime_api.h: of ROCm, or of Triton, which comes with PyTorch."""
+    triton = importlib.util.find_spec("triton")
+    places = [Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "include"]
+    places += [
+        Path(folder) / "backends" / "amd" / "include"
+        for folder in (triton and triton.submodule_search_locations) or ()
+    ]
+    for place in places:
+        if (place / "hip" / "hip_runtime_api.h").exists():
+            return place
+    pytest.skip("neither ROCm nor Triton is installed, which have HIP's headers")
+
+
+def compile_check(name: str, include: Path, *options: str) -> None:
     cxx = shlex.split(os.environ.get("CXX", "g++"))
-    command = [*cxx, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    command = [*cxx, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", *options]
     folders = ["-isystem", include, "-I", ROOT / "csrc"]
-    source = ROOT / "tests" / "support" / "cuda_headers_check.cpp"
+    source = ROOT / "tests" / "support" / name
     done = subprocess.run([*command, *folders, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", CUDA_HEADERS)
+def test_the_driver_prototypes_agree_with_the_headers_of_cuda(version, tmp_path):
+    compile_check("cuda_headers_check.cpp", cuda_headers(version, tmp_path))
+
+
+def test_the_prototypes_of_hip_agree_with_its_headers():
+    compile_check("hip_headers_check.cpp", hip_headers(), "-D__HIP_PLATFORM_AMD__")
 
 
 def test_no_driver_function_is_left_out_of_the_comparison():
     header = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
     check = (ROOT / "tests" / "support" / "cuda_headers_check.cpp").read_text()
     assert re.findall(r"Result \(\*(\w+)\)", header) == re.findall(r"SAME\((\w+), cu", check)
+
+
+def test_no_function_of_hip_is_left_out_of_the_comparison():
+    header = (ROOT / "csrc" / "cuda" / "hip.h").read_text()
+    check = (ROOT / "tests" / "support" / "hip_headers_check.cpp").read_text()
+    assert re.findall(r"\(\*(hip\w+)\)", header) == re.findall(r"^SAME\((\w+)\)", check, re.M)
 
 
 def test_a_library_of_another_version_of_the_interface_is_refused(monkeypatch):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -205,6 +205,7 @@ _Long, _Real = ctypes.c_int64, ctypes.c_double
 # Return type of each function, then its argument types.
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_abi_version": (_Int,),
+    "kvswap_driver_name": (_Text,),
     "kvswap_driver_version": (_Int,),
     "kvswap_driver_error": (_Text,),
     "kvswap_driver_has_batch": (_Bool,),

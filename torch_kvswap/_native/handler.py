@@ -56,9 +56,14 @@ class NativeHandler(NotCopyable):
                 problem,
             )
         if self.device.type == "cuda" and not _native.kvswap_driver_has_batch():
+            missing, remedy = (
+                ("HIP runtime is older than ROCm 7.1 and has no hipMemcpyBatchAsync", "ROCm")
+                if _native.kvswap_driver_name() == b"HIP"
+                else ("CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync", "the driver")
+            )
             warn_once(
-                "the CUDA driver is older than 12.8 and has no cuMemcpyBatchAsync: copies of "
-                "scattered blocks take one driver call per fragment; update the driver"
+                f"the {missing}: copies of scattered blocks take one driver call per fragment; "
+                f"update {remedy}"
             )
 
     @property

@@ -1,6 +1,7 @@
 """Report what this installation can do on this machine.
 
-Does not initialise CUDA, so it does not disturb other processes.
+Does not initialise CUDA, so it does not disturb other processes. With a PyTorch for ROCm, it
+initialises HIP.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ from torch_kvswap.host_pool import system
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
 
-def _release(version: int) -> str:
-    """A CUDA version number as text: 12080 is "CUDA 12.8"."""
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+def _release(version: int, name: str = "CUDA") -> str:
+    """A version number as text: 12080 is "CUDA 12.8"."""
+    return f"{name} {version // 1000}.{version % 1000 // 10}"
 
 
 def _driver() -> str:
     library = loader.library()
     version = library.kvswap_driver_version()
-    return _release(version) if version else f"none: {library.kvswap_driver_error().decode()}"
+    if not version:
+        return f"none: {library.kvswap_driver_error().decode()}"
+    if _is_hip():
+        return f"{_release(version, 'HIP')}, not tried on AMD's hardware yet (docs/hip.md)"
+    return _release(version)
+
+
+def _is_hip() -> bool:
+    return bool(loader.library().kvswap_driver_name() == b"HIP")
 
 
 def _kernels() -> str:
     library = loader.library()
+    if _is_hip():
+        return f"none: they are for NVIDIA's GPUs, {_MISSING}"
     runtime, driver = library.kvswap_kernel_version(), library.kvswap_driver_version()
     if not runtime:
         return f"none: built without nvcc, {_MISSING}"
@@ -46,13 +57,15 @@ def _scattered_copies() -> str:
     if not library.kvswap_driver_version():
         return "no driver: host memory only"
     if not library.kvswap_driver_has_batch():
-        return "one call per fragment: the driver is older than CUDA 12.8"
+        oldest = "ROCm 7.1" if _is_hip() else "CUDA 12.8"
+        return f"one call per fragment: the driver is older than {oldest}"
     limit = library.kvswap_batch_limit()
     if limit == 0:
         return "one call per fragment: KVSWAP_BATCH=0"
     if limit < 0:
         return f"none: {library.kvswap_last_error().decode()}"
-    return f"cuMemcpyBatchAsync, {limit} fragments a call"
+    call = "hipMemcpyBatchAsync" if _is_hip() else "cuMemcpyBatchAsync"
+    return f"{call}, {limit} fragments a call"
 
 
 def _copy_method_costs() -> str:
@@ -80,10 +93,11 @@ def _host_memory() -> str:
 
 def report() -> dict[str, str]:
     """What the installation has, by topic."""
-    cuda = torch.version.cuda
+    cuda, hip = torch.version.cuda, torch.version.hip
+    platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
     return {
         "library": str(loader.PATH),
-        "PyTorch": f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})",
+        "PyTorch": f"{torch.__version__} ({platform})",
         "CUDA driver": _driver(),
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),

@@ -12,10 +12,25 @@ from native_builds import build_once
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+# Files in the order in which they are made, with their folders of sources and options of their own.
+# A file finds those that it is linked with beside it.
+_ON_SIMULATION = ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]
+_HIP = [*_ON_SIMULATION, f"-Wl,--version-script={HERE / 'libamdhip64' / 'libamdhip64.map'}"]
 SOURCES = {
-    "libcuda.so.1": "libcuda",
-    "libtorch_cuda.so": "libtorch_cuda",
-    "liballocations.so": "liballocations",
+    "libsimulation.so": ("simulation", []),
+    "liballocations.so": ("liballocations", []),
+    "libtorch_cuda.so": ("libtorch_cuda", []),
+    "libcuda.so.1": ("libcuda", _ON_SIMULATION),
+    "libamdhip64.so": ("libamdhip64", _HIP),
+    "libamdhip64_7_0.so": (
+        "libamdhip64",
+        [*_ON_SIMULATION, "-DSIMULATED_BEFORE_ROCM_7_1", "-Wl,-soname,libamdhip64.so"],
+    ),
+    # PyTorch for ROCm has it under another name, linked with HIP.
+    "libtorch_hip.so": (
+        "libtorch_cuda",
+        ["-L{made}", "-Wl,--no-as-needed,-rpath,$ORIGIN", "-l:libamdhip64.so"],
+    ),
 }
 COMMAND = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is compiled
@@ -24,15 +39,15 @@ COMMAND += shlex.split(os.environ.get("CXXFLAGS", ""))  # as the library is comp
 @cache
 def build() -> Path:
     """The folder of the libraries of the simulated driver, made by the first that asks."""
-    files = [path for folder in SOURCES.values() for path in (HERE / folder).iterdir()]
+    folders = {folder for folder, _ in SOURCES.values()}
+    files = sorted(path for folder in folders for path in (HERE / folder).iterdir())
     files.append(ROOT / "csrc" / "copy" / "pack_arguments.h")
-    return build_once("simulated-driver", files, " ".join(COMMAND), _compile)
+    return build_once("simulated-driver", files, f"{COMMAND} {SOURCES}", _compile)
 
 
 def _compile(folder: Path) -> None:
-    running = []
-    for name, sources in SOURCES.items():
+    for name, (sources, options) in SOURCES.items():
         paths = [str(path) for path in sorted((HERE / sources).glob("*.cpp"))]
-        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths]
-        running.append(subprocess.Popen(command))
-    assert [process.wait() for process in running] == [0] * len(SOURCES)
+        linked = [option.format(made=folder) for option in options]
+        command = [*COMMAND, f"-Wl,-soname,{name}", "-o", str(folder / name), *paths, *linked]
+        subprocess.run(command, check=True)

@@ -34,13 +34,14 @@ class ForkServer:
 
     Args:
         preload (str): shared libraries that are in it from its beginning on.
+        face (str): which driver is simulated.
     """
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, preload: str, face: str) -> None:
         self._requests, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "simulated_driver.fork_server", str(theirs.fileno())],
-            env=environment(LD_PRELOAD=preload),
+            env=environment(LD_PRELOAD=preload, SIMULATED_FACE=face),
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -67,14 +68,15 @@ def run(body: Callable[[Driver], None], **more: str) -> str:
     Args:
         body (Callable): it sees the names of this package and `ops`, and nothing else of its module.
             It can import the modules of its folder.
-        more (str): variables of its environment.
+        more (str): variables of its environment. SIMULATED_FACE is a key of `driver.FACES`.
     """
     source = textwrap.dedent(inspect.getsource(body))
     folder = str(Path(inspect.getfile(body)).parent)
     program = f"import sys\nsys.path.insert(0, {folder!r})\nfrom torch_kvswap import ops\n"
     program += f"{source}\n{body.__name__}(driver)"
     variables = environment(**more)
-    return fork_server(variables.get("LD_PRELOAD", "")).run(program, variables)
+    preload, face = variables.get("LD_PRELOAD", ""), variables.get("SIMULATED_FACE", "cuda")
+    return fork_server(preload, face).run(program, variables)
 
 
 def error_of(call: Callable[[], None]) -> str:

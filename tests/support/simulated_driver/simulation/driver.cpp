@@ -1,4 +1,4 @@
-// Stands in for libcuda.so.1: a CUDA driver for machines without one, and what tests ask of it.
+// The functions of the simulated driver by their names, and what tests ask of it.
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -48,10 +48,10 @@ const char* keep(std::string text) {
 
 extern "C" {
 
-int cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int*) {
+// By CUDA's name, which HIP's functions are made of too. Null if there is none.
+void* simulated_function(const char* name) {
   const auto found = functions().find(name);
-  if (found == functions().end() || is_left_out(name)) return simulated::kNotFound;
-  return *function = found->second, simulated::kSuccess;
+  return found == functions().end() || is_left_out(name) ? nullptr : found->second;
 }
 
 void simulated_reset() {
@@ -131,7 +131,9 @@ int simulated_calls_here(const char* name) {
   const Lock lock(device().mutex);
   return device().faults.calls_here(name);
 }
-bool simulated_knows(const char* name) { return functions().count(name) > 0; }
+bool simulated_knows(const char* name) {
+  return functions().count(name) > 0 || simulated::hip_only().count(name) > 0;
+}
 
 // In which context the test calls; returns the one before.
 int simulated_set_context(int ordinal) {
