@@ -10,6 +10,7 @@
 #include "check.h"
 #include "cuda/driver.h"
 #include "device/device.h"
+#include "device/queued.h"
 #include "environment.h"
 #include "host_memory.h"
 #include "offload/handler.h"
@@ -116,17 +117,28 @@ int kvswap_kernel_version() {
 #endif
 }
 
+namespace {
+
+kvswap::Device& cuda_device(int index) {
+  return kvswap::find_device(kvswap::DeviceKind::kCuda, index);
+}
+
+}  // namespace
+
 bool kvswap_host_register(int device, void* address, uint64_t bytes) {
-  return succeeds([&] { kvswap::find_device(device).register_host(address, bytes); });
+  return succeeds([&] { cuda_device(device).register_host(address, bytes); });
 }
 
 bool kvswap_host_unregister(int device, void* address) {
-  return succeeds([&] { kvswap::find_device(device).unregister_host(address); });
+  return succeeds([&] { cuda_device(device).unregister_host(address); });
 }
 
 int kvswap_host_is_pinned(int device, const void* address) {
   int pinned = -1;
-  succeeds([&] { pinned = kvswap::find_device(device).is_pinned(address); });
+  succeeds([&] {
+    pinned = device < 0 ? kvswap::find_device(kvswap::DeviceKind::kHost, -1).is_pinned(address)
+                        : cuda_device(device).is_pinned(address);
+  });
   return pinned;
 }
 
@@ -241,11 +253,12 @@ kvswap::StreamRef resolve(const kvswap::Device& device, void* stream, int stream
 
 }  // namespace
 
-void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device,
-                            bool submit_thread, const kvswap_copy_method_options* options) {
+void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers, int device_kind,
+                            int device, bool submit_thread,
+                            const kvswap_copy_method_options* options) {
   void* handler = nullptr;
   succeeds([&] {
-    kvswap::Device& on = kvswap::find_device(device);
+    kvswap::Device& on = kvswap::find_device(static_cast<kvswap::DeviceKind>(device_kind), device);
     const kvswap::ContextGuard context(on);
     handler = new Handler(read_groups(groups, count, on), layers, on, submit_thread, *options);
   });
@@ -348,6 +361,45 @@ bool kvswap_gate_wait(void* gate, int layer_group, void* stream, int stream_devi
 bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics) {
   return succeeds([&] { *metrics = handler_at(handler).metrics(channel); });
 }
+
+// Queued devices.
+
+namespace {
+
+kvswap::QueuedDevice& queue_at(void* queue) { return *static_cast<kvswap::QueuedDevice*>(queue); }
+
+}  // namespace
+
+void* kvswap_queue_create(int index, const char* name, bool has_batch) {
+  void* queue = nullptr;
+  succeeds([&] { queue = &kvswap::make_queued_device(index, name, has_batch); });
+  return queue;
+}
+
+int kvswap_queue_wait(void* queue, double seconds) { return queue_at(queue).wait(seconds); }
+
+bool kvswap_queue_first(void* queue, kvswap_command* command) {
+  return queue_at(queue).read_first(*command);
+}
+
+void kvswap_queue_done(void* queue) { queue_at(queue).done(); }
+
+void kvswap_queue_happened(void* queue, uint64_t event, uint64_t record, double seconds,
+                           const char* error) {
+  queue_at(queue).on_happened(event, record, seconds, error);
+}
+
+void kvswap_queue_lose(void* queue, const char* error) { queue_at(queue).lose(error); }
+
+void kvswap_queue_stop(void* queue) { queue_at(queue).stop(); }
+
+void* kvswap_queue_make_event(void* queue, uint64_t* number) {
+  void* event = nullptr;
+  succeeds([&] { event = queue_at(queue).make_recorded_event(*number); });
+  return event;
+}
+
+void kvswap_queue_destroy_event(void* queue, void* event) { queue_at(queue).destroy_event(event); }
 
 // Block managers.
 

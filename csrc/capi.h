@@ -81,10 +81,11 @@ struct kvswap_group {
   int64_t num_slabs, num_blocks, num_pages, blocks_per_page;
   int32_t block_space, slot_space;  // groups with equal numbers share their blocks, or their pages
   const kvswap_ready_range* ready_range;  // must outlive the handler
+  int64_t number;                         // of the group in commands of a queued device
 };
 
-// Copy methods: 0 host, 1 batch, 2 strided, 3 staged, 4 kernel.
-#define KVSWAP_COPY_METHODS 5
+// Copy methods: 0 host, 1 batch, 2 strided, 3 staged, 4 kernel, 5 generic.
+#define KVSWAP_COPY_METHODS 6
 #define KVSWAP_FRAGMENT_SIZES 14
 // Predicted seconds of a transfer: start + blocks * block + fragments * fragment, with
 // fragment_seconds[i] for a fragment of 512 << i bytes. start_seconds < 0: not known, and the
@@ -103,10 +104,10 @@ struct kvswap_copy_method_options {
   kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];  // of stores, of loads
 };
 
-// device: -1 for host memory on both sides. layers: in all groups together. submit_thread: a thread
-// submits all copies.
+// device_kind: 0 host memory on both sides, 1 CUDA, 2 a queued device. device: its index; -1 for
+// host memory. layers: in all groups together. submit_thread: a thread submits all copies.
 KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
-                                       int device, bool submit_thread,
+                                       int device_kind, int device, bool submit_thread,
                                        const kvswap_copy_method_options* options);
 // Why copy methods that would be chosen are not available, or "". Valid as long as the handler.
 KVSWAP_API const char* kvswap_handler_missing_methods(void* handler);
@@ -201,6 +202,57 @@ KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 KVSWAP_API void* kvswap_gate_create(void* handler, int layer_groups);
 KVSWAP_API void kvswap_gate_release(void* gate);
 KVSWAP_API bool kvswap_gate_wait(void* gate, int layer_group, void* stream, int stream_device);
+
+// A queued device: one that Python drives with torch, see device/queued.h. The calls may be made by
+// any thread. Only kvswap_queue_wait blocks.
+
+enum {
+  // Copies blocks of a group. `numbers`: the blocks, and their slots. `event`: the start of the
+  // transfer.
+  KVSWAP_COMMAND_BLOCKS = 0,
+  // Copies fragments, or none. `numbers`: target addresses, source addresses, bytes. `event`: the
+  // start of the transfer.
+  KVSWAP_COMMAND_BATCH = 1,
+  KVSWAP_COMMAND_RECORD = 2,       // records `event` on `stream`
+  KVSWAP_COMMAND_WAIT = 3,         // `stream` waits for `event`
+  KVSWAP_COMMAND_CALLER_WAIT = 4,  // the same for the `stream` that kvswap_job_wait was given
+  KVSWAP_COMMAND_DESTROY_EVENT = 5,
+  KVSWAP_COMMAND_DESTROY_STREAM = 6
+};
+
+struct kvswap_command {
+  int32_t kind;
+  int32_t to_host;  // of copies
+  int32_t timed;    // the time of the record is asked for
+  int32_t reserved;
+  uint64_t stream, event;                // numbers, never used again
+  uint64_t record;                       // which record of the event this is, from 1 on
+  int64_t group;                         // kvswap_group::number
+  int64_t first_slab, last_slab, count;  // last_slab is not copied
+  const int64_t* numbers[3];
+};
+
+// A device that does not exist yet; it lives as long as the process. name: for errors. has_batch:
+// it carries out KVSWAP_COMMAND_BATCH with fragments. Null on failure.
+KVSWAP_API void* kvswap_queue_create(int index, const char* name, bool has_batch);
+// Waits until there are commands: 1, or 0 after `seconds`, or -1 once kvswap_queue_stop was called.
+KVSWAP_API int kvswap_queue_wait(void* queue, double seconds);
+// Reads the first command; false if there is none. It stays the first one, and valid, until
+// kvswap_queue_done. One thread at a time.
+KVSWAP_API bool kvswap_queue_first(void* queue, kvswap_command* command);
+KVSWAP_API void kvswap_queue_done(void* queue);
+// This record of an event has happened, `seconds` after some point in time that is the same for all
+// events of the stream. error: why the transfer that it ends has failed, or null.
+KVSWAP_API void kvswap_queue_happened(void* queue, uint64_t event, uint64_t record, double seconds,
+                                      const char* error);
+// The device runs nothing any more: all jobs end as failed.
+KVSWAP_API void kvswap_queue_lose(void* queue, const char* error);
+KVSWAP_API void kvswap_queue_stop(void* queue);
+// An event for KVSWAP_AFTER_EVENT, and its number. Its first record counts as made, and has not
+// happened.
+KVSWAP_API void* kvswap_queue_make_event(void* queue, uint64_t* number);
+// After the commands that were given so far.
+KVSWAP_API void kvswap_queue_destroy_event(void* queue, void* event);
 
 // Counts of durations: counts[0] up to 1 us, counts[i] up to 2^i us, the last one all others. sum:
 // of all, in seconds.

@@ -304,7 +304,7 @@ def copy_method_options(
     options = abi.CopyMethodOptions()
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
-    if costs is None and device.type != "cpu":
+    if costs is None and device.type == "cuda":
         figures = figures_of(device)
         costs = figures.costs
         if figures.is_generic and copy_method == AUTO:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.submit import resolve_after
+from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces
 
@@ -63,6 +66,8 @@ class Groups:
         structures (ctypes.Array[abi.Group]): the groups for the native side. They point into memory
             that this object holds.
         check_unmoved: AddressGuard.check of the layouts.
+        queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
+        resolve_after: converts an `after` argument; see _native.submit.resolve_after().
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -88,6 +93,10 @@ class Groups:
         for pool in self.pools:
             pool.check_open()
         self.device: torch.device = self.layouts[0].device
+        self.queue = None if self.device.type in ("cpu", "cuda") else queue_of(self.device)
+        self.resolve_after: Callable[[object], tuple[int, int | None, object]] = (
+            partial(resolve_after, self.device) if self.queue is None else self.queue.resolve_after
+        )
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = AddressGuard(self.layouts).check
         self.check_unmoved()  # before the addresses are read
@@ -180,10 +189,6 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             raise ValueError(
                 f"one layout is on {layouts[0].device}, another on {layout.device}; make a handler "
                 "for each device"
-            )
-        if layout.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"a cache on {layout.device} is not supported; its tensors must be on cuda or cpu"
             )
         if layout.device.type != pool.device.type:
             raise ValueError(

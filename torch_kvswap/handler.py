@@ -16,6 +16,7 @@ from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, Tran
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
+from torch_kvswap.devices.handler import QueuedHandler
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -289,7 +290,7 @@ class Job(NotCopyable):
         group = -1
         if layer_group is not None:
             group = _read_layer_group(layer_group, self.layer_groups, "the job")
-        self.handler._native.wait(self._native, group, *resolve_waiting(stream))
+        self.handler._native.wait(self._native, group, stream)
         result = self.result
         if result is not None and not result.ok:
             raise error_of([result])
@@ -378,7 +379,8 @@ class OffloadHandler(NotCopyable):
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
-        self._native = NativeHandler(groups, submit_thread, options)
+        kind = QueuedHandler if groups.queue is not None else NativeHandler
+        self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:

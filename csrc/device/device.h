@@ -11,15 +11,14 @@
 #include "environment.h"
 
 // What csrc/offload needs of a device: contexts, streams, events, what it knows of memory, and the
-// copies. cuda.h and host.h implement it.
+// copies. cuda.h, host.h and queued.h implement it.
 //
 // To add a device:
 // 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
 //    the copier has; others are never chosen. Implement PackKernels and StreamWords only if the
 //    device has them.
-// 2. Let find_device() return it. It gets only an index, -1 for host memory: a second kind of GPU
-//    needs the kind passed through capi.h and torch_kvswap/_native too. csrc/offload stays as it
-//    is.
+// 2. Give it a number in DeviceKind, capi.h and torch_kvswap/_native/abi.py, and let find_device()
+//    return it. csrc/offload stays as it is.
 //
 // Unless a function says otherwise:
 // - The context of the device is current in the calling thread (ContextGuard).
@@ -59,6 +58,7 @@ class KernelTable {
 struct PartCopy {
   CopyMethod method;
   bool to_host;
+  int64_t group_number;  // kvswap_group::number
   const Slabs* gpu;
   const Slabs* host;
   const KernelTable* table;          // null where the kernels cannot be used
@@ -148,7 +148,7 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // torch's index of the device; -1 for host memory.
+  // See find_device().
   int index() const { return index_; }
   // "CUDA device 0", for errors.
   virtual std::string name() const = 0;
@@ -243,8 +243,12 @@ class ContextGuard {
   ContextState state_;
 };
 
-// The device with torch's index; -1 for host memory. It lives as long as the process, because gates
-// outlive their handlers. Any thread; no context is needed.
-Device& find_device(int index);
+// The numbers are those of kvswap_handler_create.
+enum class DeviceKind : int { kHost = 0, kCuda = 1, kQueued = 2 };
+
+// The device of this kind. index: torch's, -1 for host memory, that of make_queued_device() for a
+// queued device. It lives as long as the process, because gates outlive their handlers. Any thread;
+// no context is needed.
+Device& find_device(DeviceKind kind, int index);
 
 }  // namespace kvswap

@@ -140,7 +140,7 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
     const Group& group = groups[part.group];
     const SlabRange slabs = group.slabs_of(layer_group, transfer.layer_groups(), layers);
     if (slabs.begin == slabs.end) continue;
-    part_copies_.push_back({part.method, number_ == kStores, &group.gpu, &group.host,
+    part_copies_.push_back({part.method, number_ == kStores, group.number, &group.gpu, &group.host,
                             group.table.get(), &group.runs, slabs, part.blocks.data(),
                             part.slots.data(), part.blocks.size(), part.before, part.after,
                             part.is_head_or_tail});

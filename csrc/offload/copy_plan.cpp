@@ -47,6 +47,7 @@ constexpr size_t kMaxUnstagedRuns = 2;
 size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
   if (method == CopyMethod::kStrided) return blocks * group.runs.size();
   if (method == CopyMethod::kStaged) return blocks + kPredictedPieces;
+  if (method == CopyMethod::kGeneric) return blocks;
   if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
 }

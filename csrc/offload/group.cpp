@@ -19,6 +19,7 @@ Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* si
 
 Group read_group(const kvswap_group& from, Device& device) {
   Group group;
+  group.number = from.number;
   group.gpu = read_slabs(from.gpu_bases, from.gpu_strides, from.sizes, from.num_slabs);
   group.host = read_slabs(from.host_bases, from.host_strides, from.sizes, from.num_slabs);
   group.layers.assign(from.layers, from.layers + from.num_slabs);

@@ -15,6 +15,7 @@ namespace kvswap {
 // a group of layers (layer_group), a range of a model's layers. A host page has `blocks_per_page`
 // slots, each for one block.
 struct Group {
+  int64_t number = 0;  // kvswap_group::number
   Slabs gpu, host;
   std::vector<int64_t> layers;  // the model's layer of each slab, ascending
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;

@@ -13,7 +13,6 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("swap_blocks_batch", TORCH_BOX(&kvswap::swap_blocks_batch));
   m.impl("expand_block_ids", TORCH_BOX(&kvswap::expand_block_ids));
   m.impl("expand_block_ids.out", TORCH_BOX(&kvswap::expand_block_ids_out));
-  m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
 }
 
 }  // namespace
@@ -31,6 +30,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
       "_check_expand_block_ids(Tensor block_ids, int block_size_factor, int skip_count, int? count,"
       " Tensor? out) -> int");
   m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
+}
+// On every device: it only reads addresses.
+STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CompositeExplicitAutograd, m) {
+  m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
 }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }

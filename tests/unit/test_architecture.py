@@ -24,6 +24,7 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 # Layers, lowest first. A module imports from its own layer and from those below.
 LAYERS = (
     ("_native",),
+    ("devices",),
     ("host_pool", "layout", "copy_method", "metrics", "prometheus", "nvtx", "ops", "generic_ops"),
     ("handler", "groups"),
     ("prefix",),

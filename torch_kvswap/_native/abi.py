@@ -20,7 +20,17 @@ AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
 OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED = range(3)
-COPY_METHODS = ("host", "batch", "strided", "staged", "kernel")  # by number
+COPY_METHODS = ("host", "batch", "strided", "staged", "kernel", "generic")  # by number
+HOST, CUDA, QUEUED_DEVICE = range(3)  # kinds of devices
+(
+    COMMAND_BLOCKS,
+    COMMAND_BATCH,
+    COMMAND_RECORD,
+    COMMAND_WAIT,
+    COMMAND_CALLER_WAIT,
+    COMMAND_DESTROY_EVENT,
+    COMMAND_DESTROY_STREAM,
+) = range(7)
 FRAGMENT_SIZES = 14
 BUCKETS = 26
 DIGEST_BYTES = 32
@@ -58,6 +68,7 @@ class Group(ctypes.Structure):
         ("block_space", ctypes.c_int32),
         ("slot_space", ctypes.c_int32),
         ("ready_range", ctypes.c_void_p),
+        ("number", ctypes.c_int64),
     )
 
 
@@ -129,6 +140,25 @@ class Unended(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("first_id", ctypes.c_int64),
         ("first_channel", ctypes.c_int32),
+    )
+
+
+class Command(ctypes.Structure):
+    """kvswap_command"""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+        ("timed", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("stream", ctypes.c_uint64),
+        ("event", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        ("group", ctypes.c_int64),
+        ("first_slab", ctypes.c_int64),
+        ("last_slab", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("numbers", _Int64s * 3),
     )
 
 
@@ -224,7 +254,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
     "kvswap_cache_release": (None, _Pointer),
-    "kvswap_handler_create": (_Pointer, _Pointer, _Int, ctypes.c_int64, _Int, _Bool, _Pointer),
+    "kvswap_handler_create": (_Pointer, _Pointer, _Int, _Long, _Int, _Int, _Bool, _Pointer),
     "kvswap_handler_missing_methods": (_Text, _Pointer),
     "kvswap_handler_check_open": (_Bool, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
@@ -243,6 +273,15 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_gate_create": (_Pointer, _Pointer, _Int),
     "kvswap_gate_release": (None, _Pointer),
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
+    "kvswap_queue_create": (_Pointer, _Int, _Text, _Bool),
+    "kvswap_queue_wait": (_Int, _Pointer, _Real),
+    "kvswap_queue_first": (_Bool, _Pointer, _Pointer),
+    "kvswap_queue_done": (None, _Pointer),
+    "kvswap_queue_happened": (None, _Pointer, ctypes.c_uint64, ctypes.c_uint64, _Real, _Text),
+    "kvswap_queue_lose": (None, _Pointer, _Text),
+    "kvswap_queue_stop": (None, _Pointer),
+    "kvswap_queue_make_event": (_Pointer, _Pointer, _Pointer),
+    "kvswap_queue_destroy_event": (None, _Pointer, _Pointer),
     "kvswap_blocks_create": (_Pointer, _Pointer, _Int, _Pointer),
     "kvswap_blocks_destroy": (None, _Pointer),
     "kvswap_blocks_grow": (_Bool, _Pointer, _Pointer),
@@ -264,4 +303,6 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
     "kvswap_ready_range_publish",
+    *("kvswap_queue_first", "kvswap_queue_done", "kvswap_queue_happened", "kvswap_queue_lose"),
+    *("kvswap_queue_stop", "kvswap_queue_make_event", "kvswap_queue_destroy_event"),
 )

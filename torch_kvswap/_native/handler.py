@@ -12,6 +12,7 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
+from torch_kvswap._native.submit import resolve_waiting
 
 if TYPE_CHECKING:
     from torch_kvswap._native.submit import Request
@@ -42,11 +43,17 @@ class NativeHandler(NotCopyable):
             groups.structures,
             len(groups.structures),
             groups.num_layers,
-            -1 if groups.device.type == "cpu" else groups.device.index,
+            *self._kind_and_index(),
             submit_thread,
             ctypes.byref(options),
         )
         self._warn_of_slower_copies()
+
+    def _kind_and_index(self) -> tuple[int, int]:
+        """What kvswap_handler_create wants to know of the device."""
+        if self.device.type == "cpu":
+            return abi.HOST, -1
+        return abi.CUDA, self.device.index
 
     def _warn_of_slower_copies(self) -> None:
         if problem := _native.kvswap_handler_missing_methods(self._pointer).decode():
@@ -156,12 +163,15 @@ class NativeHandler(NotCopyable):
             if left <= seconds and deadline is not None:
                 return unended
 
-    def wait(self, job: int, layer_group: int, stream: int | None, device: int) -> None:
+    def wait(self, job: int, layer_group: int, stream: object) -> None:
         """Makes a stream wait for a layer group of a job; group -1 is all of it.
 
-        `stream` and `device` come from resolve_waiting().
+        Args:
+            job (int): the native job.
+            layer_group (int): the group.
+            stream: see resolve_waiting().
         """
-        loader.call("kvswap_job_wait", self.pointer, job, layer_group, stream, device)
+        loader.call("kvswap_job_wait", self.pointer, job, layer_group, *resolve_waiting(stream))
 
     def cancel(self, job: int) -> bool:
         """Returns whether the job is or will be reported as cancelled."""

@@ -22,27 +22,29 @@ if TYPE_CHECKING:
 CURRENT = -1  # device number that stands for the current stream of the cache's GPU
 
 # What a transfer starts after: a stream, an event, nothing, or (None) the current stream.
-After = torch.cuda.Stream | torch.cuda.Event | tuple[()] | None
+# torch.cuda.Stream and the streams of other devices are torch.Streams; so with events.
+After = torch.Stream | torch.Event | tuple[()] | None
 
 
-def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]:
+def resolve_after(device: torch.device, after: object) -> tuple[int, int | None, None]:
     """Converts an `after` argument.
 
     Args:
-        after: see After.
         device (torch.device): the device of the cache.
+        after: see After.
 
     Returns:
-        tuple[int, int | None]: kind (abi.AFTER_...) and handle of the stream or event.
+        tuple[int, int | None, None]: kind (abi.AFTER_...) and handle of the stream or event; None: nothing
+            must be kept.
 
     Raises:
         TypeError: after is something else, or a stream or event for a cache on the CPU.
         ValueError: the event was never recorded, or the stream is on another device.
     """
     if after is None:
-        return abi.AFTER_CURRENT, None
+        return abi.AFTER_CURRENT, None, None
     if isinstance(after, tuple) and not after:
-        return abi.AFTER_NOTHING, None
+        return abi.AFTER_NOTHING, None, None
     if device.type == "cpu":
         raise TypeError(
             f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
@@ -54,7 +56,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
                 "after= is an event that was never recorded, so the transfer would wait for "
                 "nothing; record it behind the work it stands for, or pass that stream"
             )
-        return abi.AFTER_EVENT, after.cuda_event
+        return abi.AFTER_EVENT, after.cuda_event, None
     if not isinstance(after, torch.cuda.Stream):
         raise TypeError(
             "after= must be None (the current stream), a torch.cuda.Stream, a "
@@ -65,7 +67,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
             f"after= is a stream of {after.device}, the transfer is on {device}; record "
             "an event on that stream and pass the event"
         )
-    return abi.AFTER_STREAM, after.cuda_stream
+    return abi.AFTER_STREAM, after.cuda_stream, None
 
 
 def resolve_waiting(stream: object) -> tuple[int | None, int]:
@@ -193,7 +195,6 @@ class Request:
     ) -> None:
         began = time.perf_counter()
         groups.check_unmoved()
-        after_kind, after_handle = resolve_after(after, groups.device)
         if groups.is_list:
             blocks, pages, counts = _read_lists(groups, gpu_block_ids, page_ids, first_block)
         else:
@@ -201,7 +202,8 @@ class Request:
             pages = read_ids("page_ids", page_ids)
             first = read_int("first_block", first_block, INT64_MIN)
             counts = array("q", (len(blocks), len(pages), first))
-        self._held = blocks, pages, counts
+        after_kind, after_handle, kept = groups.resolve_after(after)
+        self._held = blocks, pages, counts, kept
         self.native = abi.Request(
             began,
             channel,

@@ -6,6 +6,8 @@ import ctypes
 import fcntl
 import os
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch_kvswap._native import loader
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
+from torch_kvswap.devices.backend import can_pin, find_device_backend
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.pages import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
@@ -85,11 +88,13 @@ class Mapping:
         """Makes these bytes come from a NUMA node when they are first touched, while it has memory.
 
         Args:
-            device (torch.device): a GPU.
-            numa_node (int | None): the node; None is that of the GPU.
+            device (torch.device): the device that pins the memory.
+            numa_node (int | None): the node; None is that of a CUDA GPU, and any node for others.
             own (range): the bytes.
         """
-        node = _node_of(device) if numa_node is None else numa_node
+        node = numa_node
+        if node is None and device.type == "cuda":
+            node = _node_of(device)
         if node is None:
             return
         address = self.address + own.start
@@ -123,6 +128,38 @@ def _warn_of_small_pages(shared: bool) -> None:
         f"host memory takes longer to pin; set it to {value}, or reserve huge pages and pass "
         "huge_pages=True"
     )
+
+
+class TorchMemory:
+    """Zeroed memory that torch has pinned, until `tensor` and every view of it are gone.
+
+    For devices without registration of host memory. Torch may allocate more than was asked for: the
+    allocators of some devices round up to a power of two.
+
+    Args:
+        nbytes (int): size of the tensor.
+
+    Attributes:
+        tensor, address, nbytes, fd: as in Mapping.
+
+    Raises:
+        ValueError: the machine does not have this much memory.
+        RuntimeError: torch cannot pin memory for this device.
+    """
+
+    fd: int | None = None
+    huge_bytes = 0  # not known
+
+    def __init__(self, nbytes: int) -> None:
+        check_room(nbytes, reserved=False)
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).zero_()
+        if not self.tensor.is_pinned():
+            raise RuntimeError("torch has allocated memory that is not pinned")
+        self.address, self.nbytes = self.tensor.data_ptr(), nbytes
+
+    def release(self) -> None:
+        """Drops the tensor."""
+        del self.tensor
 
 
 def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
@@ -179,7 +216,7 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 
 
 class Registration:
-    """Registers parts of a memory with the CUDA driver.
+    """Registers parts of a memory with the CUDA driver, or with the backend of another device.
 
     Holds the memory until remove(), because registered memory must not be unmapped. Does not use
     torch's CUDA runtime: it would report a failure at the thread's next kernel launch, and would
@@ -190,6 +227,7 @@ class Registration:
         self._address = memory.data_ptr()
         self._held: Tensor | None = memory
         self._device = device
+        self._backend: Any = find_device_backend(device.type)
         self._process = ForkGuard()
         self._bytes: dict[int, int] = {}  # by address
 
@@ -199,26 +237,52 @@ class Registration:
         Returns:
             str | None: why the driver refused, or None.
         """
-        native = loader.library()
         address = self._address + first
-        if not native.kvswap_host_register(self._device.index, address, last - first):
-            reason: str = native.kvswap_last_error().decode()
-            return reason
-        self._bytes[address] = last - first
-        return None
+        reason = self._register(address, last - first)
+        if reason is None:
+            self._bytes[address] = last - first
+        return reason
+
+    def _register(self, address: int, nbytes: int) -> str | None:
+        native = loader.library()
+        if self._backend is not None:
+            return _problem_of(self._backend.pin, self._device, address, nbytes)
+        if native.kvswap_host_register(self._device.index, address, nbytes):
+            return None
+        reason: str = native.kvswap_last_error().decode()
+        return reason
+
+    def _unregister(self, address: int) -> str | None:
+        native = loader.library()
+        if self._backend is not None:
+            return _problem_of(self._backend.unpin, self._device, address)
+        if native.kvswap_host_unregister(self._device.index, address):
+            return None
+        reason: str = native.kvswap_last_error().decode()
+        return reason
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is registered."""
+        return not self._bytes
 
     def is_known(self) -> bool:
-        """Whether something is registered, and the driver reports all of it as pinned."""
+        """Whether something is registered, and the driver reports all of it as pinned.
+
+        A backend is not asked: what it has registered counts as pinned.
+        """
         addresses = list(self._bytes)
+        if self._backend is not None:
+            return bool(addresses)
         return bool(addresses) and all(is_pinned(address, self._device) for address in addresses)
 
     def remove(self) -> None:
         """Unregisters everything. Does nothing in a forked child, which has no registrations."""
-        native, kept, reason = loader.library(), 0, ""
+        kept, reason = 0, ""
         while self._process.is_current and self._bytes:
             address, nbytes = self._bytes.popitem()
-            if not native.kvswap_host_unregister(self._device.index, address):
-                kept, reason = kept + nbytes, native.kvswap_last_error().decode()
+            if problem := self._unregister(address):
+                kept, reason = kept + nbytes, problem
         self._held = None
         if kept:
             log.warning(
@@ -226,6 +290,21 @@ class Registration:
                 "process ends",
                 *(kept, reason),
             )
+
+
+def _problem_of(call: Callable[..., object], *arguments: object) -> str | None:
+    """Why the call of a backend has failed; None if it has not."""
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def pins_with_torch(device: torch.device) -> bool:
+    """Whether memory for this device is pinned by torch, which allocates it: neither CUDA's driver
+    nor a backend of the device registers memory that exists."""
+    return device.type not in ("cpu", "cuda") and not can_pin(find_device_backend(device.type))
 
 
 def is_pinned(address: int, device: torch.device | None = None) -> bool:

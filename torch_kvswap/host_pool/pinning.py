@@ -260,9 +260,9 @@ def read_pinning(
         TypeError: an option has a wrong type.
         ValueError: pinned=True for a cache on the CPU, or a number is out of range.
     """
-    if pinned and layout.device.type != "cuda":
+    if pinned and layout.device.type == "cpu":
         raise ValueError(
-            f"pinned=True needs a cache on CUDA, this one is on {layout.device}; leave it out"
+            f"pinned=True needs a cache on a device, this one is on {layout.device}; leave it out"
         )
     if on_progress is not None and not callable(on_progress):
         raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")

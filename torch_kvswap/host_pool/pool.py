@@ -13,7 +13,15 @@ from torch import Tensor
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
 from torch_kvswap._native.loader import ForkGuard
-from torch_kvswap.host_pool.memory import Mapping, is_pinned, map_handle, map_new
+from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.memory import (
+    Mapping,
+    TorchMemory,
+    is_pinned,
+    map_handle,
+    map_new,
+    pins_with_torch,
+)
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.pinning import (
     DEFAULT_CHUNK_BYTES,
@@ -39,7 +47,7 @@ class _Memory:
     Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
-    def __init__(self, mapping: Mapping, pages: Pages) -> None:
+    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
         self.pages: Tensor | None = pages.view(mapping.tensor)
@@ -50,6 +58,7 @@ class _Memory:
 
     def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
         """Makes the object that pins the pages, and unpins them when this memory is dropped."""
+        assert isinstance(self.mapping, Mapping)
         self.pinning = Pinning(self.mapping, device, pages, self._ready_range)
         weakref.finalize(self, self.pinning.close)
         return self.pinning
@@ -135,7 +144,7 @@ class HostPool(NotCopyable):
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        mapping = map_new(pages.nbytes, huge_pages, shared=False)
+        mapping = _map_private(layout.device, pages, pinning, huge_pages)
         self._open(layout, pages, mapping, pinning, None)
 
     @classmethod
@@ -177,6 +186,7 @@ class HostPool(NotCopyable):
         )
         sharing = pages.world, pages.replicated, huge_pages is not False
         pool = cls.__new__(cls)
+        _check_shared_pinning(layout.device, pinning)
         mapping = map_new(pages.nbytes, huge_pages, shared=True)
         pool._open(layout, pages, mapping, pinning, sharing)
         return pool
@@ -222,6 +232,7 @@ class HostPool(NotCopyable):
                     "placed its pages; leave it out, or give it to create_shared()"
                 )
             pinning = pinning._replace(places=False)
+        _check_shared_pinning(layout.device, pinning)
         sharing = pages.world, pages.replicated, handle.huge_pages
         pool = cls.__new__(cls)
         pool._open(layout, pages, map_handle(handle, pages.nbytes), pinning, sharing)
@@ -231,7 +242,7 @@ class HostPool(NotCopyable):
         self,
         layout: PagedLayout,
         pages: Pages,
-        mapping: Mapping,
+        mapping: Mapping | TorchMemory,
         pinning: PinningOptions,
         sharing: tuple[int, bool, bool] | None,
     ) -> None:
@@ -252,7 +263,11 @@ class HostPool(NotCopyable):
         self.layout = pages.slabs(mapping.tensor, layout)
         self._sharing = sharing
         self._memory = _Memory(mapping, pages)
-        if layout.device.type == "cuda" and pinning.pinned is not False:
+        is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
+        if isinstance(mapping, TorchMemory):
+            if pinning.on_progress is not None:
+                pinning.on_progress(pages.count, pages.count)
+        elif is_registered and pinning.pinned is not False:
             if pinning.places:
                 mapping.place(layout.device, pinning.numa_node, pages.local_bytes)
             self._memory.make_pinning(pages, layout.device).start(pinning)
@@ -363,6 +378,8 @@ class HostPool(NotCopyable):
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
+        if isinstance(memory.mapping, TorchMemory):
+            return memory.mapping.tensor.is_pinned()
         return is_pinned(memory.pages[self.local_pages.start].data_ptr())
 
     @property
@@ -377,6 +394,18 @@ class HostPool(NotCopyable):
     def check_open(self) -> None:
         """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
+
+    @property
+    def _has_pinned_pages(self) -> bool:
+        """Whether the pages are pinned when they are ready."""
+        memory = self._memory
+        if memory.pinning is not None:
+            return not memory.pinning.registration.is_empty
+        return isinstance(memory.mapping, TorchMemory)
+
+    def _slots(self) -> Tensor:
+        """The memory, uint8 [slots of all pages, bytes of a slot]."""
+        return self._memory.check_open().flatten(0, 1)
 
     def _register_user(self, user: User) -> None:
         """Makes close() close this handler first. Holds only a weak reference to it."""
@@ -396,3 +425,46 @@ class HostPool(NotCopyable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _map_private(
+    device: torch.device, pages: Pages, pinning: PinningOptions, huge_pages: bool | None
+) -> Mapping | TorchMemory:
+    """Maps the memory of a pool of one process.
+
+    Raises:
+        ValueError: an option is not possible where torch pins, or there is not enough memory.
+        RuntimeError: torch cannot pin, and `pinned` is True.
+    """
+    if pinning.pinned is False or not pins_with_torch(device):
+        return map_new(pages.nbytes, huge_pages, shared=False)
+    for name, is_given in (
+        ("huge_pages=True", huge_pages is True),
+        ("numa_node", pinning.numa_node is not None),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{name} is not possible for {device}: torch pins memory for it, and takes that "
+                "memory from where it likes; leave it out, or pass pinned=False"
+            )
+    try:
+        return TorchMemory(pages.nbytes)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = f"torch did not pin {pages.nbytes} bytes of host memory for {device}: {error}"
+        if pinning.pinned:
+            raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
+        log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
+        return map_new(pages.nbytes, huge_pages, shared=False)
+
+
+def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:
+    """Refuses pinned pages, or warns of pageable ones, where only torch pins."""
+    if pinning.pinned is False or not pins_with_torch(device):
+        return
+    reason = (
+        f"the memory of a shared pool cannot be pinned for {device}: torch pins only memory that "
+        "it allocates itself, and no backend of the device registers memory"
+    )
+    if pinning.pinned:
+        raise ValueError(f"{reason}; leave pinned=True out")
+    log.warning("%s. The pages are pageable, and copies are synchronous", reason)

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <condition_variable>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "capi.h"
+#include "device/device.h"
+
+namespace kvswap {
+
+// A device that only torch can drive, from Python: any accelerator with torch.Stream and
+// torch.Event. This class appends commands to a queue; torch_kvswap/devices/queue.py takes them
+// from the queue, carries them out with torch, and reports which events have happened. So no native
+// code calls Python: a thread that holds the GIL, or an exiting interpreter, delays transfers but
+// cannot deadlock with this library.
+//
+// The queue is first in, first out, and one Python thread at a time takes from it. The order of the
+// commands of a stream is therefore the order in which they were appended.
+//
+// A copy that fails in Python fails its transfer: the text comes with the report of the transfer's
+// end, and seconds_between() throws it.
+//
+// The mutex guards everything, for microseconds; no other lock is taken under it. Any thread may
+// call.
+class QueuedDevice final : public Device {
+ public:
+  QueuedDevice(int index, std::string name, bool has_batch);
+  ~QueuedDevice() override;
+
+  // For Python.
+
+  // Waits until there are commands: 1, or 0 after `seconds`, or -1 once stop() was called.
+  int wait(double seconds);
+  // Reads the first command, which stays the first one until done(). So a thread that is
+  // interrupted loses no command. What it points to is valid until then. False: there is none.
+  bool read_first(kvswap_command& command) noexcept;
+  void done() noexcept;
+  // This record of the event has happened, or cannot happen any more. seconds: on the clock of the
+  // stream. error: why its transfer has failed; null: it has not.
+  void on_happened(uint64_t event, uint64_t record, double seconds, const char* error) noexcept;
+  // The device runs nothing any more. Drops all commands.
+  void lose(const char* error) noexcept;
+  // The thread that takes commands is to end.
+  void stop();
+  // An event that stands for a point of a stream of the caller, which Python keeps by its number.
+  // To be destroyed with destroy_event().
+  Event make_recorded_event(uint64_t& number);
+
+  // For csrc/offload.
+
+  std::string name() const override { return name_; }
+  bool is_synchronous() const override { return false; }
+  void enter(ContextState&) override {}
+  void leave(ContextState&) noexcept override {}
+
+  Stream create_stream() override;
+  void destroy_stream(Stream stream) noexcept override;
+  // Not known here; so a transfer gets one event more than it may need.
+  bool is_idle(Stream) override { return false; }
+  bool is_alive(Stream) noexcept override;
+
+  // Streams of the caller: the handle is a number that Python knows. Python passes events in place
+  // of streams that a job starts after, so the current stream is never asked for.
+  StreamRef current_stream() const override { return {index(), nullptr}; }
+  bool is_capturing(const StreamRef&) override { return false; }
+  void wait_event(const StreamRef& stream, Event event) override;
+
+  Event create_event(bool timed) override;
+  void destroy_event(Event event) noexcept override;
+  void record_event(Event event, Stream stream, const char* purpose) override;
+  void wait_event(Stream stream, Event event, const char* purpose) override;
+  bool has_happened(Event event) override;
+  double seconds_between(Event start, Event end) override;
+
+  // Slabs of one storage count as one allocation. Python knows which memory is pinned.
+  Allocations find_allocations(const std::vector<uint64_t>& cache,
+                               const std::vector<uint64_t>& host) override {
+    return {std::vector<uint64_t>(cache.size()), std::vector<uint64_t>(host.size()), false};
+  }
+  // Only a driver knows the memory of a device, and torch does not ask it.
+  void check_addresses(const FragmentList&) override {}
+  void register_host(void*, uint64_t) override { refuse_registration(); }
+  void unregister_host(void*) override { refuse_registration(); }
+  bool is_pinned(const void*) override { refuse_registration(); }
+
+  const std::vector<CopyMethod>& copy_methods() const override { return methods_; }
+  std::unique_ptr<Copier> make_copier(Stream copies, bool to_host,
+                                      const Environment& environment) override;
+
+ private:
+  friend class QueuedCopier;
+
+  struct Command : kvswap_command {
+    std::vector<int64_t> lists[3];  // what the command points to
+  };
+  // Lists of one command, because appending such a list cannot fail.
+  using Commands = std::list<Command>;
+  struct QueuedStream;
+  struct QueuedEvent;
+
+  static Commands make_command(int kind);
+  void append(Commands command) noexcept;
+  void append(Commands command, const std::unique_lock<std::mutex>&) noexcept;
+  // Waits until this record of the event has happened. False when the device is lost.
+  bool wait_until_happened(const QueuedEvent& event);
+  [[noreturn]] void refuse_registration() const;
+
+  const std::string name_;
+  const std::vector<CopyMethod> methods_;
+  std::mutex mutex_;
+  std::condition_variable work_;      // there is a command, or stop() was called
+  std::condition_variable happened_;  // an event has happened, or the device is lost
+  Commands commands_;
+  Commands first_;                           // the one that is being carried out
+  std::map<uint64_t, QueuedEvent*> events_;  // by number
+  uint64_t last_number_ = 0;                 // of a stream or an event
+  bool stopping_ = false, lost_ = false;
+  std::string lost_reason_;
+};
+
+// Makes the device with this index. Each index is used once. Throws ValueError otherwise.
+QueuedDevice& make_queued_device(int index, const std::string& name, bool has_batch);
+
+}  // namespace kvswap

@@ -1,0 +1,1 @@
+"""Devices that only torch can drive, and what their vendors add."""

@@ -1,0 +1,112 @@
+"""What a vendor's library adds to a device that torch drives: batched copies and pinned memory."""
+
+from __future__ import annotations
+
+import threading
+from importlib import metadata
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from torch_kvswap._native.log import log
+
+ENTRY_POINTS = "torch_kvswap.device_backends"
+
+
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """A vendor's batched copy of addresses.
+
+    May also have these attributes:
+
+    - `most_copies` (int): copies that one call of copy_batch() takes. Without it there is no limit.
+    - `pin(device, address, nbytes)` and `unpin(device, address)`: register host memory for the
+      device, and undo that; they raise RuntimeError if the driver refuses. Without them, pools use
+      memory that torch pins.
+
+    Any thread may call any method, also several at once.
+    """
+
+    def copy_batch(
+        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool
+    ) -> None:
+        """Enqueues copies. They may run in any order, and none overlaps another.
+
+        Must not wait for the device. All host memory is pinned. The tensors with the addresses are
+        only valid during the call.
+
+        Args:
+            dst (Tensor): int64 [copies], CPU; addresses to write.
+            src (Tensor): int64 [copies], CPU; addresses to read.
+            sizes (Tensor): int64 [copies], CPU; bytes, at least 1.
+            stream (torch.Stream): the stream, which is the current one.
+            to_host (bool): dst is host memory and src is memory of the stream's device; False is
+                the other way round.
+
+        Raises:
+            Exception: the device refused. Copies that were enqueued before may run; what else was
+                given to the stream must still work.
+        """
+        ...
+
+
+_lock = threading.Lock()
+_registered: dict[str, DeviceBackend] = {}
+_entry_points_read: set[str] = set()
+
+
+def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
+    """Lets handlers, pools and swap_blocks_batch() use a vendor's batched copies.
+
+    Instead of this call, a package can declare an entry point in the group
+    `torch_kvswap.device_backends`, with the device type as its name and a backend as its object.
+
+    Args:
+        device_type (str): torch's name of the device type, such as "npu".
+        backend (DeviceBackend): an object with copy_batch().
+
+    Raises:
+        TypeError: backend has no copy_batch().
+        ValueError: the device type is "cpu" or "cuda", or has a backend already.
+    """
+    if not isinstance(backend, DeviceBackend):
+        raise TypeError(
+            f"backend is a {type(backend).__name__} without copy_batch(); see DeviceBackend"
+        )
+    torch.device(device_type)  # raises for a type that torch does not know
+    if device_type in ("cpu", "cuda"):
+        raise ValueError(f"{device_type!r} needs no backend: torch_kvswap drives it itself")
+    with _lock:
+        if _registered.setdefault(device_type, backend) is not backend:
+            raise ValueError(f"{device_type!r} has a backend already; register one, once")
+
+
+def find_device_backend(device_type: str) -> DeviceBackend | None:
+    """The backend of a device type, registered or from an entry point; None if there is none."""
+    with _lock:
+        found = _registered.get(device_type)
+        if found is not None or device_type in _entry_points_read:
+            return found
+        _entry_points_read.add(device_type)
+    for entry_point in metadata.entry_points(group=ENTRY_POINTS, name=device_type):
+        try:
+            register_device_backend(device_type, entry_point.load())
+        except Exception as error:
+            log.warning(
+                "the backend for %s of %s cannot be used: %s: %s; blocks are copied with torch's "
+                "operations",
+                *(device_type, entry_point.value, type(error).__name__, error),
+            )
+    with _lock:
+        return _registered.get(device_type)
+
+
+def most_copies(backend: DeviceBackend) -> int:
+    """Copies that one call takes."""
+    return int(getattr(backend, "most_copies", 1 << 62))
+
+
+def can_pin(backend: DeviceBackend | None) -> bool:
+    """Whether the backend registers host memory."""
+    return hasattr(backend, "pin") and hasattr(backend, "unpin")

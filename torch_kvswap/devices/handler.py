@@ -1,0 +1,119 @@
+"""The native part of an OffloadHandler on a queued device."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.log import warn_once
+from torch_kvswap.devices.blocks import GroupTensors
+from torch_kvswap.devices.queue import QueuedGroup
+
+if TYPE_CHECKING:
+    from torch_kvswap._native.submit import Request
+    from torch_kvswap.groups import Groups
+
+_T = TypeVar("_T")
+_BATCH, _GENERIC = abi.COPY_METHODS.index("batch"), abi.COPY_METHODS.index("generic")
+_CHANNELS = 3
+
+
+class QueuedHandler(NativeHandler):
+    """A native handler whose commands torch carries out; see DeviceQueue.
+
+    Each channel has a third of the staging memory.
+
+    Raises:
+        ValueError: copy_method="batch" with pages that are not pinned.
+    """
+
+    def __init__(self, groups: Groups, submit_thread: bool, options: abi.CopyMethodOptions) -> None:
+        assert groups.queue is not None
+        self._queue = groups.queue
+        self._submit_thread = submit_thread
+        self._staging_bytes = options.staging_bytes // _CHANNELS
+        self._bound = self._bind(groups)
+        if not all(pool._has_pinned_pages for pool in groups.pools):
+            _choose_generic(groups, options)
+        super().__init__(groups, submit_thread, options)
+
+    def _kind_and_index(self) -> tuple[int, int]:
+        return abi.QUEUED_DEVICE, self._queue.index
+
+    def _bind(self, groups: Groups) -> list[QueuedGroup]:
+        """Lets commands find the tensors of the groups, as long as the result is held."""
+        bound = []
+        for structure, layout, pool in zip(
+            groups.structures, groups.layouts, groups.pools, strict=True
+        ):
+            tensors = GroupTensors(
+                layout.tensors,
+                layout.block_dim,
+                layout.tensor_of_slab,
+                pool._slots(),
+                pool._has_pinned_pages,
+            )
+            bound.append(QueuedGroup(self._queue, tensors, self._staging_bytes))
+            structure.number = bound[-1].number
+        return bound
+
+    def submit(self, request: Request) -> int:
+        job = super().submit(request)
+        if not self._submit_thread:
+            self._queue.run_briefly()
+        return job
+
+    def query(self, native: int) -> bool:
+        self._queue.run_briefly()
+        return super().query(native)
+
+    def poll(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+        self._queue.run_briefly()
+        return super().poll(read)
+
+    def wait(self, job: int, layer_group: int, stream: object) -> None:
+        """See NativeHandler. Returns when the stream was told to wait."""
+        token, waiting = self._queue.make_waiting(stream)
+        try:
+            loader.call("kvswap_job_wait", self.pointer, job, layer_group, token, 0)
+            # A job that has ended needs no wait, and may have got no command.
+            self._queue.run_until(
+                lambda: waiting.is_done or self.job(job).state not in (abi.QUEUED, abi.RUNNING)
+            )
+        finally:
+            self._queue.forget(token)
+        if waiting.error is not None:
+            raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
+
+    def rebind(self, groups: Groups) -> None:
+        bound = self._bind(groups)
+        super().rebind(groups)
+        self._bound = bound
+
+    def close(self) -> None:
+        super().close()
+        self._bound = []  # the pool's memory may be freed now
+
+    def destroy(self, owner: weakref.ref[Any]) -> None:
+        if not self._queue.is_running_here:
+            return super().destroy(owner)
+        # The garbage collector has interrupted a thread that carries out commands, and the jobs of
+        # this handler need that thread in order to end.
+        threading.Thread(target=super().destroy, args=(owner,), name="kvswap-close").start()
+
+
+def _choose_generic(groups: Groups, options: abi.CopyMethodOptions) -> None:
+    """Keeps pages that are not pinned from a vendor's batched copies."""
+    warn_once(
+        f"host pages for {groups.device} are not pinned: their copies are synchronous, and delay "
+        "other transfers of the device"
+    )
+    if options.copy_method == _BATCH:
+        raise ValueError(
+            "copy_method='batch' needs pinned host pages; leave it out, or pin the pages"
+        )
+    options.copy_method = _GENERIC

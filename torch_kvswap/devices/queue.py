@@ -1,0 +1,608 @@
+"""Carries out the commands of a queued device (csrc/device/queued.h) with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.errors import DeviceLostError
+from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.log import log
+from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
+from torch_kvswap.devices.blocks import GroupTensors
+
+Ids = npt.NDArray[np.int64]
+
+_native = loader.library()
+_first, _done = _native.kvswap_queue_first, _native.kvswap_queue_done
+_happened = _native.kvswap_queue_happened
+_make_event, _destroy_event = _native.kvswap_queue_make_event, _native.kvswap_queue_destroy_event
+
+# How long the thread that submits a job carries out commands before it leaves the others to the
+# queue's thread. That one may get the GIL only after milliseconds.
+_SUBMIT_SECONDS = 200e-6
+# Pauses between two looks at the events in flight: 1/8 of the time that nothing has happened.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+_NO_COMMANDS_SECONDS = 3600.0
+_STOP_SECONDS = 5.0
+_FOREVER = float("inf")
+
+
+class Point:
+    """An event that a job starts after, on a stream of the caller. Native until it is dropped."""
+
+    __slots__ = ("_queue", "handle")
+
+    def __init__(self, queue: DeviceQueue, event: torch.Event) -> None:
+        self._queue = queue.pointer
+        number = ctypes.c_uint64()
+        self.handle: int | None = _make_event(self._queue, ctypes.byref(number))
+        if self.handle is None:
+            loader.fail()
+        queue.records[number.value] = _Record(number.value, 1, event, None)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None:
+            _destroy_event(self._queue, self.handle)
+
+
+class _Record:
+    """A recorded event.
+
+    Attributes:
+        event: None if it could not be recorded.
+        error: why what comes before it has failed; None if it has not.
+        transfer: the record of the start of the transfer that this one ends.
+        buffers: memory that is in use until it has happened.
+    """
+
+    __slots__ = ("buffers", "error", "event", "is_timed", "number", "record", "transfer")
+
+    def __init__(
+        self, number: int, record: int, event: torch.Event | None, error: str | None
+    ) -> None:
+        self.number, self.record, self.event, self.error = number, record, event, error
+        self.is_timed = False
+        self.transfer: _Record | None = None
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+
+    def is_of(self, command: abi.Command) -> bool:
+        return bool(self.number == command.event and self.record == command.record)
+
+
+class _Stream:
+    """A stream of the library."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+        self.records: deque[_Record] = deque()  # that have not been reported
+        self.error: str | None = None  # of a wait; the next record takes it over
+        self.transfer: _Record | None = None  # the start of the copies so far
+        self.buffers: list[tuple[Tensor, Tensor]] = []  # of these copies
+        self.staging: Tensor | None = None
+        self.timed: torch.Event | None = None  # the last one, and its time
+        self.seconds = 0.0
+
+
+class Waiting:
+    """A stream of the caller that is to wait for a job."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+        self.is_done = False
+        self.error: BaseException | None = None
+
+
+class DeviceQueue:
+    """The commands of the handlers of one device, and its streams and events.
+
+    Commands are carried out, one after another, by the thread that has `_turn`: the queue's own
+    thread, the one that submits a job, or one that waits. No native lock is held meanwhile, and
+    nothing native waits for Python, so that a thread that keeps the GIL only delays transfers.
+
+    The queue knows its handlers only by the groups of tensors, weakly. Any thread may call.
+
+    Args:
+        device (torch.device): an accelerator with torch.Stream and torch.Event.
+        index (int): of the native device.
+
+    Attributes:
+        backend (DeviceBackend | None): what its vendor has added.
+        groups: the tensors of the handlers' groups, by number.
+        records: the latest record of each event, by number.
+        lost (str | None): why the device cannot be used any more.
+    """
+
+    def __init__(self, device: torch.device, index: int) -> None:
+        self.device, self.index = device, index
+        self.backend: DeviceBackend | None = find_device_backend(device.type)
+        self.is_timed = _measures_time(device)
+        self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
+        self.records: dict[int, _Record] = {}
+        self.lost: str | None = None
+        self.pointer: int = loader.call(
+            "kvswap_queue_create", index, str(device).encode(), self.backend is not None
+        )
+        self._streams: dict[int, _Stream] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # unused pinned ids, ids on the device
+        self._last_token = 0
+        self._happened_at = 0.0
+        self._turn: Any = threading.RLock()  # re-entrant only to know its owner; never taken twice
+        self._callers: torch.Stream | None = None  # waits for the callers' events
+        self._callers_lock = threading.Lock()
+        self._process = ForkGuard()
+        thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self.pointer), name="kvswap-queue", daemon=True
+        )
+        thread.start()
+        # At exit the finalizers run in the reverse order of their creation: after those of the
+        # handlers, whose jobs need the thread.
+        weakref.finalize(self, _stop, self._process, self.pointer, thread)
+
+    # Callers' streams.
+
+    def resolve_after(self, after: object) -> tuple[int, int | None, Point | None]:
+        """Converts an `after` argument: records an event on the caller's stream.
+
+        Returns:
+            tuple[int, int | None, Point | None]: kind (abi.AFTER_...), handle, and what must be
+                kept until the job was submitted.
+
+        Raises:
+            TypeError: after is neither a stream nor an event of torch.
+            ValueError: the event was never recorded, or the stream is on another device.
+            DeviceLostError: the device is lost.
+        """
+        if isinstance(after, tuple) and not after:
+            return abi.AFTER_NOTHING, None, None
+        self._check()
+        if isinstance(after, torch.Event):
+            event = self._copy_event(after)
+        else:
+            stream = self._stream_of(after, "after=")
+            if stream.query():
+                return abi.AFTER_NOTHING, None, None
+            event = self._new_event()
+            event.record(stream)
+        point = Point(self, event)
+        return abi.AFTER_EVENT, point.handle, point
+
+    def _stream_of(self, stream: object, name: str) -> torch.Stream:
+        if stream is None:
+            return torch.accelerator.current_stream(self.device)
+        if not isinstance(stream, torch.Stream):
+            raise TypeError(
+                f"{name} must be None (the current stream), a torch.Stream"
+                + (", a torch.Event or () for nothing" if name == "after=" else "")
+                + f", not {type(stream).__name__}"
+            )
+        if stream.device != self.device:
+            raise ValueError(
+                f"{name} is a stream of {stream.device}, the cache is on {self.device}; record an "
+                "event on that stream, and let a stream of this device wait for it"
+            )
+        return stream
+
+    def _copy_event(self, after: torch.Event) -> torch.Event:
+        """An event for the same point: the caller may record the given one again at any time."""
+        if after.device.type != self.device.type:
+            raise ValueError(f"after= is an event of {after.device}, the cache is on {self.device}")
+        if not after.event_id:  # created when first recorded
+            raise ValueError(
+                "after= is an event that was never recorded, so the transfer would wait for "
+                "nothing; record it behind the work it stands for, or pass that stream"
+            )
+        with self._callers_lock:
+            if self._callers is None:
+                self._callers = torch.Stream(device=self.device)
+            self._callers.wait_event(after)
+            event = self._new_event()
+            event.record(self._callers)
+        return event
+
+    def make_waiting(self, stream: object) -> tuple[int, Waiting]:
+        """Prepares a command that lets a stream of the caller wait. To be ended with forget()."""
+        self._check()
+        waiting = Waiting(self._stream_of(stream, "stream"))
+        with self._callers_lock:
+            self._last_token += 1
+            self._waiting[self._last_token] = waiting
+            return self._last_token, waiting
+
+    def forget(self, token: int) -> None:
+        """No command uses this token any more."""
+        self._waiting.pop(token, None)
+
+    # Carrying out commands.
+
+    @property
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is carrying out commands, which a finalizer interrupts."""
+        return bool(self._turn._is_owned())
+
+    def run(self, seconds: float) -> None:
+        """Carries out commands for about this long, unless another thread does so already."""
+        if self.is_running_here or not _is_plain_thread():
+            return
+        try:
+            if self._turn.acquire(blocking=False):
+                self._run(time.perf_counter() + seconds)
+        finally:  # Ctrl-C may come at any point
+            if self._turn._is_owned():
+                self._turn.release()
+
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        """Carries out commands, or lets another thread do so, until something has come about."""
+        while not is_over():
+            self.run(_SUBMIT_SECONDS)
+            if not is_over():
+                time.sleep(_SHORTEST_PAUSE)
+
+    def run_briefly(self) -> None:
+        """Carries out some commands, and asks the device which events have happened."""
+        self.run(_SUBMIT_SECONDS)
+
+    def work(self) -> float:
+        """For the queue's thread: carries out all commands, and looks at the events in flight.
+
+        Returns:
+            float: seconds until it must look again.
+        """
+        with self._turn:
+            self._run(_FOREVER)
+            if not any(stream.records for stream in self._streams.values()):
+                return _NO_COMMANDS_SECONDS
+            quiet = time.perf_counter() - self._happened_at
+            return min(max(quiet / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+
+    def _run(self, until: float) -> None:
+        command = abi.Command()
+        pointer = ctypes.byref(command)
+        with torch.inference_mode():
+            while self.lost is None and _first(self.pointer, pointer):
+                if until < _FOREVER and self._blocks(command):
+                    break  # the queue's thread does that
+                self._carry_out(command)  # once more, if Ctrl-C interrupts it; that does no harm
+                _done(self.pointer)
+                if time.perf_counter() >= until:
+                    break
+            self._report()
+
+    def _blocks(self, command: abi.Command) -> bool:
+        """Whether the command waits for the device: it copies pages that are not pinned."""
+        if command.kind != abi.COMMAND_BLOCKS:
+            return False
+        group = self.groups.get(command.group)
+        return group is not None and not group.tensors.is_pinned
+
+    def _carry_out(self, command: abi.Command) -> None:
+        kind = command.kind
+        if kind == abi.COMMAND_DESTROY_EVENT:
+            self.records.pop(command.event, None)
+        elif kind == abi.COMMAND_DESTROY_STREAM:
+            self._streams.pop(command.stream, None)
+        elif kind == abi.COMMAND_CALLER_WAIT:
+            self._let_caller_wait(command)
+        else:
+            stream = self._find_stream(command.stream)
+            if stream is None:
+                return
+            if kind == abi.COMMAND_RECORD:
+                self._record(command, stream)
+            elif kind == abi.COMMAND_WAIT:
+                self._wait(command, stream)
+            else:
+                self._copy(command, stream)
+
+    def _find_stream(self, number: int) -> _Stream | None:
+        found = self._streams.get(number)
+        if found is None:
+            try:
+                found = self._streams[number] = _Stream(torch.Stream(device=self.device))
+            except Exception as error:
+                self._lose(f"no stream can be made: {_text_of(error)}")
+        return found
+
+    def _record(self, command: abi.Command, stream: _Stream) -> None:
+        if stream.records and stream.records[-1].is_of(command):
+            return  # Ctrl-C came right after
+        error = stream.error
+        event: torch.Event | None = self._new_event(bool(command.timed))
+        assert event is not None
+        try:
+            event.record(stream.stream)
+        except Exception as problem:
+            error, event = _text_of(problem), None
+            self._end_after_error(stream, error)
+        record = _Record(command.event, command.record, event, error)
+        record.is_timed = bool(command.timed) and self.is_timed
+        record.transfer = stream.transfer
+        record.buffers = stream.buffers
+        self.records[command.event] = record
+        stream.records.append(record)
+        stream.error, stream.buffers = None, []
+        self._happened_at = time.perf_counter()  # something may happen soon
+
+    def _wait(self, command: abi.Command, stream: _Stream) -> None:
+        record = self.records[command.event]
+        if record.event is None or record.error is not None:
+            stream.error = record.error
+            return
+        try:
+            stream.stream.wait_event(record.event)
+        except Exception as error:
+            stream.error = _text_of(error)
+            self._check_alive(stream, stream.error)
+
+    def _let_caller_wait(self, command: abi.Command) -> None:
+        waiting = self._waiting.get(command.stream)
+        if waiting is None:
+            return
+        try:
+            event = self.records[command.event].event
+            if event is not None:  # else the copies have ended
+                waiting.stream.wait_event(event)
+        except Exception as error:
+            waiting.error = error
+        waiting.is_done = True
+
+    def _copy(self, command: abi.Command, stream: _Stream) -> None:
+        transfer = stream.transfer = self.records[command.event]
+        if transfer.error is not None or command.count == 0:
+            return
+        try:
+            with stream.stream:
+                if command.kind == abi.COMMAND_BATCH:
+                    self._copy_batch(command, stream)
+                else:
+                    self._copy_blocks(command, stream)
+        except Exception as error:
+            transfer.error = _text_of(error)
+            self._check_alive(stream, transfer.error)
+
+    def _copy_batch(self, command: abi.Command, stream: _Stream) -> None:
+        assert self.backend is not None
+        dst, src, sizes = (torch.from_numpy(_numbers(command, i)) for i in range(3))
+        most = most_copies(self.backend)
+        for begin in range(0, command.count, most):
+            of_call = slice(begin, begin + most)
+            self.backend.copy_batch(
+                dst[of_call], src[of_call], sizes[of_call], stream.stream, bool(command.to_host)
+            )
+
+    def _copy_blocks(self, command: abi.Command, stream: _Stream) -> None:
+        group = self.groups[command.group]
+        blocks, slots = _numbers(command, 0), _numbers(command, 1)
+        if not (slots[1:] > slots[:-1]).all():  # then neighbours are copied as one
+            order = np.argsort(slots)
+            blocks, slots = blocks[order], slots[order]
+        ids = self._send_ids(blocks, stream)
+        slabs = command.first_slab, command.last_slab
+        nbytes = group.tensors.slot_bytes_of(*slabs)
+        staging = self._staging(stream, max(group.staging_bytes, nbytes))
+        most = staging.numel() // nbytes
+        copy = group.tensors.store if command.to_host else group.tensors.load
+        for begin in range(0, command.count, most):
+            of_piece = slice(begin, begin + most)
+            copy(slabs, slots[of_piece], ids[of_piece], staging)
+
+    def _send_ids(self, blocks: Ids, stream: _Stream) -> Tensor:
+        """The ids in memory of the device, until the transfer has ended."""
+        count = len(blocks)
+        for at, (host, _) in enumerate(self._buffers):
+            if len(host) >= count:
+                buffer = self._buffers.pop(at)
+                break
+        else:
+            size = 1 << max(count - 1, 63).bit_length()
+            host = _pinned(size, torch.int64)
+            buffer = host, torch.empty(size, dtype=torch.int64, device=self.device)
+        stream.buffers.append(buffer)
+        host, device = buffer
+        host[:count] = torch.from_numpy(blocks)
+        device[:count].copy_(host[:count], non_blocking=host.is_pinned())
+        return device[:count]
+
+    def _staging(self, stream: _Stream, nbytes: int) -> Tensor:
+        """The stream's staging memory; its copies are in order, so that one buffer is enough."""
+        if stream.staging is None or stream.staging.numel() < nbytes:
+            stream.staging = None  # freed before more is allocated
+            stream.staging = torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.device)
+        return stream.staging
+
+    def _report(self) -> None:
+        """Tells the native side which events have happened."""
+        for stream in self._streams.values():
+            while stream.records and self.lost is None:
+                record = stream.records[0]
+                try:
+                    if record.event is not None and not record.event.query():
+                        break
+                except Exception as error:
+                    self._lose(_text_of(error))
+                    return
+                error_text = record.error
+                if error_text is None and record.transfer is not None:
+                    error_text = record.transfer.error
+                _happened(
+                    self.pointer,
+                    record.number,
+                    record.record,
+                    self._seconds(stream, record),
+                    None if error_text is None else error_text.encode(),
+                )
+                stream.records.popleft()
+                self._buffers += record.buffers
+                self._happened_at = time.perf_counter()
+
+    def _seconds(self, stream: _Stream, record: _Record) -> float:
+        """The time of a record, on a clock of the stream: the sum of the times between its events.
+
+        Differences stay exact however long the process runs.
+        """
+        if not record.is_timed or record.event is None:
+            return time.perf_counter()
+        if stream.timed is not None:
+            try:
+                stream.seconds += stream.timed.elapsed_time(record.event) / 1e3
+            except Exception as error:
+                self._check_alive(stream, _text_of(error))
+        stream.timed = record.event
+        return stream.seconds
+
+    # When the device fails.
+
+    def _end_after_error(self, stream: _Stream, error: str) -> None:
+        """Waits for the copies of a stream whose events cannot be recorded."""
+        try:
+            stream.stream.synchronize()
+        except Exception:
+            self._lose(error)
+
+    def _check_alive(self, stream: _Stream, error: str) -> None:
+        try:
+            stream.stream.query()
+        except Exception:
+            self._lose(error)
+
+    def _lose(self, error: str) -> None:
+        """Ends all jobs of the device, now and from now on."""
+        self.lost = error
+        _native.kvswap_queue_lose(self.pointer, error.encode())
+        self.records.clear()
+        self._streams.clear()
+        self._buffers.clear()
+        for waiting in list(self._waiting.values()):
+            waiting.is_done = True
+
+    def _check(self) -> None:
+        self._process.check("device queue")
+        if self.lost is not None:
+            raise DeviceLostError(
+                f"the device is lost: {self.device}: {self.lost}; only a new process can use it "
+                "again"
+            )
+
+    def _new_event(self, timed: bool = False) -> torch.Event:
+        return torch.Event(self.device, enable_timing=timed and self.is_timed)
+
+
+class QueuedGroup:
+    """A group of a handler, as the commands find it.
+
+    Attributes:
+        number (int): kvswap_group.number.
+        tensors (GroupTensors): its tensors and host slots.
+        staging_bytes (int): device memory for staging, for each channel.
+    """
+
+    def __init__(self, queue: DeviceQueue, tensors: GroupTensors, staging_bytes: int) -> None:
+        self.tensors, self.staging_bytes = tensors, staging_bytes
+        self.number = next(_group_numbers)
+        queue.groups[self.number] = self
+
+
+_lock = threading.Lock()
+_queues: dict[torch.device, DeviceQueue] = {}
+_group_numbers = itertools.count(1)
+
+
+def queue_of(device: torch.device) -> DeviceQueue:
+    """The queue of a device, which lives as long as the process.
+
+    Raises:
+        ValueError: torch has no streams or events for this device.
+        RuntimeError: the process was forked from one that has used the device.
+    """
+    with _lock:
+        if device not in _queues:
+            _queues[device] = DeviceQueue(device, len(_queues))
+        queue = _queues[device]
+    queue._process.check("device queue")
+    return queue
+
+
+def _measures_time(device: torch.device) -> bool:
+    """Whether events measure time. Raises ValueError if the device has no streams or events."""
+    try:
+        stream = torch.Stream(device=device)
+        event = torch.Event(device)
+        event.record(stream)
+        event.synchronize()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"a cache on {device} is not supported: torch has no streams or events for it "
+            f"({_text_of(error)})"
+        ) from error
+    try:
+        first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+        first.record(stream)
+        last.record(stream)
+        last.synchronize()
+        first.elapsed_time(last)
+    except (RuntimeError, NotImplementedError) as error:
+        log.warning(
+            "events of %s measure no time (%s): Result.copy_seconds is measured on the host",
+            *(device, _text_of(error)),
+        )
+        return False
+    return True
+
+
+def _is_plain_thread() -> bool:
+    """Whether torch's operations do what they say in this thread: no mode of torch changes them."""
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
+
+
+def _pinned(count: int, dtype: torch.dtype) -> Tensor:
+    """Host memory, pinned if the device can pin."""
+    try:
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(count, dtype=dtype, device="cpu")
+
+
+def _numbers(command: abi.Command, which: int) -> Ids:
+    """A copy of the command's list."""
+    array = (ctypes.c_int64 * command.count).from_address(command.numbers[which])
+    return np.array(array, np.int64)
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
+    """The queue's thread."""
+    pause = 0.0
+    while _native.kvswap_queue_wait(pointer, pause) >= 0:
+        owner = queue()
+        if owner is None or owner.lost is not None:
+            return
+        try:
+            pause = owner.work()
+        except BaseException as error:  # also MemoryError: else the jobs would never end
+            owner._lose(f"the thread that gives it commands has failed: {error!r}")
+            raise
+
+
+def _stop(process: ForkGuard, pointer: int, thread: threading.Thread) -> None:
+    """Ends the thread: a thread that comes back from torch while Python exits is killed there."""
+    if not process.is_current:
+        return
+    _native.kvswap_queue_stop(pointer)
+    if thread is not threading.current_thread():
+        thread.join(_STOP_SECONDS)
