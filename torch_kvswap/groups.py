@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ class Groups:
             that this object holds.
         check_unmoved: AddressGuard.check of the layouts.
         queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
-        resolve_after: converts an `after` argument; see _native.submit.resolve_after().
+        resolve_after: converts an `after` argument: into its kind, its handle, and what must be kept
+            until the job was submitted.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -94,8 +96,10 @@ class Groups:
             pool.check_open()
         self.device: torch.device = self.layouts[0].device
         self.queue = None if self.device.type in ("cpu", "cuda") else queue_of(self.device)
-        self.resolve_after: Callable[[object], tuple[int, int | None, object]] = (
-            partial(resolve_after, self.device) if self.queue is None else self.queue.resolve_after
+        self.resolve_after: Callable[[object], tuple[Any, ...]] = (
+            partial(resolve_after, device=self.device)
+            if self.queue is None
+            else self.queue.resolve_after
         )
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.check_unmoved = AddressGuard(self.layouts).check

@@ -82,7 +82,8 @@ ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layo
 ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
 ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
-ValueError: a cache on meta is not supported; its tensors must be on cuda or cpu""",
+ValueError: a cache on meta is not supported: torch has no streams or events for it
+(meta backend doesn't support events.)""",
     )
 
 

@@ -54,7 +54,8 @@ def fill(channel: int, out: Any) -> bool:
 
 
 def test_the_structures_are_as_long_as_those_of_the_header() -> None:
-    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 96 * 8)
+    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 97 * 8)
+    assert ctypes.sizeof(abi.Command) == 12 * 8
 
 
 def test_every_number_of_the_native_side_arrives_under_its_own_name() -> None:
@@ -73,11 +74,11 @@ running=1006,
 transfers=1007,
 streams=1008,
 events=1009,
-jobs_by_copy_method={'host': 1010, 'batch': 1011, 'strided': 1012, 'staged': 1013, 'kernel': 1014}""",
+jobs_by_copy_method={'host': 1010, 'batch': 1011, 'strided': 1012, 'staged': 1013, 'kernel': 1014, 'generic': 1015}""",
     )
 
     for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
-        first = 1015 + 27 * number
+        first = 1016 + 27 * number
         assert histogram == Histogram(BOUNDS, tuple(range(first, first + 26)), 1 + number / 4)
 
 

@@ -26,25 +26,24 @@ CURRENT = -1  # device number that stands for the current stream of the cache's 
 After = torch.Stream | torch.Event | tuple[()] | None
 
 
-def resolve_after(device: torch.device, after: object) -> tuple[int, int | None, None]:
+def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]:
     """Converts an `after` argument.
 
     Args:
-        device (torch.device): the device of the cache.
         after: see After.
+        device (torch.device): the device of the cache.
 
     Returns:
-        tuple[int, int | None, None]: kind (abi.AFTER_...) and handle of the stream or event; None: nothing
-            must be kept.
+        tuple[int, int | None]: kind (abi.AFTER_...) and handle of the stream or event.
 
     Raises:
         TypeError: after is something else, or a stream or event for a cache on the CPU.
         ValueError: the event was never recorded, or the stream is on another device.
     """
     if after is None:
-        return abi.AFTER_CURRENT, None, None
+        return abi.AFTER_CURRENT, None
     if isinstance(after, tuple) and not after:
-        return abi.AFTER_NOTHING, None, None
+        return abi.AFTER_NOTHING, None
     if device.type == "cpu":
         raise TypeError(
             f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
@@ -56,7 +55,7 @@ def resolve_after(device: torch.device, after: object) -> tuple[int, int | None,
                 "after= is an event that was never recorded, so the transfer would wait for "
                 "nothing; record it behind the work it stands for, or pass that stream"
             )
-        return abi.AFTER_EVENT, after.cuda_event, None
+        return abi.AFTER_EVENT, after.cuda_event
     if not isinstance(after, torch.cuda.Stream):
         raise TypeError(
             "after= must be None (the current stream), a torch.cuda.Stream, a "
@@ -67,7 +66,7 @@ def resolve_after(device: torch.device, after: object) -> tuple[int, int | None,
             f"after= is a stream of {after.device}, the transfer is on {device}; record "
             "an event on that stream and pass the event"
         )
-    return abi.AFTER_STREAM, after.cuda_stream, None
+    return abi.AFTER_STREAM, after.cuda_stream
 
 
 def resolve_waiting(stream: object) -> tuple[int | None, int]:
@@ -202,16 +201,16 @@ class Request:
             pages = read_ids("page_ids", page_ids)
             first = read_int("first_block", first_block, INT64_MIN)
             counts = array("q", (len(blocks), len(pages), first))
-        after_kind, after_handle, kept = groups.resolve_after(after)
-        self._held = blocks, pages, counts, kept
+        resolved = groups.resolve_after(after)
+        self._held = blocks, pages, counts, resolved
         self.native = abi.Request(
             began,
             channel,
             layer_groups,
-            after_kind,
+            resolved[0],
             groups.is_list,
             bool(copy_engines_only),
-            after_handle,
+            resolved[1],
             gate,
             blocks.buffer_info()[0],
             pages.buffer_info()[0],

@@ -133,7 +133,7 @@ ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are av
 def test_pinning_for_a_cache_on_the_cpu_is_refused() -> None:
     assert_expected_inline(
         error_text(HostPool, make_layout(), 1, pinned=True),
-        """ValueError: pinned=True needs a cache on CUDA, this one is on cpu; leave it out""",
+        """ValueError: pinned=True needs a cache on a device, this one is on cpu; leave it out""",
     )
 
 
