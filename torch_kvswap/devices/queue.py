@@ -122,6 +122,7 @@ class DeviceQueue:
         backend (DeviceBackend | None): what its vendor has added.
         groups: the tensors of the handlers' groups, by number.
         records: the latest record of each event, by number.
+        stop: ends the queue's thread.
         lost (str | None): why the device cannot be used any more.
     """
 
@@ -150,7 +151,7 @@ class DeviceQueue:
         thread.start()
         # At exit the finalizers run in the reverse order of their creation: after those of the
         # handlers, whose jobs need the thread.
-        weakref.finalize(self, _stop, self._process, self.pointer, thread)
+        self.stop = weakref.finalize(self, _stop, self._process, self.pointer, thread)
 
     # Callers' streams.
 
@@ -221,6 +222,11 @@ class DeviceQueue:
             self._last_token += 1
             self._waiting[self._last_token] = waiting
             return self._last_token, waiting
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether some commands were not carried out yet."""
+        return bool(_native.kvswap_queue_wait(self.pointer, 0.0) == 1)
 
     def forget(self, token: int) -> None:
         """No command uses this token any more."""
@@ -517,7 +523,7 @@ class QueuedGroup:
 
 _lock = threading.Lock()
 _queues: dict[torch.device, DeviceQueue] = {}
-_group_numbers = itertools.count(1)
+_indices, _group_numbers = itertools.count(), itertools.count()
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
@@ -529,7 +535,7 @@ def queue_of(device: torch.device) -> DeviceQueue:
     """
     with _lock:
         if device not in _queues:
-            _queues[device] = DeviceQueue(device, len(_queues))
+            _queues[device] = DeviceQueue(device, next(_indices))
         queue = _queues[device]
     queue._process.check("device queue")
     return queue
@@ -597,6 +603,7 @@ def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
         except BaseException as error:  # also MemoryError: else the jobs would never end
             owner._lose(f"the thread that gives it commands has failed: {error!r}")
             raise
+        del owner  # the queue may be dropped while this thread waits
 
 
 def _stop(process: ForkGuard, pointer: int, thread: threading.Thread) -> None:

@@ -1,0 +1,306 @@
+"""A handler of a device that torch drives: bytes, order, and how jobs end. Each test of an order has a
+control, in which something else is the only thing that is missing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fake_accelerator import Accelerator
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
+from patience import PATIENCE, in_time
+from queued_devices import DEVICE, current, on_queued_device, queue_of
+
+from torch_kvswap import AFTER_NOTHING, HostPool, Job, OffloadHandler, PagedLayout
+
+BLOCKS, PAGES, ROW = 8, 6, 32
+
+
+class Rows:
+    """A cache of BLOCKS blocks on the device, each filled with one number; and its handler."""
+
+    def __init__(self, *, tensors: int = 1, **options: object) -> None:
+        self.tensors = [
+            torch.arange(BLOCKS).view(-1, 1).expand(BLOCKS, ROW).to(torch.int32).to(DEVICE)
+            for _ in range(tensors)
+        ]
+        self.layout = PagedLayout(self.tensors)
+        self.pool = HostPool(self.layout, PAGES)
+        self.handler = OffloadHandler(self.layout, self.pool, **options)  # type: ignore[arg-type]
+        torch.accelerator.synchronize()
+
+    def write(self, block: int, value: int, stream: torch.Stream | None = None) -> None:
+        """A kernel that fills a block."""
+        with stream or current():
+            for tensor in self.tensors:
+                tensor[block].fill_(value)
+
+    def page(self, page: int) -> set[int]:
+        """The numbers in a page."""
+        return set(self.pool.pages[page].view(torch.int32).flatten().tolist())
+
+    def block(self, block: int) -> set[int]:
+        return {int(n) for tensor in self.tensors for n in tensor[block].cpu().tolist()}
+
+    def store(self, block: int, page: int, **options: object) -> Job:
+        return self.handler.store(gpu_block_ids=[block], page_ids=[page], **options)  # type: ignore[arg-type]
+
+    def load(self, page: int, block: int, **options: object) -> Job:
+        return self.handler.load(page_ids=[page], gpu_block_ids=[block], **options)  # type: ignore[arg-type]
+
+    def set_page(self, page: int, value: int) -> None:
+        self.pool.pages[page].view(torch.int32).fill_(value)
+
+
+def let_it_run(rows: Rows) -> None:
+    """Every command was carried out."""
+    queue = queue_of(rows.handler)
+    assert in_time(lambda: not queue.has_commands)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("blocks_per_page", [1, 4])
+@on_queued_device
+def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
+    accelerator: Accelerator, name: str, blocks_per_page: int
+) -> None:
+    cache, expected = Cache(name, 0, DEVICE), Cache(name, 0)
+    host = HostPool(cache.layout, 5, blocks_per_page)
+    host.pages.fill_(0xA5)
+    pages = host.pages.clone()
+    blocks, targets = [7, 0, 3], [1, 8, 2]
+    page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
+    first = 0 if blocks_per_page == 1 else 2
+    with OffloadHandler(cache.layout, host) as handler:
+        store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
+        store.synchronize(PATIENCE)
+        load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
+        load.synchronize(PATIENCE)
+        for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
+            page, slot = divmod(first + j, blocks_per_page)
+            expected.store(block, pages[page_ids[page], slot])
+            expected.load(pages[page_ids[page], slot], target)
+        assert torch.equal(host.pages, pages)
+        methods = [result.copy_method for result in handler.poll()]
+    assert methods == ["generic", "generic"]
+    assert cache.same_bytes(expected)
+    assert not cache.same_bytes(Cache(name, 0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@on_queued_device
+def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(list(LAYOUTS))
+    cache, expected = Cache(name, seed, DEVICE), Cache(name, seed)
+    host = HostPool(cache.layout, num_pages=rng.randint(3, 6), blocks_per_page=rng.randint(1, 4))
+    pages = host.pages.clone()
+    layers = len(cache.tensors)
+    staging = rng.choice([0, 3000, 1 << 20])  # from one block at a time to all at once
+    with OffloadHandler(cache.layout, host, staging_bytes=staging) as handler:
+        for _ in range(rng.randint(1, 20)):
+            first = rng.randrange(host.blocks_per_page)
+            most = min(NUM_BLOCKS, host.num_pages * host.blocks_per_page - first)
+            blocks = rng.sample(range(NUM_BLOCKS), rng.randint(0, most))
+            slots = [divmod(first + j, host.blocks_per_page) for j in range(len(blocks))]
+            page_ids = rng.sample(range(host.num_pages), slots[-1][0] + 1 if slots else 0)
+            ids = {"gpu_block_ids": blocks, "page_ids": page_ids, "first_block": first}
+            if rng.random() < 0.5:
+                handler.store(**ids)
+                for block, (page, slot) in zip(blocks, slots, strict=True):
+                    expected.store(block, pages[page_ids[page], slot])
+            else:
+                groups = rng.randint(1, layers)
+                handler.load(**ids, layer_groups=groups, expedited=rng.random() < 0.3)
+                for block, (page, slot) in zip(blocks, slots, strict=True):
+                    expected.load(pages[page_ids[page], slot], block)
+        handler.synchronize(timeout=PATIENCE)
+        assert torch.equal(host.pages, pages)
+    assert cache.same_bytes(expected)
+
+
+@on_queued_device
+def test_groups_of_a_hybrid_model_share_pages_and_blocks(accelerator: Accelerator) -> None:
+    raw = torch.arange(8 * 64, dtype=torch.int32, device=DEVICE).view(8, 64)
+    large, small = PagedLayout([raw]), PagedLayout([raw[:, :24], raw[:, 32:40]])
+    pool = HostPool(large, 6)
+    with OffloadHandler([large, small], [pool, pool.view_for(small)]) as handler:
+        store = handler.store(gpu_block_ids=[[1], [2]], page_ids=[[3], [4]])
+        handler.load(page_ids=[[3], [4]], gpu_block_ids=[[5], [6]]).synchronize(PATIENCE)
+        assert store.query()
+    before = torch.arange(8 * 64, dtype=torch.int32).view(8, 64)
+    after = before.clone()
+    after[5] = before[1]
+    after[6, :24], after[6, 32:40] = before[2, :24], before[2, 32:40]
+    assert torch.equal(raw.cpu(), after)
+
+
+@on_queued_device
+def test_a_store_of_adjacent_pages_is_one_copy(accelerator: Accelerator) -> None:
+    rows = Rows()
+    before = accelerator.counters()
+    rows.handler.store(gpu_block_ids=[5, 1, 3], page_ids=[2, 0, 1]).synchronize(PATIENCE)
+    after = accelerator.counters()
+    assert [rows.page(page) for page in range(3)] == [{1}, {3}, {5}]
+    assert after.copies_to_host - before.copies_to_host == 1
+    assert after.copies_to_device - before.copies_to_device == 1  # of the ids
+
+
+# Order: the rules of docs/ordering.md, and a control for each.
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@on_queued_device
+def test_a_store_waits_for_the_kernels_on_the_current_stream(
+    accelerator: Accelerator, waits: bool
+) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        rows.write(3, 100)
+        store = rows.store(3, 0, **({} if waits else {"after": AFTER_NOTHING}))
+        let_it_run(rows)
+        if not waits:
+            store.synchronize(PATIENCE)
+    store.synchronize(PATIENCE)
+    assert rows.page(0) == ({100} if waits else {3})
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@on_queued_device
+def test_a_load_waits_for_the_kernels_on_the_current_stream(
+    accelerator: Accelerator, waits: bool
+) -> None:
+    rows = Rows()
+    rows.set_page(0, 100)
+    seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
+    with accelerator.hold(current()):
+        seen.copy_(rows.tensors[0][3])
+        load = rows.load(0, 3, **({} if waits else {"after": AFTER_NOTHING}))
+        let_it_run(rows)
+        if not waits:
+            load.synchronize(PATIENCE)
+    load.synchronize(PATIENCE)
+    assert set(seen.cpu().tolist()) == ({3} if waits else {100})
+    assert rows.block(3) == {100}
+
+
+@pytest.mark.parametrize("kind", ["stream", "event", "earlier event"])
+@on_queued_device
+def test_a_job_starts_after_the_stream_or_event_that_is_named(
+    accelerator: Accelerator, kind: str
+) -> None:
+    rows, stream = Rows(), torch.Stream(device=DEVICE)
+    event = torch.Event(DEVICE)
+    if kind == "earlier event":
+        event.record(stream)
+    with accelerator.hold(stream):
+        rows.write(3, 100, stream)
+        if kind == "event":
+            event.record(stream)
+        store = rows.store(3, 0, after=stream if kind == "stream" else event)
+        let_it_run(rows)
+        if kind == "earlier event":
+            store.synchronize(PATIENCE)
+    store.synchronize(PATIENCE)
+    assert rows.page(0) == ({3} if kind == "earlier event" else {100})
+
+
+@on_queued_device
+def test_an_event_that_is_recorded_again_does_not_delay_the_job(accelerator: Accelerator) -> None:
+    rows, stream, event = Rows(), torch.Stream(device=DEVICE), torch.Event(DEVICE)
+    with accelerator.hold(stream) as first:
+        event.record(stream)
+        store = rows.store(3, 0, after=event)
+        first.release()
+        with accelerator.hold(stream):
+            event.record(stream)
+            store.synchronize(PATIENCE)
+            assert not event.query()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@on_queued_device
+def test_a_stream_that_waits_for_a_load_sees_its_bytes(
+    accelerator: Accelerator, waits: bool
+) -> None:
+    rows, stream = Rows(), torch.Stream(device=DEVICE)
+    rows.set_page(0, 100)
+    seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
+    torch.accelerator.synchronize()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        if waits:
+            load.wait(stream)
+        with stream:
+            seen.copy_(rows.tensors[0][3])
+        if not waits:
+            stream.synchronize()
+    load.synchronize(PATIENCE)
+    stream.synchronize()
+    assert set(seen.cpu().tolist()) == ({100} if waits else {3})
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@on_queued_device
+def test_a_stream_can_wait_for_a_group_of_layers(accelerator: Accelerator, layer: int) -> None:
+    rows, stream = Rows(tensors=2), torch.Stream(device=DEVICE)
+    rows.set_page(0, 100)
+    seen = torch.zeros(ROW, dtype=torch.int32, device=DEVICE)
+    torch.accelerator.synchronize()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3, layer_groups=2)
+        load.wait(stream, layer_group=0)
+        with stream:
+            seen.copy_(rows.tensors[layer][3])
+        accelerator.let_copies(3)  # the ids, the first layer, and the ids again
+        stream.synchronize()
+        assert not load.query()
+    load.synchronize(PATIENCE)
+    assert set(seen.cpu().tolist()) == ({100} if layer == 0 else {3})
+
+
+@on_queued_device
+def test_a_channel_runs_its_jobs_in_the_order_of_submission(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        rows.write(3, 100)
+        first = rows.store(3, 0)
+        second = rows.store(4, 1, after=AFTER_NOTHING)
+        let_it_run(rows)
+        assert not second.query()
+    second.synchronize(PATIENCE)
+    assert first.query()
+    assert rows.page(0) == {100}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@on_queued_device
+def test_a_load_waits_for_the_store_of_its_page(accelerator: Accelerator, shares: bool) -> None:
+    rows = Rows()
+    rows.set_page(1, 50)
+    with accelerator.hold(current()):
+        rows.write(3, 100)
+        rows.store(3, 0)
+        load = rows.load(0 if shares else 1, 5, after=AFTER_NOTHING)
+        let_it_run(rows)
+        if not shares:
+            load.synchronize(PATIENCE)
+        assert load.query() is not shares
+    load.synchronize(PATIENCE)
+    assert rows.block(5) == ({100} if shares else {50})
+    rows.handler.synchronize(timeout=PATIENCE)
+
+
+@on_queued_device
+def test_an_expedited_load_overtakes_another_load(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        slow = rows.load(0, 3)
+        fast = rows.load(1, 4, after=AFTER_NOTHING, expedited=True)
+        fast.synchronize(PATIENCE)
+        assert not slow.query()
+    slow.synchronize(PATIENCE)
