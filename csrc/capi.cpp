@@ -378,6 +378,10 @@ void* kvswap_queue_create(int index, const char* name, bool has_batch) {
 
 int kvswap_queue_wait(void* queue, double seconds) { return queue_at(queue).wait(seconds); }
 
+void kvswap_queue_wake(void* queue) { queue_at(queue).wake(); }
+
+bool kvswap_queue_is_empty(void* queue) { return queue_at(queue).is_empty(); }
+
 bool kvswap_queue_first(void* queue, kvswap_command* command) {
   return queue_at(queue).read_first(*command);
 }

@@ -235,8 +235,13 @@ struct kvswap_command {
 // A device that does not exist yet; it lives as long as the process. name: for errors. has_batch:
 // it carries out KVSWAP_COMMAND_BATCH with fragments. Null on failure.
 KVSWAP_API void* kvswap_queue_create(int index, const char* name, bool has_batch);
-// Waits until there are commands: 1, or 0 after `seconds`, or -1 once kvswap_queue_stop was called.
+// Waits until there are commands: 1, or 0 after `seconds` or kvswap_queue_wake, or -1 once
+// kvswap_queue_stop was called. One thread.
 KVSWAP_API int kvswap_queue_wait(void* queue, double seconds);
+// The next wait, or the one that waits now, returns at once.
+KVSWAP_API void kvswap_queue_wake(void* queue);
+// Whether all commands were carried out.
+KVSWAP_API bool kvswap_queue_is_empty(void* queue);
 // Reads the first command; false if there is none. It stays the first one, and valid, until
 // kvswap_queue_done. One thread at a time.
 KVSWAP_API bool kvswap_queue_first(void* queue, kvswap_command* command);

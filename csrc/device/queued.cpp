@@ -146,9 +146,17 @@ void QueuedDevice::append(Commands command, const std::unique_lock<std::mutex>&)
 
 int QueuedDevice::wait(double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto is_over = [&] { return stopping_ || !first_.empty() || !commands_.empty(); };
-  if (!work_.wait_for(lock, std::chrono::duration<double>(seconds), is_over)) return 0;
-  return stopping_ ? -1 : 1;
+  const auto has_commands = [&] { return !first_.empty() || !commands_.empty(); };
+  const auto is_over = [&] { return stopping_ || woken_ || has_commands(); };
+  work_.wait_for(lock, std::chrono::duration<double>(seconds), is_over);
+  woken_ = false;
+  return stopping_ ? -1 : has_commands();
+}
+
+void QueuedDevice::wake() {
+  const std::unique_lock<std::mutex> lock(mutex_);
+  woken_ = true;
+  work_.notify_all();
 }
 
 bool QueuedDevice::read_first(kvswap_command& command) noexcept {
@@ -159,6 +167,11 @@ bool QueuedDevice::read_first(kvswap_command& command) noexcept {
   if (first_.empty()) return false;
   command = first_.front();
   return true;
+}
+
+bool QueuedDevice::is_empty() {
+  const std::unique_lock<std::mutex> lock(mutex_);
+  return first_.empty() && commands_.empty();
 }
 
 void QueuedDevice::done() noexcept {

@@ -34,12 +34,16 @@ class QueuedDevice final : public Device {
 
   // For Python.
 
-  // Waits until there are commands: 1, or 0 after `seconds`, or -1 once stop() was called.
+  // Waits until there are commands: 1, or 0 after `seconds` or wake(), or -1 once stop() was
+  // called.
   int wait(double seconds);
+  // The next wait(), or the one that waits now, returns at once.
+  void wake();
   // Reads the first command, which stays the first one until done(). So a thread that is
   // interrupted loses no command. What it points to is valid until then. False: there is none.
   bool read_first(kvswap_command& command) noexcept;
   void done() noexcept;
+  bool is_empty();
   // This record of the event has happened, or cannot happen any more. seconds: on the clock of the
   // stream. error: why its transfer has failed; null: it has not.
   void on_happened(uint64_t event, uint64_t record, double seconds, const char* error) noexcept;
@@ -113,13 +117,13 @@ class QueuedDevice final : public Device {
   const std::string name_;
   const std::vector<CopyMethod> methods_;
   std::mutex mutex_;
-  std::condition_variable work_;      // there is a command, or stop() was called
+  std::condition_variable work_;      // there is a command, or stop() or wake() was called
   std::condition_variable happened_;  // an event has happened, or the device is lost
   Commands commands_;
   Commands first_;                           // the one that is being carried out
   std::map<uint64_t, QueuedEvent*> events_;  // by number
   uint64_t last_number_ = 0;                 // of a stream or an event
-  bool stopping_ = false, lost_ = false;
+  bool stopping_ = false, woken_ = false, lost_ = false;
   std::string lost_reason_;
 };
 

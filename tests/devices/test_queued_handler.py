@@ -304,3 +304,13 @@ def test_an_expedited_load_overtakes_another_load(accelerator: Accelerator) -> N
         fast.synchronize(PATIENCE)
         assert not slow.query()
     slow.synchronize(PATIENCE)
+
+
+@on_queued_device
+def test_jobs_end_whichever_thread_carries_out_their_commands(accelerator: Accelerator) -> None:
+    rows = Rows()
+    for _ in range(200):
+        for page in range(3):
+            rows.store(page, page)
+            rows.load(page, page + 3)
+        rows.handler.synchronize(timeout=PATIENCE)

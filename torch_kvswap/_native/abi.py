@@ -275,6 +275,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_gate_wait": (_Bool, _Pointer, _Int, _Pointer, _Int),
     "kvswap_queue_create": (_Pointer, _Int, _Text, _Bool),
     "kvswap_queue_wait": (_Int, _Pointer, _Real),
+    "kvswap_queue_wake": (None, _Pointer),
+    "kvswap_queue_is_empty": (_Bool, _Pointer),
     "kvswap_queue_first": (_Bool, _Pointer, _Pointer),
     "kvswap_queue_done": (None, _Pointer),
     "kvswap_queue_happened": (None, _Pointer, ctypes.c_uint64, ctypes.c_uint64, _Real, _Text),
@@ -305,4 +307,5 @@ HOLD_THE_GIL = (
     "kvswap_ready_range_publish",
     *("kvswap_queue_first", "kvswap_queue_done", "kvswap_queue_happened", "kvswap_queue_lose"),
     *("kvswap_queue_stop", "kvswap_queue_make_event", "kvswap_queue_destroy_event"),
+    *("kvswap_queue_wake", "kvswap_queue_is_empty"),
 )

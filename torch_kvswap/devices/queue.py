@@ -226,7 +226,7 @@ class DeviceQueue:
     @property
     def has_commands(self) -> bool:
         """Whether some commands were not carried out yet."""
-        return bool(_native.kvswap_queue_wait(self.pointer, 0.0) == 1)
+        return not _native.kvswap_queue_is_empty(self.pointer)
 
     def forget(self, token: int) -> None:
         """No command uses this token any more."""
@@ -246,6 +246,9 @@ class DeviceQueue:
         try:
             if self._turn.acquire(blocking=False):
                 self._run(time.perf_counter() + seconds)
+                if self._has_events:
+                    # The queue's thread was woken for the commands; it may have found none any more.
+                    _native.kvswap_queue_wake(self.pointer)
         finally:  # Ctrl-C may come at any point
             if self._turn._is_owned():
                 self._turn.release()
@@ -269,10 +272,15 @@ class DeviceQueue:
         """
         with self._turn:
             self._run(_FOREVER)
-            if not any(stream.records for stream in self._streams.values()):
+            if not self._has_events:
                 return _NO_COMMANDS_SECONDS
             quiet = time.perf_counter() - self._happened_at
             return min(max(quiet / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+
+    @property
+    def _has_events(self) -> bool:
+        """Whether events were recorded that have not been seen to happen."""
+        return any(stream.records for stream in self._streams.values())
 
     def _run(self, until: float) -> None:
         command = abi.Command()
