@@ -68,7 +68,7 @@ class Groups:
             that this object holds.
         check_unmoved: AddressGuard.check of the layouts.
         queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
-        resolve_after: converts an `after` argument: into its kind, its handle, and what must be kept
+        resolve_after: converts an `after` argument into its kind, its handle, and what must be kept
             until the job was submitted.
 
     Raises:

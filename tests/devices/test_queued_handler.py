@@ -10,47 +10,9 @@ import torch
 from fake_accelerator import Accelerator
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
-from queued_devices import DEVICE, current, on_queued_device, queue_of
+from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
 
-from torch_kvswap import AFTER_NOTHING, HostPool, Job, OffloadHandler, PagedLayout
-
-BLOCKS, PAGES, ROW = 8, 6, 32
-
-
-class Rows:
-    """A cache of BLOCKS blocks on the device, each filled with one number; and its handler."""
-
-    def __init__(self, *, tensors: int = 1, **options: object) -> None:
-        self.tensors = [
-            torch.arange(BLOCKS).view(-1, 1).expand(BLOCKS, ROW).to(torch.int32).to(DEVICE)
-            for _ in range(tensors)
-        ]
-        self.layout = PagedLayout(self.tensors)
-        self.pool = HostPool(self.layout, PAGES)
-        self.handler = OffloadHandler(self.layout, self.pool, **options)  # type: ignore[arg-type]
-        torch.accelerator.synchronize()
-
-    def write(self, block: int, value: int, stream: torch.Stream | None = None) -> None:
-        """A kernel that fills a block."""
-        with stream or current():
-            for tensor in self.tensors:
-                tensor[block].fill_(value)
-
-    def page(self, page: int) -> set[int]:
-        """The numbers in a page."""
-        return set(self.pool.pages[page].view(torch.int32).flatten().tolist())
-
-    def block(self, block: int) -> set[int]:
-        return {int(n) for tensor in self.tensors for n in tensor[block].cpu().tolist()}
-
-    def store(self, block: int, page: int, **options: object) -> Job:
-        return self.handler.store(gpu_block_ids=[block], page_ids=[page], **options)  # type: ignore[arg-type]
-
-    def load(self, page: int, block: int, **options: object) -> Job:
-        return self.handler.load(page_ids=[page], gpu_block_ids=[block], **options)  # type: ignore[arg-type]
-
-    def set_page(self, page: int, value: int) -> None:
-        self.pool.pages[page].view(torch.int32).fill_(value)
+from torch_kvswap import AFTER_NOTHING, HostPool, OffloadHandler, PagedLayout
 
 
 def let_it_run(rows: Rows) -> None:

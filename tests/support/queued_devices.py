@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fake_accelerator import DEVICE_TYPE, Accelerator, on_fake_accelerator
+from fake_accelerator.tests import environment
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from torch_kvswap.devices.queue import DeviceQueue
-    from torch_kvswap.handler import OffloadHandler
+    from torch_kvswap.handler import Job, OffloadHandler
 
 DEVICE = f"{DEVICE_TYPE}:0"
+BLOCKS, PAGES, ROW = 8, 6, 32
 
 
 def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
@@ -39,6 +45,63 @@ def forget_queues() -> None:
         one.stop()
     queue._queues.clear()
     backend._registered.clear()
+
+
+class Rows:
+    """A cache of BLOCKS blocks on the device, each filled with its number, and its handler."""
+
+    def __init__(self, *, tensors: int = 1, **options: Any) -> None:
+        from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+        numbers = torch.arange(BLOCKS, dtype=torch.int32).view(-1, 1).expand(BLOCKS, ROW)
+        self.tensors = [numbers.contiguous().to(DEVICE) for _ in range(tensors)]
+        self.layout = PagedLayout(self.tensors)
+        self.pool = HostPool(self.layout, PAGES)
+        self.handler = OffloadHandler(self.layout, self.pool, **options)
+        torch.accelerator.synchronize()
+
+    def write(self, block: int, value: int, stream: torch.Stream | None = None) -> None:
+        """A kernel that fills a block."""
+        with stream or current():
+            for tensor in self.tensors:
+                tensor[block].fill_(value)
+
+    def page(self, page: int) -> set[int]:
+        """The numbers in a page."""
+        return set(self.pool.pages[page].view(torch.int32).flatten().tolist())
+
+    def set_page(self, page: int, value: int) -> None:
+        self.pool.pages[page].view(torch.int32).fill_(value)
+
+    def block(self, block: int) -> set[int]:
+        """The numbers in a block."""
+        return {int(n) for tensor in self.tensors for n in tensor[block].cpu().tolist()}
+
+    def store(self, block: int, page: int, **options: Any) -> Job:
+        return self.handler.store(gpu_block_ids=[block], page_ids=[page], **options)
+
+    def load(self, page: int, block: int, **options: Any) -> Job:
+        return self.handler.load(page_ids=[page], gpu_block_ids=[block], **options)
+
+
+def run_on_device(script: str, *arguments: str) -> str:
+    """Runs a script in a process of its own, with `accelerator`; returns what it printed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, fake_accelerator\naccelerator = fake_accelerator.load()\n"
+            + textwrap.dedent(script),
+            *arguments,
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    return done.stdout
 
 
 def queue_of(handler: OffloadHandler) -> DeviceQueue:

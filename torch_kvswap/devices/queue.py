@@ -62,7 +62,7 @@ class _Record:
     """A recorded event.
 
     Attributes:
-        event: None if it could not be recorded.
+        event: None if it could not be recorded; it has then happened when its stream is idle.
         error: why what comes before it has failed; None if it has not.
         transfer: the record of the start of the transfer that this one ends.
         buffers: memory that is in use until it has happened.
@@ -247,7 +247,7 @@ class DeviceQueue:
             if self._turn.acquire(blocking=False):
                 self._run(time.perf_counter() + seconds)
                 if self._has_events:
-                    # The queue's thread was woken for the commands; it may have found none any more.
+                    # The queue's thread was woken for the commands, and may have found none left.
                     _native.kvswap_queue_wake(self.pointer)
         finally:  # Ctrl-C may come at any point
             if self._turn._is_owned():
@@ -340,7 +340,7 @@ class DeviceQueue:
             event.record(stream.stream)
         except Exception as problem:
             error, event = _text_of(problem), None
-            self._end_after_error(stream, error)
+            self._check_alive(stream, error)
         record = _Record(command.event, command.record, event, error)
         record.is_timed = bool(command.timed) and self.is_timed
         record.transfer = stream.transfer
@@ -443,7 +443,7 @@ class DeviceQueue:
             while stream.records and self.lost is None:
                 record = stream.records[0]
                 try:
-                    if record.event is not None and not record.event.query():
+                    if not (record.event or stream.stream).query():
                         break
                 except Exception as error:
                     self._lose(_text_of(error))
@@ -478,13 +478,6 @@ class DeviceQueue:
         return stream.seconds
 
     # When the device fails.
-
-    def _end_after_error(self, stream: _Stream, error: str) -> None:
-        """Waits for the copies of a stream whose events cannot be recorded."""
-        try:
-            stream.stream.synchronize()
-        except Exception:
-            self._lose(error)
 
     def _check_alive(self, stream: _Stream, error: str) -> None:
         try:

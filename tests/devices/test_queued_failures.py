@@ -1,0 +1,451 @@
+"""How jobs end on a device that torch drives: failures, lost devices, cancelling, closing, exit."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from error_text import error_text
+from fake_accelerator import Accelerator
+from fake_accelerator.tests import needs_compiler
+from patience import PATIENCE, in_time
+from processes import in_child
+from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
+
+from torch_kvswap import AFTER_NOTHING, DeviceLostError, OffloadHandler, TransferError
+from torch_kvswap.layout import PagedLayout
+
+
+def failed(*jobs: object) -> str:
+    """The errors of the jobs, which must have ended."""
+    return "\n".join(str(job.result.error if job.result else None) for job in jobs)  # type: ignore[attr-defined]
+
+
+# A call that fails ends its job, and nothing else.
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@on_queued_device
+def test_a_copy_that_fails_ends_its_job_and_the_next_one_works(
+    accelerator: Accelerator, nth: int
+) -> None:
+    rows = Rows()
+    ids = {"gpu_block_ids": [3, 4], "page_ids": [0, 2]}  # two runs of pages, behind the ids
+    accelerator.fail("copy", nth)
+    first = rows.handler.store(**ids)
+    second = rows.handler.store(**ids, after=AFTER_NOTHING)
+    with pytest.raises(TransferError):
+        rows.handler.synchronize(timeout=PATIENCE)
+    states = [job.result.state for job in (first, second) if job.result]
+    assert sorted(states) == ["done", "failed"]
+    assert states[0] == "failed" or nth > 3
+    assert "the test" in failed(first, second)
+    rows.handler.store(**ids).synchronize(PATIENCE)
+    assert (rows.page(0), rows.page(2)) == ({3}, {4})
+
+
+@pytest.mark.parametrize("call", ["kernel", "allocate"])
+@on_queued_device
+def test_an_operation_that_fails_ends_its_job(accelerator: Accelerator, call: str) -> None:
+    rows = Rows()
+    accelerator.fail(call)  # type: ignore[arg-type]
+    load = rows.load(0, 3)
+    with pytest.raises(TransferError):
+        load.synchronize(PATIENCE)
+    rows.set_page(0, 100)
+    rows.load(0, 3).synchronize(PATIENCE)
+    assert rows.block(3) == {100}
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@on_queued_device
+def test_an_event_that_cannot_be_recorded_ends_its_job_after_its_copies(
+    accelerator: Accelerator, nth: int
+) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        event = torch.Event(DEVICE)
+        event.record(current())
+        accelerator.fail("record", nth)  # of the caller's point, the job's, its start and its end
+        try:
+            job = rows.store(3, 0, after=event)
+        except RuntimeError:
+            assert nth == 1
+            job = rows.store(3, 0, after=event)
+    if nth == 1:
+        job.synchronize(PATIENCE)
+    else:
+        with pytest.raises(TransferError):
+            job.synchronize(PATIENCE)
+    rows.store(4, 1).synchronize(PATIENCE)
+    assert rows.page(1) == {4}
+
+
+@on_queued_device
+def test_a_wait_that_fails_keeps_the_job_from_copying(accelerator: Accelerator) -> None:
+    rows = Rows()
+    rows.set_page(0, 100)
+    with accelerator.hold(current()):
+        accelerator.fail("wait")
+        load = rows.load(0, 3)
+        with pytest.raises(TransferError):
+            load.synchronize(PATIENCE)
+    assert rows.block(3) == {3}
+    rows.load(0, 3).synchronize(PATIENCE)
+    assert rows.block(3) == {100}
+
+
+@on_queued_device
+def test_a_load_fails_with_the_store_of_its_page(accelerator: Accelerator) -> None:
+    rows = Rows()
+    accelerator.fail("copy")
+    with accelerator.hold(current()):
+        store, load = rows.store(3, 0), rows.load(0, 5)
+    with pytest.raises(TransferError):
+        rows.handler.synchronize([store, load], PATIENCE)
+    assert failed(load).startswith("store 0 failed")
+    rows.store(3, 0).synchronize(PATIENCE)
+    rows.load(0, 5).synchronize(PATIENCE)
+    assert rows.block(5) == {3}
+
+
+@on_queued_device
+def test_a_stream_that_cannot_wait_for_a_job_is_an_error(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        assert in_time(lambda: not queue_of(rows.handler).has_commands)
+        accelerator.fail("wait")
+        text = error_text(load.wait)
+        load.wait()
+    assert text.startswith("RuntimeError: the stream cannot wait:")
+    load.synchronize(PATIENCE)
+
+
+# A lost device ends all jobs.
+
+
+@pytest.mark.parametrize("how", ["taken away", "a copy fails when it runs", "cannot be asked"])
+@on_queued_device
+def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        jobs = [rows.store(i, i) for i in range(3)] + [rows.load(5, 5)]
+        if how == "taken away":
+            accelerator.lose()
+        elif how == "cannot be asked":
+            accelerator.fail("query", times=1 << 30)
+        else:
+            accelerator.fail("copy", when_it_runs=True)
+            jobs.append(rows.store(4, 4, after=AFTER_NOTHING))
+    began = time.monotonic()
+    with pytest.raises(DeviceLostError):
+        rows.handler.synchronize(timeout=PATIENCE)
+    assert {job.result.state for job in jobs if job.result} == {"failed"}
+    assert all(isinstance(job.result.error, DeviceLostError) for job in jobs if job.result)
+    with pytest.raises(DeviceLostError):
+        rows.store(0, 0)
+    with pytest.raises(DeviceLostError):
+        rows.store(0, 0, after=AFTER_NOTHING)
+    rows.handler.close()
+    assert time.monotonic() - began < PATIENCE
+    assert len(rows.handler.poll()) == len(jobs)
+
+
+@on_queued_device
+def test_waiting_for_a_job_of_a_lost_device_ends(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        accelerator.lose()
+        with pytest.raises(DeviceLostError):
+            load.synchronize(PATIENCE)
+        with pytest.raises(DeviceLostError):
+            load.wait()
+
+
+@on_queued_device
+def test_a_thread_that_fails_ends_all_jobs(accelerator: Accelerator) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+
+    def fail(command: object) -> None:
+        raise MemoryError
+
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        queue._turn.acquire()  # so that the queue's thread carries out the command
+        queue._carry_out = fail  # type: ignore[method-assign]
+        other = threading.Thread(target=rows.store, args=(3, 0))
+        other.start()
+        other.join(PATIENCE)
+        queue._turn.release()
+        with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
+            rows.handler.synchronize(timeout=PATIENCE)
+    finally:
+        threading.excepthook = hook
+
+
+# Cancelling, rebinding, closing
+
+
+@on_queued_device
+def test_a_running_job_is_reported_as_cancelled_when_it_has_ended(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        assert rows.handler.cancel(load)
+        assert not load.query()
+    assert in_time(load.query)
+    assert load.result is not None
+    assert load.result.state == "cancelled"
+    assert not rows.handler.cancel(load)
+
+
+@on_queued_device
+def test_a_queued_job_that_is_cancelled_copies_nothing(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        many = [rows.store(0, 0) for _ in range(100)]  # more than the channel has in flight
+        last = rows.store(3, 1)
+        assert rows.handler.cancel(last)
+        assert last.query()
+        assert rows.handler.metrics().stores.queued > 0
+    rows.handler.synchronize(many, PATIENCE)
+    assert rows.page(1) == {0}
+
+
+@on_queued_device
+def test_a_timeout_leaves_the_job_running(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        text = error_text(load.synchronize, 0.01)
+    assert text == "TimeoutError: after 0.01 s 1 of 1 job has not ended; the first is load 0"
+    load.synchronize(PATIENCE)
+
+
+@on_queued_device
+def test_a_handler_goes_on_with_a_cache_at_another_address(accelerator: Accelerator) -> None:
+    rows = Rows()
+    rows.store(3, 0)
+    moved = (rows.tensors[0] + 100).contiguous()
+    old = weakref.ref(rows.layout)
+    rows.layout = PagedLayout([moved])
+    rows.handler.rebind(rows.layout)
+    rows.store(4, 1).synchronize(PATIENCE)
+    rows.load(0, 5).synchronize(PATIENCE)
+    rows.handler.poll()
+    gc.collect()
+    assert (rows.page(0), rows.page(1)) == ({3}, {104})
+    assert set(moved[5].cpu().tolist()) == {3}
+    assert rows.block(5) == {5}
+    assert old() is None
+
+
+@on_queued_device
+def test_closing_waits_for_the_jobs_and_frees_streams_and_events(accelerator: Accelerator) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    events = accelerator.counters().live_events
+    for page in range(PAGES):
+        rows.store(page, page)
+    rows.handler.close()
+    assert [rows.page(page) for page in range(PAGES)] == [{n} for n in range(PAGES)]
+    assert in_time(lambda: not queue.has_commands)
+    assert (queue.records, queue._streams) == ({}, {})
+    gc.collect()
+    assert accelerator.counters().live_events == events
+    pages = weakref.ref(rows.pool.pages)
+    rows.pool.close()
+    assert pages() is None
+
+
+@on_queued_device
+def test_a_dropped_handler_is_closed_and_freed(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with accelerator.hold(current()):
+        rows.store(3, 0)
+        handler, pool = weakref.ref(rows.handler), rows.pool
+        timer = threading.Timer(0.05, accelerator.hold(current()).release)
+        timer.start()
+    del rows
+    gc.collect()
+    timer.join()
+    assert handler() is None
+    assert set(pool.pages[0].view(torch.int32).flatten().tolist()) == {3}
+
+
+@on_queued_device
+def test_a_handler_that_is_dropped_while_commands_are_carried_out_is_closed(
+    accelerator: Accelerator,
+) -> None:
+    """The garbage collector may run in the thread that the handler's jobs wait for."""
+    rows, victim = Rows(), Rows()
+    queue = queue_of(rows.handler)
+    handler, pool = weakref.ref(victim.handler), victim.pool
+    ring: list[object] = [victim]
+    ring.append(ring)  # only the garbage collector frees it
+    carry_out = queue._carry_out
+    with accelerator.hold(current()):
+        victim.store(3, 0)
+        del victim, ring
+
+        def collect_and_carry_out(command: object) -> None:
+            gc.collect()
+            carry_out(command)  # type: ignore[arg-type]
+
+        queue._carry_out = collect_and_carry_out  # type: ignore[method-assign]
+        store = rows.store(4, 1)
+        assert in_time(lambda: handler() is None)
+    store.synchronize(PATIENCE)
+    queue._carry_out = carry_out  # type: ignore[method-assign]
+    closing = [thread for thread in threading.enumerate() if thread.name == "kvswap-close"]
+    for thread in closing:
+        thread.join(PATIENCE)
+    assert set(pool.pages[0].view(torch.int32).flatten().tolist()) == {3}
+
+
+# Threads
+
+
+@on_queued_device
+def test_a_thread_that_keeps_the_gil_delays_jobs_only(accelerator: Accelerator) -> None:
+    rows = Rows()
+    interval = sys.getswitchinterval()
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    try:
+        sys.setswitchinterval(0.05)  # how long a thread keeps the GIL that another one wants
+        thread.start()
+        for job in [rows.store(3, 0), rows.load(0, 4)]:
+            job.synchronize(PATIENCE)
+        assert rows.block(4) == {3}
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join(PATIENCE)
+
+
+@on_queued_device
+def test_many_threads_may_call(accelerator: Accelerator) -> None:
+    rows = Rows()
+    problems: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            stream = torch.Stream(device=DEVICE)
+            with stream:
+                for turn in range(30):
+                    store = rows.store(number, number)
+                    load = rows.load(number, number)
+                    (load.wait if turn % 2 else load.synchronize)()
+                    rows.handler.metrics()
+                    store.synchronize(PATIENCE)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert problems == []
+    rows.handler.synchronize(timeout=PATIENCE)
+    assert len(rows.handler.poll()) == 6 * 30 * 2
+    assert [rows.block(number) for number in range(6)] == [{number} for number in range(6)]
+
+
+@on_queued_device
+def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
+    rows = Rows()
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupted = 0
+    stop = threading.Event()
+
+    def interrupt() -> None:
+        while not stop.wait(0.0007):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        try:
+            thread.start()
+            for turn in range(10000):
+                rows.set_page(5, turn)
+                try:
+                    rows.store(3, 0, after=AFTER_NOTHING)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                if interrupted > 20:
+                    break
+        finally:
+            stop.set()
+            thread.join(PATIENCE)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+    rows.handler.synchronize(timeout=PATIENCE)
+    assert {result.state for result in rows.handler.poll()} == {"done"}
+    assert rows.page(0) == {3}
+    assert interrupted > 0
+
+
+@on_queued_device
+def test_a_forked_process_may_not_use_the_handler_or_the_device(accelerator: Accelerator) -> None:
+    rows = Rows()
+    rows.store(3, 0)
+
+    def use() -> bool:
+        text = error_text(rows.store, 3, 0, after=AFTER_NOTHING)
+        other = error_text(OffloadHandler, rows.layout, rows.pool)
+        return "belongs to process" in text and "process" in other
+
+    assert in_child(use) == 1
+    rows.handler.synchronize(timeout=PATIENCE)
+
+
+# Exit
+
+
+@pytest.mark.parametrize("how", ["open handler", "dropped job", "threads"])
+@needs_compiler
+def test_a_process_with_running_jobs_exits(how: str) -> None:
+    printed = run_on_device(
+        """
+        import threading, time
+        import torch
+        from queued_devices import Rows, DEVICE
+        accelerator.set_copy_delay(0.02)
+        rows = Rows()
+        how = sys.argv[1]
+        if how == "threads":
+            def submit():
+                while True:
+                    rows.store(1, 1, after=())
+                    time.sleep(0.001)
+            threading.Thread(target=submit, daemon=True).start()
+            time.sleep(0.02)
+        jobs = [rows.store(n, n) for n in range(5)]
+        if how == "dropped job":
+            jobs.clear()
+        print("end of the script")
+        """,
+        how,
+    )
+    assert printed == "end of the script\n"
