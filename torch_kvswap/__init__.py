@@ -1,5 +1,6 @@
 """Moves KV-cache blocks between GPU and host memory for LLM serving engines."""
 
+from torch_kvswap.devices.backend import DeviceBackend, register_device_backend
 from torch_kvswap.handler import (
     AFTER_NOTHING,
     DeviceLostError,
@@ -41,6 +42,7 @@ __all__ = [
     "BlockManager",
     "BlockStats",
     "ChannelMetrics",
+    "DeviceBackend",
     "DeviceLostError",
     "Gate",
     "Histogram",
@@ -62,6 +64,7 @@ __all__ = [
     "TransferError",
     "__version__",
     "expand_block_ids",
+    "register_device_backend",
     "swap_blocks",
     "swap_blocks_batch",
     "swap_kv_blocks",

@@ -171,8 +171,13 @@ class Gate(NotCopyable):
         self.layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
         if handler.device.type != "cuda":
             raise ValueError(
-                f"a gate makes CUDA streams wait, but the cache is on {handler.device}, where a "
-                "load has landed when it returns; leave the gate out"
+                f"a gate makes CUDA streams wait, but the cache is on {handler.device}, "
+                + (
+                    "where a load has landed when it returns; leave the gate out"
+                    if handler.device.type == "cpu"
+                    else "whose streams cannot wait for a word in memory; let them wait for each "
+                    "job with Job.wait()"
+                )
             )
         self._native = handler.make_gate(self.layer_groups)
 

@@ -72,7 +72,7 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
     """
     if not isinstance(backend, DeviceBackend):
         raise TypeError(
-            f"backend is a {type(backend).__name__} without copy_batch(); see DeviceBackend"
+            f"backend, of type {type(backend).__name__}, has no copy_batch(); see DeviceBackend"
         )
     torch.device(device_type)  # raises for a type that torch does not know
     if device_type in ("cpu", "cuda"):

@@ -1,0 +1,308 @@
+"""A vendor's batched copies and pinned memory: chosen where they can be used, refused where not."""
+
+from __future__ import annotations
+
+import random
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import error_text as errors
+import pytest
+import torch
+from fake_accelerator import DEVICE_TYPE, Accelerator
+from logged import logged
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
+from patience import PATIENCE
+from queued_devices import DEVICE, Rows, current, on_queued_device, queue_of
+from torch import Tensor
+
+from torch_kvswap import (
+    AFTER_NOTHING,
+    HostPool,
+    OffloadHandler,
+    PagedLayout,
+    TransferError,
+    register_device_backend,
+)
+from torch_kvswap.devices import backend as backends
+
+
+def error_text(*call: Any, **options: Any) -> str:
+    """In one line."""
+    return " ".join(errors.error_text(*call, **options).split())
+
+
+class Backend:
+    """Copies addresses on the fake accelerator, and notes what was asked for."""
+
+    def __init__(self, accelerator: Accelerator, most_copies: int | None = None) -> None:
+        self.accelerator = accelerator
+        self.calls: list[tuple[list[int], bool]] = []
+        if most_copies is not None:
+            self.most_copies = most_copies
+
+    def copy_batch(
+        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool
+    ) -> None:
+        assert torch.accelerator.current_stream() == stream
+        self.calls.append((sizes.tolist(), to_host))
+        self.accelerator.copy_batch(dst, src, sizes, stream)
+
+
+class PinningBackend(Backend):
+    """Also registers memory."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self.pinned: dict[int, int] = {}
+        self.refuses = False
+
+    def pin(self, device: torch.device, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise RuntimeError("no more memory can be locked")
+        self.accelerator.pin(device.index, address, nbytes)
+        self.pinned[address] = nbytes
+
+    def unpin(self, device: torch.device, address: int) -> None:
+        self.accelerator.unpin(address)
+        del self.pinned[address]
+
+
+# Registering
+
+
+@on_queued_device
+def test_what_is_no_backend_is_refused(accelerator: Accelerator) -> None:
+    backend = Backend(accelerator)
+    texts = [
+        error_text(register_device_backend, DEVICE_TYPE, object()),
+        error_text(register_device_backend, "cuda", backend),
+        error_text(register_device_backend, "quantum", backend).partition(":")[0],
+    ]
+    register_device_backend(DEVICE_TYPE, backend)
+    register_device_backend(DEVICE_TYPE, backend)
+    texts.append(error_text(register_device_backend, DEVICE_TYPE, Backend(accelerator)))
+    assert texts == [
+        "TypeError: backend, of type object, has no copy_batch(); see DeviceBackend",
+        "ValueError: 'cuda' needs no backend: torch_kvswap drives it itself",
+        "RuntimeError",
+        "ValueError: 'fakeaccel' has a backend already; register one, once",
+    ]
+
+
+@pytest.mark.parametrize("works", [True, False])
+@on_queued_device
+def test_a_package_can_bring_a_backend(accelerator: Accelerator, works: bool) -> None:
+    made = Backend(accelerator)
+
+    def load() -> object:
+        if works:
+            return made
+        raise ImportError("libvendor.so is missing")
+
+    def entry_points(group: str, name: str) -> list[Any]:
+        assert (group, name) == ("torch_kvswap.device_backends", DEVICE_TYPE)
+        return [SimpleNamespace(load=load, value="vendor.copies:backend")]
+
+    before, metadata.entry_points = metadata.entry_points, entry_points  # type: ignore[assignment]
+    backends._entry_points_read.clear()
+    try:
+        with logged() as messages:
+            rows = Rows()
+    finally:
+        metadata.entry_points = before
+        backends._entry_points_read.clear()
+    rows.store(3, 0).synchronize(PATIENCE)
+    assert rows.page(0) == {3}
+    assert rows.handler.poll()[0].copy_method == ("batch" if works else "generic")
+    assert messages == (
+        []
+        if works
+        else [
+            "the backend for fakeaccel of vendor.copies:backend cannot be used: ImportError: "
+            "libvendor.so is missing; blocks are copied with torch's operations"
+        ]
+    )
+
+
+# Copying
+
+
+@pytest.mark.parametrize("seed", range(8))
+@on_queued_device
+def test_random_jobs_do_what_plain_indexing_does(accelerator: Accelerator, seed: int) -> None:
+    register_device_backend(DEVICE_TYPE, PinningBackend(accelerator))
+    rng = random.Random(seed)
+    name = rng.choice(list(LAYOUTS))
+    cache, expected = Cache(name, seed, DEVICE), Cache(name, seed)
+    host = HostPool(cache.layout, 4, blocks_per_page=2)
+    pages = host.pages.clone()
+    with OffloadHandler(cache.layout, host) as handler:
+        for _ in range(10):
+            blocks = rng.sample(range(NUM_BLOCKS), 4)
+            page_ids = rng.sample(range(4), 2)
+            slots = [(page_ids[j // 2], j % 2) for j in range(4)]
+            if rng.random() < 0.5:
+                handler.store(gpu_block_ids=blocks, page_ids=page_ids)
+                for block, slot in zip(blocks, slots, strict=True):
+                    expected.store(block, pages[slot])
+            else:
+                groups = rng.randint(1, len(cache.tensors))
+                handler.load(page_ids=page_ids, gpu_block_ids=blocks, layer_groups=groups)
+                for block, slot in zip(blocks, slots, strict=True):
+                    expected.load(pages[slot], block)
+        handler.synchronize(timeout=PATIENCE)
+        assert {result.copy_method for result in handler.poll()} == {"batch"}
+        assert torch.equal(host.pages, pages)
+    assert cache.same_bytes(expected)
+
+
+@on_queued_device
+def test_fragments_are_merged_and_divided_into_calls(accelerator: Accelerator) -> None:
+    backend = Backend(accelerator, most_copies=2)
+    register_device_backend(DEVICE_TYPE, backend)
+    rows = Rows()
+    nbytes = rows.layout.block_bytes
+    ids = {"gpu_block_ids": [1, 2, 4, 6, 7], "page_ids": [0, 1, 3, 4, 2]}
+    rows.handler.store(**ids).synchronize(PATIENCE)
+    assert backend.calls == [([2 * nbytes, nbytes], True), ([nbytes, nbytes], True)]
+    assert [rows.page(page) for page in range(5)] == [{1}, {2}, {7}, {4}, {6}]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@on_queued_device
+def test_a_batch_waits_for_the_kernels_on_the_current_stream(
+    accelerator: Accelerator, waits: bool
+) -> None:
+    register_device_backend(DEVICE_TYPE, Backend(accelerator))
+    rows = Rows()
+    with accelerator.hold(current()):
+        rows.write(3, 100)
+        store = rows.store(3, 0, **({} if waits else {"after": AFTER_NOTHING}))
+        if not waits:
+            store.synchronize(PATIENCE)
+    store.synchronize(PATIENCE)
+    assert rows.page(0) == ({100} if waits else {3})
+
+
+@on_queued_device
+def test_a_batch_that_fails_ends_its_job(accelerator: Accelerator) -> None:
+    register_device_backend(DEVICE_TYPE, Backend(accelerator))
+    rows = Rows()
+    accelerator.fail("batch")
+    with pytest.raises(TransferError):
+        rows.store(3, 0).synchronize(PATIENCE)
+    rows.store(3, 0).synchronize(PATIENCE)
+    assert rows.page(0) == {3}
+
+
+# Methods that a device lacks
+
+
+@on_queued_device
+def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> None:
+    rows = Rows()
+    lacking = [
+        error_text(OffloadHandler, rows.layout, rows.pool, copy_method=method)
+        for method in ("batch", "strided", "staged", "kernel")
+    ]
+    assert lacking == [
+        f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0, which has: generic; "
+        "pass copy_method='auto', or unset KVSWAP_COPY_METHOD"
+        for method in ("batch", "strided", "staged", "kernel")
+    ]
+    assert error_text(rows.handler.gate) == (
+        "ValueError: a gate makes CUDA streams wait, but the cache is on fakeaccel:0, whose streams "
+        "cannot wait for a word in memory; let them wait for each job with Job.wait()"
+    )
+
+
+@on_queued_device
+def test_the_generic_method_can_be_forced(accelerator: Accelerator) -> None:
+    backend = Backend(accelerator)
+    register_device_backend(DEVICE_TYPE, backend)
+    rows = Rows(copy_method="generic")
+    rows.store(3, 0).synchronize(PATIENCE)
+    assert rows.handler.poll()[0].copy_method == "generic"
+    assert backend.calls == []
+
+
+@on_queued_device
+def test_pages_that_are_not_pinned_are_copied_synchronously_and_without_the_backend(
+    accelerator: Accelerator,
+) -> None:
+    register_device_backend(DEVICE_TYPE, Backend(accelerator))
+    layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
+    pool = HostPool(layout, 4, pinned=False)
+    with logged() as messages, OffloadHandler(layout, pool) as handler:
+        handler.store(gpu_block_ids=[3], page_ids=[0]).synchronize(PATIENCE)
+        handler.load(page_ids=[0], gpu_block_ids=[5]).synchronize(PATIENCE)
+        assert {result.copy_method for result in handler.poll()} == {"generic"}
+        queue = queue_of(handler)
+    assert layout.tensors[0].cpu().tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+    assert messages in (
+        [],  # it was logged before in this process
+        [
+            "host pages for fakeaccel:0 are not pinned: their copies are synchronous, and delay "
+            "other transfers of the device"
+        ],
+    )
+    assert queue.lost is None
+    assert error_text(OffloadHandler, layout, pool, copy_method="batch") == (
+        "ValueError: copy_method='batch' needs pinned host pages; leave it out, or pin the pages"
+    )
+
+
+# Pinned memory
+
+
+@on_queued_device
+def test_a_pool_has_memory_that_torch_pins(accelerator: Accelerator) -> None:
+    rows = Rows()
+    progress: list[tuple[int, int]] = []
+    pool = HostPool(rows.layout, 3, pinned=True, on_progress=lambda *of: progress.append(of))
+    assert pool.is_pinned
+    assert pool.pages.is_pinned()
+    assert pool.wait_ready()
+    assert progress == [(3, 3)]
+    assert not pool.pages.any()
+    assert not HostPool(rows.layout, 3, pinned=False).is_pinned
+    shared = error_text(HostPool.create_shared, rows.layout, 4, world=2, pinned=True)
+    assert shared.startswith("ValueError: the memory of a shared pool cannot be pinned")
+    assert [
+        error_text(HostPool, rows.layout, 1, **{name: value}).partition(" is not")[0]
+        for name, value in (("huge_pages", True), ("numa_node", 0))
+    ] == ["ValueError: huge_pages=True", "ValueError: numa_node"]
+    with logged() as messages:
+        assert not HostPool.create_shared(rows.layout, 4, world=2).is_pinned
+    assert len(messages) == 1
+
+
+@on_queued_device
+def test_a_backend_pins_memory_also_of_shared_pools(accelerator: Accelerator) -> None:
+    backend = PinningBackend(accelerator)
+    register_device_backend(DEVICE_TYPE, backend)
+    layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
+    pool = HostPool.create_shared(layout, 2048, world=1)
+    assert pool.is_pinned
+    assert backend.pinned == {pool.pages.data_ptr(): pool.nbytes}
+    with OffloadHandler(layout, pool) as handler:
+        handler.store(gpu_block_ids=[3], page_ids=[7]).synchronize(PATIENCE)
+        assert pool.pages.view(torch.int32)[7].item() == 3
+    pool.close()
+    assert backend.pinned == {}
+
+
+@on_queued_device
+def test_memory_that_a_backend_does_not_pin_is_pageable(accelerator: Accelerator) -> None:
+    backend = PinningBackend(accelerator)
+    register_device_backend(DEVICE_TYPE, backend)
+    backend.refuses = True
+    layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=DEVICE)])
+    text = error_text(HostPool, layout, 4, pinned=True)
+    assert "no more memory can be locked" in text
+    with logged() as messages, OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        handler.store(gpu_block_ids=[3], page_ids=[0]).synchronize(PATIENCE)
+        assert handler.poll()[0].copy_method == "generic"
+    assert "no more memory can be locked" in messages[0]
