@@ -98,6 +98,11 @@ bool kvswap_driver_has_batch() {
   return driver != nullptr && driver->copy_batch_async != nullptr;
 }
 
+bool kvswap_driver_has_stream_words() {
+  const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
+  return driver != nullptr && driver->wait_value != nullptr && driver->write_value != nullptr;
+}
+
 int kvswap_batch_limit() {
   int limit = -1;
   succeeds([&] {

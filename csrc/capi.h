@@ -20,6 +20,10 @@ KVSWAP_API const char* kvswap_driver_error();
 // Whether the driver has the batch call (CUDA 12.8 or newer, ROCm 7.1 or newer).
 KVSWAP_API bool kvswap_driver_has_batch();
 
+// Whether the driver lets streams write words of memory and wait for them, as gates do. A GPU may
+// lack that all the same.
+KVSWAP_API bool kvswap_driver_has_stream_words();
+
 // Fragments in one batch call; 0 if KVSWAP_BATCH switches it off; -1 if the environment is wrong,
 // with the reason in kvswap_last_error.
 KVSWAP_API int kvswap_batch_limit();

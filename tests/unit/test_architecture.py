@@ -173,6 +173,8 @@ def public_signatures(thing: object) -> Iterator[tuple[str, inspect.Signature]]:
     for name, member in (item for cls in own for item in vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
+        if name == "__init__" and getattr(thing, "_is_protocol", False):
+            continue  # typing's own
         function = member.fget if isinstance(member, property) else getattr(thing, name)
         if inspect.isroutine(function):
             yield f"{thing.__name__}.{name}", inspect.signature(function)

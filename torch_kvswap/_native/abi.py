@@ -239,6 +239,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_driver_version": (_Int,),
     "kvswap_driver_error": (_Text,),
     "kvswap_driver_has_batch": (_Bool,),
+    "kvswap_driver_has_stream_words": (_Bool,),
     "kvswap_batch_limit": (_Int,),
     "kvswap_kernel_version": (_Int,),
     "kvswap_host_register": (_Bool, _Int, _Pointer, ctypes.c_uint64),

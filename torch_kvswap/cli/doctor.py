@@ -13,6 +13,7 @@ import torch
 
 from torch_kvswap._native import loader
 from torch_kvswap.copy_method import read_figures
+from torch_kvswap.devices.capabilities import capabilities
 from torch_kvswap.host_pool import system
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
@@ -91,6 +92,15 @@ def _host_memory() -> str:
     )
 
 
+def _devices() -> dict[str, str]:
+    """What each type of device has that this process may use."""
+    types = ["cuda"] if loader.library().kvswap_driver_version() else []
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type != "cuda":
+        types.append(accelerator.type)
+    return {f"device {kind}": str(capabilities(kind)) for kind in types}
+
+
 def report() -> dict[str, str]:
     """What the installation has, by topic."""
     cuda, hip = torch.version.cuda, torch.version.hip
@@ -102,6 +112,7 @@ def report() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
+        **_devices(),
         "copy costs": _copy_method_costs(),
         "host memory": _host_memory(),
     }

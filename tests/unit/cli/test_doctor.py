@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from fake_procfs import write
+from simulated_driver import Driver, simulated
 
+from torch_kvswap._native import loader
 from torch_kvswap.cli import doctor
 from torch_kvswap.host_pool import system
 
@@ -60,3 +62,11 @@ def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
     assert doctor.report()["host memory"] == (
         "4.0 GiB can be had; huge pages are made when asked, 3 reserved ones of 2 MiB are free"
     )
+
+
+@simulated
+def test_doctor_says_what_a_driver_has(driver: Driver) -> None:
+    has = "has batched copies, strided copies, "
+    kernels = "kernels, " if loader.library().kvswap_kernel_version() else ""
+    lacks = "" if kernels else "; lacks kernels"
+    assert doctor.report()["device cuda"] == f"{has}{kernels}gates, host registration{lacks}"

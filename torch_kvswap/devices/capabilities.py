@@ -1,0 +1,67 @@
+"""What the library can do on each kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch_kvswap._native import loader
+from torch_kvswap.devices.backend import can_pin, find_device_backend
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the library can do on devices of one type. Asking does not initialise the devices.
+
+    A method or call that needs what is missing is never chosen, and refused if it is asked for.
+
+    Attributes:
+        batched_copies (bool): one call copies many fragments: copy_method="batch".
+        strided_copies (bool): one call copies a block of all layers: copy_method="strided".
+        kernels (bool): kernels of this library copy: copy_method="staged" and "kernel".
+        gates (bool): streams wait for words of memory: OffloadHandler.gate().
+        host_registration (bool): host memory that exists can be pinned, in place of memory that
+            torch allocates: shared pools, huge pages, NUMA nodes.
+    """
+
+    batched_copies: bool
+    strided_copies: bool
+    kernels: bool
+    gates: bool
+    host_registration: bool
+
+    def __str__(self) -> str:
+        names = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        has = [name for name, is_there in names.items() if is_there]
+        lacks = [name for name, is_there in names.items() if not is_there]
+        return "; ".join(
+            f"{verb} {', '.join(some)}" for verb, some in (("has", has), ("lacks", lacks)) if some
+        )
+
+
+def capabilities(device_type: str) -> Capabilities:
+    """What the library can do on devices of this type.
+
+    Args:
+        device_type (str): torch's name, such as "cuda" or "npu".
+    """
+    native = loader.library()
+    if device_type == "cpu":
+        return Capabilities(False, False, False, False, False)
+    if device_type == "cuda":
+        return Capabilities(
+            batched_copies=native.kvswap_driver_has_batch() and native.kvswap_batch_limit() > 0,
+            strided_copies=True,
+            kernels=0
+            < native.kvswap_kernel_version() // 1000
+            <= native.kvswap_driver_version() // 1000,
+            gates=native.kvswap_driver_has_stream_words(),
+            host_registration=True,
+        )
+    backend = find_device_backend(device_type)
+    return Capabilities(
+        batched_copies=backend is not None,
+        strided_copies=False,
+        kernels=False,
+        gates=False,
+        host_registration=can_pin(backend),
+    )
