@@ -11,11 +11,11 @@ import error_text as errors
 import pytest
 import torch
 from fake_accelerator import DEVICE_TYPE, Accelerator
+from fake_backend import Backend, PinningBackend
 from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE
 from queued_devices import DEVICE, Rows, current, on_queued_device, queue_of
-from torch import Tensor
 
 from torch_kvswap import (
     AFTER_NOTHING,
@@ -31,42 +31,6 @@ from torch_kvswap.devices import backend as backends
 def error_text(*call: Any, **options: Any) -> str:
     """In one line."""
     return " ".join(errors.error_text(*call, **options).split())
-
-
-class Backend:
-    """Copies addresses on the fake accelerator, and notes what was asked for."""
-
-    def __init__(self, accelerator: Accelerator, most_copies: int | None = None) -> None:
-        self.accelerator = accelerator
-        self.calls: list[tuple[list[int], bool]] = []
-        if most_copies is not None:
-            self.most_copies = most_copies
-
-    def copy_batch(
-        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool
-    ) -> None:
-        assert torch.accelerator.current_stream() == stream
-        self.calls.append((sizes.tolist(), to_host))
-        self.accelerator.copy_batch(dst, src, sizes, stream)
-
-
-class PinningBackend(Backend):
-    """Also registers memory."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
-        self.pinned: dict[int, int] = {}
-        self.refuses = False
-
-    def pin(self, device: torch.device, address: int, nbytes: int) -> None:
-        if self.refuses:
-            raise RuntimeError("no more memory can be locked")
-        self.accelerator.pin(device.index, address, nbytes)
-        self.pinned[address] = nbytes
-
-    def unpin(self, device: torch.device, address: int) -> None:
-        self.accelerator.unpin(address)
-        del self.pinned[address]
 
 
 # Registering
