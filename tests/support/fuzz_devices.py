@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from queued_devices import forget_queues
 from simulated_cache import HURTS_A_JOB, run_until
 from simulated_driver import DEVICE, HOST, Driver
 from simulated_driver.cuda import CudaError
@@ -337,6 +338,9 @@ class Accelerated(Device):
         self.holds: list[Any] = []
         self.planned: dict[str, list[int]] = {}
         self.made: list[Any] = []
+        forget_queues()
+        accelerator.reset()
+        self.value = torch.zeros(1, device=self.device)
         accelerator.set_copy_delay(random.Random(seed).choice([0, 0, 0.0005]))
 
     def cache_memory(self, raw: Tensor) -> Tensor:
@@ -359,12 +363,11 @@ class Accelerated(Device):
             yield
 
     def copy(self, pairs: Pairs, stream: Any) -> bool:
-        def enqueue() -> None:
-            for target, source in pairs:
-                target.copy_(source)
-
         with stream:
-            return self._does(enqueue)
+            for target, source in pairs:
+                while not self._does(lambda of=(target, source): of[0].copy_(of[1])):
+                    pass  # all of it or nothing
+        return True
 
     def _does(self, call: Callable[[], object]) -> bool:
         try:
@@ -399,6 +402,16 @@ class Accelerated(Device):
         self.release()
         for stream in streams:
             stream.synchronize()
+        self._use_up_faults()
+
+    def _use_up_faults(self) -> None:
+        """What compares bytes must not fail."""
+        event = torch.Event(self.device)
+        while self.faults()[1]:
+            self._does(lambda: self.value.copy_(torch.zeros(1)))
+            self._does(self.value.zero_)
+            self._does(lambda: event.record(self.made[0]))
+            self._does(lambda: self.made[0].wait_event(event))
 
     def let_run(self, rng: random.Random) -> None:
         if self.holds and rng.random() < 0.2:

@@ -28,23 +28,26 @@ def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def with_new_queue(accelerator: Accelerator, **arguments: object) -> None:
+        from torch_kvswap.devices import backend
+
         forget_queues()
+        backend._registered.clear()
         try:
             body(accelerator, **arguments)
         finally:
             forget_queues()
+            backend._registered.clear()
 
     return on_fake_accelerator(with_new_queue)
 
 
 def forget_queues() -> None:
     """The next handler of each device makes a new queue, as in a new process."""
-    from torch_kvswap.devices import backend, queue
+    from torch_kvswap.devices import queue
 
     for one in queue._queues.values():
         one.stop()
     queue._queues.clear()
-    backend._registered.clear()
 
 
 class Rows:

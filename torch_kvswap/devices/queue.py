@@ -366,9 +366,10 @@ class DeviceQueue:
         if waiting is None:
             return
         try:
-            event = self.records[command.event].event
-            if event is not None:  # else the copies have ended
-                waiting.stream.wait_event(event)
+            record = self.records[command.event]
+            if record.event is None:  # its copies may still run
+                raise RuntimeError(record.error)
+            waiting.stream.wait_event(record.event)
         except Exception as error:
             waiting.error = error
         waiting.is_done = True
