@@ -33,6 +33,12 @@ class UserError(Exception):
     """A request that cannot be fulfilled; the message says what to change."""
 
 
+def _has_device(kind: str) -> bool:
+    """Whether torch can use devices of this type."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == kind
+
+
 def main(arguments: list[str]) -> int:
     """Runs the demo.
 
@@ -54,7 +60,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("python examples/serving_demo", description=__doc__)
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", default="cpu", help="cpu, cuda or another device of torch (default cpu)")
     add("--requests", type=_positive, default=32)
     add("--new-tokens", type=_positive, default=64, help="of each request")
     add("--gpu-blocks", type=_positive, default=40, help="blocks in the cache")
@@ -97,8 +103,10 @@ def _check(options: Namespace, requests: list[Request]) -> None:
             f"--gpu-blocks {options.gpu_blocks} cannot hold the longest request, "
             f"which takes {largest} blocks of {options.block_size} tokens"
         )
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device; --device cpu needs none")
+    if options.device != "cpu" and not _has_device(options.device):
+        raise UserError(
+            f"--device {options.device}: torch finds no such device; --device cpu needs none"
+        )
 
 
 def _run(options: Namespace, requests: list[Request]) -> int:

@@ -129,7 +129,7 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
         (["--gpu-blocks", "3"], "--gpu-blocks 3 cannot hold the longest request, which takes 14"),
         (["--file", "/no/such/file"], "no text for the prompts: .*'/no/such/file'; --file names"),
         (["--file", str(Path(__file__).parent)], "no text for the prompts: .*Is a directory"),
-        (["--device", "cuda"], "--device cuda: torch finds no CUDA device"),
+        (["--device", "cuda"], "--device cuda: torch finds no such device"),
     ],
 )
 def test_a_user_error_is_one_clear_line(small, arguments, message, monkeypatch, capsys):
