@@ -388,5 +388,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 5
+#define KVSWAP_ABI_VERSION 6
 KVSWAP_API int kvswap_abi_version();

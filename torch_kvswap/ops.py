@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from torch_kvswap import generic_ops
 from torch_kvswap._native import loader
+from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
 
 # First, so that a failed import registers nothing and can be tried again.
 loader.load()
@@ -166,18 +167,49 @@ def _refuse_none(**operands: object) -> NoReturn:
     raise TypeError(f"{name} is None; it must be a tensor")
 
 
-def _refuse_addresses_of_other_devices() -> None:
-    """Raises RuntimeError if addresses may be those of a device other than CUDA.
+def _backend_of_other_device() -> DeviceBackend | None:
+    """The backend for the addresses of a call; None if they are CUDA's or the host's.
 
-    Only the vendor's library can tell them from addresses of host memory.
+    Raises:
+        RuntimeError: they may lie on a device of which only torch knows. Nothing else than the
+            vendor's library can tell an address there from one in host memory.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type != "cuda":
+    if accelerator is None or accelerator.type == "cuda":
+        return None
+    backend = find_device_backend(accelerator.type)
+    if backend is None:
         raise RuntimeError(
             f"torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for "
             f"{accelerator.type}, the accelerator of this process; use swap_blocks or "
             "swap_kv_blocks, which take tensors of any device"
         )
+    return backend
+
+
+def _copy_by_backend(backend: DeviceBackend, src: Tensor, dst: Tensor, sizes: Tensor) -> None:
+    """Copies addresses on the current stream of the accelerator."""
+    name = "torch_kvswap::swap_blocks_batch"
+    operands = {"src_ptrs": src, "dst_ptrs": dst, "sizes": sizes}
+    for operand, tensor in operands.items():
+        if tensor.device.type != "cpu" or tensor.dtype != torch.int64 or tensor.dim() != 1:
+            raise RuntimeError(
+                f"{name}: {operand} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it "
+                "must be int64 [n] on the CPU"
+            )
+        if len(tensor) != len(sizes):
+            raise RuntimeError(f"{name}: {operand} has {len(tensor)} entries, sizes {len(sizes)}")
+        smallest = 0 if tensor is sizes else 1
+        if len(tensor) and int(tensor.min()) < smallest:
+            at = int((tensor < smallest).nonzero()[0])
+            raise RuntimeError(f"{name}: {operand}[{at}] is {int(tensor[at])}")
+    kept = sizes > 0
+    src, dst, sizes = src[kept], dst[kept], sizes[kept]
+    stream = torch.accelerator.current_stream()
+    most = most_copies(backend)
+    for begin in range(0, len(sizes), most):
+        part = slice(begin, begin + most)
+        backend.copy_batch(dst[part], src[part], sizes[part], stream, None)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
@@ -250,8 +282,10 @@ def swap_blocks_batch(
     While the stream is captured into a CUDA graph, the copies are recorded with these addresses;
     pageable memory is refused then.
 
-    If PyTorch's accelerator is another device than CUDA, the call is refused: only the vendor's
-    library knows which addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
+    If PyTorch's accelerator is another device than CUDA, its backend copies
+    (:func:`register_device_backend`), on the current stream of the current device; host memory must
+    be pinned then. Without a backend the call is refused: only the vendor's library knows which
+    addresses are that device's. ``torch.ops.torch_kvswap.swap_blocks_batch``
     does not check this.
 
     Environment: ``KVSWAP_BATCH_LIMIT`` is the number of fragments per driver call (8192).
@@ -269,13 +303,16 @@ def swap_blocks_batch(
 
     Raises:
         TypeError: an operand is None.
-        RuntimeError: the accelerator is not CUDA; a negative size, a null address or an address on
+        RuntimeError: the accelerator is not CUDA, and no backend of it copies addresses
+            (:func:`register_device_backend`); a negative size, a null address or an address on
             a second device, with its index (before anything is copied); or the driver reports an
             error, with an index: copies before it may have run.
     """
     if src_ptrs is None or dst_ptrs is None or sizes is None:
         _refuse_none(src_ptrs=src_ptrs, dst_ptrs=dst_ptrs, sizes=sizes)
-    _refuse_addresses_of_other_devices()
+    backend = _backend_of_other_device()
+    if backend is not None:
+        return _copy_by_backend(backend, src_ptrs, dst_ptrs, sizes)
     torch.ops.torch_kvswap.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)
 
 

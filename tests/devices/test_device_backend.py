@@ -24,6 +24,7 @@ from torch_kvswap import (
     PagedLayout,
     TransferError,
     register_device_backend,
+    swap_blocks_batch,
 )
 from torch_kvswap.devices import backend as backends
 
@@ -159,6 +160,33 @@ def test_a_batch_that_fails_ends_its_job(accelerator: Accelerator) -> None:
         rows.store(3, 0).synchronize(PATIENCE)
     rows.store(3, 0).synchronize(PATIENCE)
     assert rows.page(0) == {3}
+
+
+@on_queued_device
+def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
+    cache = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    page = torch.zeros(8, dtype=torch.int32).pin_memory()
+    backend = Backend(accelerator, most_copies=1)
+
+    def copy(*sizes: int) -> None:
+        sources = torch.tensor([cache.data_ptr() + 4 * at for at in (5, 0, 2)])
+        targets = torch.tensor([page.data_ptr() + 4 * at for at in (1, 0, 4)])
+        swap_blocks_batch(sources, targets, torch.tensor(sizes))
+
+    refused = error_text(copy, 4, 0, 8)
+    register_device_backend(DEVICE_TYPE, backend)
+    texts = [error_text(copy, 4, -1, 8), error_text(copy, 4)]
+    with accelerator.hold(current()):
+        copy(4, 0, 8)
+        assert not page.any()
+    torch.accelerator.synchronize()
+    assert page.tolist() == [0, 5, 0, 0, 2, 3, 0, 0]
+    assert backend.calls == [([4], None), ([8], None)]
+    assert "no batched copy of addresses is registered for fakeaccel" in refused
+    assert texts == [
+        "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has 3 entries, sizes 1",
+    ]
 
 
 # Methods that a device lacks

@@ -12,12 +12,12 @@ class Backend:
 
     def __init__(self, accelerator: Accelerator, most_copies: int | None = None) -> None:
         self.accelerator = accelerator
-        self.calls: list[tuple[list[int], bool]] = []
+        self.calls: list[tuple[list[int], bool | None]] = []
         if most_copies is not None:
             self.most_copies = most_copies
 
     def copy_batch(
-        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool
+        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool | None
     ) -> None:
         assert torch.accelerator.current_stream() == stream
         self.calls.append((sizes.tolist(), to_host))

@@ -29,20 +29,21 @@ class DeviceBackend(Protocol):
     """
 
     def copy_batch(
-        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool
+        self, dst: Tensor, src: Tensor, sizes: Tensor, stream: torch.Stream, to_host: bool | None
     ) -> None:
         """Enqueues copies. They may run in any order, and none overlaps another.
 
-        Must not wait for the device. All host memory is pinned. The tensors with the addresses are
-        only valid during the call.
+        Must not wait for the device. Host memory is pinned. The tensors with the addresses are only
+        valid during the call.
 
         Args:
             dst (Tensor): int64 [copies], CPU; addresses to write.
             src (Tensor): int64 [copies], CPU; addresses to read.
             sizes (Tensor): int64 [copies], CPU; bytes, at least 1.
             stream (torch.Stream): the stream, which is the current one.
-            to_host (bool): dst is host memory and src is memory of the stream's device; False is
-                the other way round.
+            to_host (bool | None): dst is host memory and src is memory of the stream's device;
+                False is the other way round. None: swap_blocks_batch() was called, which does not
+                know; each copy may go either way.
 
         Raises:
             Exception: the device refused. Copies that were enqueued before may run; what else was

@@ -51,9 +51,7 @@ def capabilities(device_type: str) -> Capabilities:
         return Capabilities(
             batched_copies=native.kvswap_driver_has_batch() and native.kvswap_batch_limit() > 0,
             strided_copies=True,
-            kernels=0
-            < native.kvswap_kernel_version() // 1000
-            <= native.kvswap_driver_version() // 1000,
+            kernels=_has_kernels(),
             gates=native.kvswap_driver_has_stream_words(),
             host_registration=True,
         )
@@ -65,3 +63,11 @@ def capabilities(device_type: str) -> Capabilities:
         gates=False,
         host_registration=can_pin(backend),
     )
+
+
+def _has_kernels() -> bool:
+    """Whether the library has kernels that the driver of torch's "cuda" devices can load."""
+    native = loader.library()
+    kernels, driver = native.kvswap_kernel_version(), native.kvswap_driver_version()
+    is_cuda = native.kvswap_driver_name() == b"CUDA"  # the other one is HIP
+    return bool(is_cuda and 0 < kernels // 1000 <= driver // 1000)
