@@ -68,7 +68,8 @@ class Result:
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
             one driver call for all fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
-            kernel reads and writes host pages directly) or "host" (memcpy).
+            kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
+            blocks, and copy each run of adjacent pages) or "host" (memcpy).
         submit_seconds (float): host time spent in the submitting call.
         queue_seconds (float): time from submission until the driver got the copy.
         copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
@@ -270,7 +271,7 @@ class Job(NotCopyable):
         """
         self.handler.synchronize(self, timeout)
 
-    def wait(self, stream: torch.cuda.Stream | None = None, layer_group: int | None = None) -> None:
+    def wait(self, stream: torch.Stream | None = None, layer_group: int | None = None) -> None:
         """Makes work submitted to the stream after this call wait for the job.
 
         The host does not wait for the GPU. If the job is still in the software queue, this call
@@ -278,15 +279,15 @@ class Job(NotCopyable):
         only until the driver has accepted them.
 
         Args:
-            stream (torch.cuda.Stream | None): a stream of any GPU; None is the current stream of
-                the cache's GPU.
+            stream (torch.Stream | None): a stream of any GPU; for a cache on another device, one of
+                that device. None is the current stream of the cache's device.
             layer_group (int | None): wait only until the layers of this group, and of the groups
                 before it, have landed. None waits for the whole job. layer_group_of() maps a layer
                 to its group.
 
         Raises:
             IndexError: the job has no such layer group.
-            TypeError: stream is not a torch.cuda.Stream.
+            TypeError: stream is no stream of such a device.
             TransferError: the job has already failed or been cancelled. poll() and synchronize()
                 report a later failure.
             RuntimeError: the stream is being captured into a CUDA graph, which cannot record the
@@ -352,11 +353,12 @@ class OffloadHandler(NotCopyable):
         host (HostPool | Sequence[HostPool]): the host pages; each pool has the slab sizes of its
             layout.
         copy_method (str | None): "auto" chooses the method with the lowest predicted time for each
-            transfer; "strided", "batch", "staged" and "kernel" force one method, which the device
-            must have: a cache on the CPU accepts only "auto". None reads KVSWAP_COPY_METHOD, which
-            defaults to "auto".
-        staging_bytes (int): GPU memory for staged copies, half for stores and half for loads.
-            Allocated at construction if any transfer could be staged.
+            transfer; "strided", "batch", "staged", "kernel" and "generic" force one method, which
+            the device must have: a cache on the CPU accepts only "auto". None reads
+            KVSWAP_COPY_METHOD, which defaults to "auto".
+        staging_bytes (int): device memory for copies. "staged": half for stores and half for loads,
+            allocated at construction if any transfer could be staged. "generic": a third for each
+            channel, one block at least, allocated by its first copy.
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes
             40 to 250 us to wake up. By default the calling thread submits small copies itself.
 
@@ -429,7 +431,7 @@ class OffloadHandler(NotCopyable):
             page_ids: host pages, in the same form as gpu_block_ids.
             first_block (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.
-            after (torch.cuda.Stream | torch.cuda.Event | tuple[()] | None): what the copy waits
+            after (torch.Stream | torch.Event | tuple[()] | None): what the copy waits
                 for: all work submitted to this stream so far, or this event. None is the calling
                 thread's current stream on the cache's device, which orders the copy behind the
                 kernels that wrote the blocks. AFTER_NOTHING starts at once.
@@ -476,7 +478,7 @@ class OffloadHandler(NotCopyable):
             page_ids: host pages, as in store().
             gpu_block_ids: blocks of the cache to overwrite, as in store().
             first_block (int | Sequence[int]): as in store().
-            after (torch.cuda.Stream | torch.cuda.Event | tuple[()] | None): as in store(). None
+            after (torch.Stream | torch.Event | tuple[()] | None): as in store(). None
                 orders the copy behind the kernels that read or wrote the blocks before.
             layer_groups (int | None): move the layers in this many groups, one after another, so
                 that `Job.wait(layer_group=...)` can wait for one group. None is 1, or the

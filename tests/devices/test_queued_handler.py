@@ -8,11 +8,13 @@ import random
 import pytest
 import torch
 from fake_accelerator import Accelerator
+from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
 
 from torch_kvswap import AFTER_NOTHING, HostPool, OffloadHandler, PagedLayout
+from torch_kvswap.devices.queue import _warn_of_unified_memory
 
 
 def let_it_run(rows: Rows) -> None:
@@ -276,3 +278,13 @@ def test_jobs_end_whichever_thread_carries_out_their_commands(accelerator: Accel
             rows.store(page, page)
             rows.load(page, page + 3)
         rows.handler.synchronize(timeout=PATIENCE)
+
+
+def test_unified_memory_is_warned_of() -> None:
+    with logged() as messages:
+        _warn_of_unified_memory(torch.device("mps"))
+        _warn_of_unified_memory(torch.device("xpu"))
+    assert messages == [
+        "mps has no memory of its own: host pages take as much of the same memory as the blocks that "
+        "they free; a larger cache does without copies (docs/devices.md)"
+    ]

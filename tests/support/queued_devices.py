@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 import textwrap
@@ -35,6 +36,7 @@ def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
         try:
             body(accelerator, **arguments)
         finally:
+            gc.collect()  # handlers are closed while their queue works
             forget_queues()
             backend._registered.clear()
 

@@ -31,8 +31,9 @@ _happened = _native.kvswap_queue_happened
 _make_event, _destroy_event = _native.kvswap_queue_make_event, _native.kvswap_queue_destroy_event
 
 # How long the thread that submits a job carries out commands before it leaves the others to the
-# queue's thread. That one may get the GIL only after milliseconds.
-_SUBMIT_SECONDS = 200e-6
+# queue's thread, and how many blocks it copies by one command. The queue's thread may get the GIL
+# only after milliseconds.
+_SUBMIT_SECONDS, _SUBMIT_BLOCKS = 200e-6, 32
 # Pauses between two looks at the events in flight: 1/8 of the time that nothing has happened.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 _NO_COMMANDS_SECONDS = 3600.0
@@ -130,6 +131,7 @@ class DeviceQueue:
         self.device, self.index = device, index
         self.backend: DeviceBackend | None = find_device_backend(device.type)
         self.is_timed = _measures_time(device)
+        _warn_of_unified_memory(device)
         self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
         self.records: dict[int, _Record] = {}
         self.lost: str | None = None
@@ -287,7 +289,7 @@ class DeviceQueue:
         pointer = ctypes.byref(command)
         with torch.inference_mode():
             while self.lost is None and _first(self.pointer, pointer):
-                if until < _FOREVER and self._blocks(command):
+                if until < _FOREVER and self._takes_long(command):
                     break  # the queue's thread does that
                 self._carry_out(command)  # once more, if Ctrl-C interrupts it; that does no harm
                 _done(self.pointer)
@@ -295,12 +297,13 @@ class DeviceQueue:
                     break
             self._report()
 
-    def _blocks(self, command: abi.Command) -> bool:
-        """Whether the command waits for the device: it copies pages that are not pinned."""
+    def _takes_long(self, command: abi.Command) -> bool:
+        """Whether the command copies many blocks, or pages that are not pinned, and so waits."""
         if command.kind != abi.COMMAND_BLOCKS:
             return False
         group = self.groups.get(command.group)
-        return group is not None and not group.tensors.is_pinned
+        is_pinned = group is None or group.tensors.is_pinned
+        return command.count > _SUBMIT_BLOCKS or not is_pinned
 
     def _carry_out(self, command: abi.Command) -> None:
         kind = command.kind
@@ -568,6 +571,15 @@ def _measures_time(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+def _warn_of_unified_memory(device: torch.device) -> None:
+    if device.type == "mps":
+        log.warning(
+            "%s has no memory of its own: host pages take as much of the same memory as the blocks "
+            "that they free; a larger cache does without copies (docs/devices.md)",
+            device,
+        )
 
 
 def _is_plain_thread() -> bool:
