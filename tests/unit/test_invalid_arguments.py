@@ -254,16 +254,14 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
         handler.store(gpu_block_ids=[0], page_ids=[0]),
         handler.store(gpu_block_ids=[1], page_ids=[1]),
     )
-    for call in (
-        lambda: handler.cancel([job, other]),  # type: ignore[arg-type]
-        lambda: handler.cancel([]),  # type: ignore[arg-type]
-        lambda: handler.cancel(None),  # type: ignore[arg-type]
-        lambda: handler.cancel(job.id),  # type: ignore[arg-type]
-        lambda: handler.synchronize([job, None]),  # type: ignore[list-item]
-        lambda: handler.synchronize("job"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match=r"store\(\) and load\(\) return Jobs, not "):
-            call()
+    advice = r"; pass the Job that store\(\) or load\(\) returned$"
+    for value in ([job, other], [], None, job.id):
+        with pytest.raises(TypeError, match=rf"^job is .*{advice}"):
+            handler.cancel(value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"^jobs\[1\] is None{advice}"):
+        handler.synchronize([job, None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=rf"^jobs\[0\] is 'j'{advice}"):
+        handler.synchronize("job")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^jobs is 5; pass Jobs, or timeout=5$"):
         handler.synchronize(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^jobs is 0\.5; pass Jobs, or timeout=0\.5$"):

@@ -151,7 +151,7 @@ def test_the_handler_of_an_engine_reports_no_results() -> None:
         assert_expected_inline(
             error_text(handler.poll),
             """\
-RuntimeError: an OffloadEngine uses this handler; call its poll()""",
+RuntimeError: an OffloadEngine uses this handler; call the engine's poll()""",
         )
         assert [result.ok for result in engine.poll()] == [True]
         assert engine.lookup(["a"]).ready == 1
@@ -451,10 +451,10 @@ TypeError: keys is a NoneType; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list
 TypeError: preempted is a int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one""",
     )
