@@ -364,7 +364,7 @@ def test_a_closed_pool_takes_no_handler(device: str) -> None:
         OffloadHandler(handler.layouts[0], handler.pools[0])
 
 
-def test_a_pool_of_another_number_of_planes_is_refused() -> None:
+def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
     rows = torch.zeros(4, 6)
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
