@@ -298,9 +298,14 @@ def test_a_number_of_a_handle(name: str, value: Any, error: type[Exception]) -> 
 
 
 def test_a_layout_of_what_has_no_blocks() -> None:
-    for tensors in (5, None, torch.zeros(4, 4), [1], "x"):
-        with pytest.raises(TypeError, match=r"^tensors must be a list of tensors"):
+    for tensors in (5, None, torch.zeros(4, 4)):
+        with pytest.raises(TypeError, match=r"^tensors is a .*; pass a list, "):
             PagedLayout(tensors)  # type: ignore[arg-type]
+    for tensors in ([torch.zeros(4, 4), 1], (torch.zeros(4, 4), "x"), [torch.zeros(4, 4), None]):
+        with pytest.raises(TypeError, match=r"^tensors\[1\] is a .*; it must be a tensor"):
+            PagedLayout(tensors)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^tensors\[0\] .* has no dimension that counts blocks"):
+        PagedLayout([torch.zeros(())])
     with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):
         PagedLayout([torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()])
 

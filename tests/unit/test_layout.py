@@ -100,7 +100,7 @@ def test_slabs_tile_exactly_the_bytes_of_the_tensors() -> None:
 
 @pytest.mark.parametrize("tensors", [torch.zeros(4, 4), [torch.zeros(4), [1, 2]], [None]])
 def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
-    with pytest.raises(TypeError, match=r"pass \[tensor\] for a single one"):
+    with pytest.raises(TypeError, match=r"pass a list, |it must be a tensor"):
         PagedLayout(tensors)  # type: ignore[arg-type]
 
 
@@ -168,8 +168,8 @@ def test_gaps_within_a_block_are_refused() -> None:
         error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [3, 4, 5], strides [32, 8, 1], torch.float32, cpu) is not
-dense within a block (dimensions 1 to 2); make it contiguous, or put the dimension with
-the gaps before block_dim""",
+dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
+dimension with the gaps before block_dim""",
     )
 
 
@@ -179,8 +179,8 @@ def test_k_and_v_far_apart_are_no_block() -> None:
         error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [9, 2, 4], strides [4, 36, 1], torch.float32, cpu) is not
-dense within a block (dimensions 1 to 2); make it contiguous, or put the dimension with
-the gaps before block_dim""",
+dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
+dimension with the gaps before block_dim""",
     )
 
 
