@@ -21,8 +21,8 @@ from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
 
 
-class _Pages:
-    """The host pages that this process can use, and the conversion of arguments per pool.
+class _Pools:
+    """The pools of a handler: their usable pages, and the conversion of arguments per pool.
 
     The manager numbers the usable pages of each pool from 0 on.
 
@@ -209,11 +209,11 @@ class OffloadEngine(NotCopyable):
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
-        self._pages = _Pages(handler.pools, handler._native.groups.is_list)
-        self._pages.check_groups(groups)
-        self._ready = self._pages.ready
+        self._pools = _Pools(handler.pools, handler._native.groups.is_list)
+        self._pools.check_groups(groups)
+        self._ready = self._pools.ready
         self.manager = BlockManager(
-            self._pages.counts[0] if groups is None else groups,
+            self._pools.counts[0] if groups is None else groups,
             num_ready_pages=self._ready,
             policy=policy,
             store_threshold=store_threshold,
@@ -268,8 +268,8 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
-        digests, blocks = self._pages.read(keys, gpu_block_ids)
-        load = self.manager.prepare_load(self._pages.keys(digests), prefix)
+        digests, blocks = self._pools.read(keys, gpu_block_ids)
+        load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
             return None
         return self._submit(
@@ -319,7 +319,7 @@ class OffloadEngine(NotCopyable):
             return None
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.prepare_store(self._pages.keys(digests))
+        store = self.manager.prepare_store(self._pools.keys(digests))
         if store is None or store.id == 0:
             return None
         return self._submit(
@@ -353,7 +353,7 @@ class OffloadEngine(NotCopyable):
             IndexError: the cache has no such block.
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
-        leaving = self._pages.read_blocks(gpu_block_ids)
+        leaving = self._pools.read_blocks(gpu_block_ids)
         self._check_gpu_blocks(leaving)
         with self._lock:
             jobs, self._started = self._started, []
@@ -362,10 +362,10 @@ class OffloadEngine(NotCopyable):
                 with self._lock:
                     chains = lazy.chains_of(leaving[group])
                 for chain in chains:
-                    keys, ids = (self._pages.only(group, its) for its in chain)
-                    digests, blocks = self._pages.read(keys, ids)
+                    keys, ids = (self._pools.only(group, its) for its in chain)
+                    digests, blocks = self._pools.read(keys, ids)
                     self._grow()
-                    store = self.manager.prepare_store(self._pages.keys(digests))
+                    store = self.manager.prepare_store(self._pools.keys(digests))
                     if store is not None and store.id:
                         jobs.append(
                             self._submit(
@@ -410,7 +410,7 @@ class OffloadEngine(NotCopyable):
         """
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.preempt(self._pages.keys(digests))
+        store = self.manager.preempt(self._pools.keys(digests))
         if store is None:
             return None
         job = None
@@ -460,8 +460,8 @@ class OffloadEngine(NotCopyable):
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are pinned by now."""
-        if self._ready != self._pages.counts:
-            self._ready = self._pages.ready
+        if self._ready != self._pools.counts:
+            self._ready = self._pools.ready
             self.manager.grow(self._ready)
 
     def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
@@ -473,14 +473,14 @@ class OffloadEngine(NotCopyable):
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
-        digests, several = self._pages.read(keys, gpu_block_ids)
+        digests, several = self._pools.read(keys, gpu_block_ids)
         self._check_gpu_blocks(several)
         return digests, several
 
     def _check_gpu_blocks(self, several: Sequence[array[int]]) -> None:
         """Raises IndexError if a GPU block of a group does not exist."""
         for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
-            _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
+            _check_blocks(self._pools.name(group), layout.num_blocks, blocks)
 
     def _submit(self, job: Load | Store, blocks: Sequence[array[int]], **options: Any) -> Job:
         """Submits a job that the manager has prepared, and records it for poll().
@@ -494,8 +494,8 @@ class OffloadEngine(NotCopyable):
         """
         submit = self.handler.load if isinstance(job, Load) else self.handler.store
         try:
-            selected = self._pages.select(blocks, job.key_indices)
-            pages = self._pages.in_pools(job.pages)
+            selected = self._pools.select(blocks, job.key_indices)
+            pages = self._pools.in_pools(job.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
                 submitted = submit(gpu_block_ids=selected, page_ids=pages, **options)
                 self._jobs[submitted.id] = job
