@@ -19,9 +19,9 @@ std::string value_of(const char* name) {
 
 bool flag(const char* name, bool otherwise) {
   const std::string value = value_of(name);
-  KVSWAP_CHECK(value.empty() || value == "0" || value == "1", name, " is '", value,
-               "'; expected 0 or 1");
-  return value.empty() ? otherwise : value == "1";
+  if (value.empty()) return otherwise;
+  if (value != "0" && value != "1") fail<ValueError>(name, " is '", value, "'; expected 0 or 1");
+  return value == "1";
 }
 
 }  // namespace
@@ -33,8 +33,10 @@ size_t batch_limit() {
   if (value.empty()) return kDefaultBatchLimit;
   const bool is_number = value.size() <= 9 && value.find_first_not_of("0123456789") == value.npos;
   const size_t limit = is_number ? std::stoul(value) : 0;
-  KVSWAP_CHECK(limit > 0, "KVSWAP_BATCH_LIMIT is '", value,
-               "'; expected a number of fragments per driver call, 1 to 999999999");
+  if (limit == 0) {
+    fail<ValueError>("KVSWAP_BATCH_LIMIT is '", value,
+                     "'; expected a number of fragments per driver call, 1 to 999999999");
+  }
   return limit;
 }
 

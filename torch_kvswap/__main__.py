@@ -24,10 +24,11 @@ def main(arguments: list[str]) -> int:
         module, _ = COMMANDS[name]
         code: int = import_module(module).main(arguments[1:])
         return code
+    width = max(map(len, COMMANDS))
     usage = "\n".join(
         [
             "usage: python -m torch_kvswap COMMAND ...",
-            *(f"  {command}  {purpose}" for command, (_, purpose) in COMMANDS.items()),
+            *(f"  {command:{width}}  {purpose}" for command, (_, purpose) in COMMANDS.items()),
         ]
     )
     if name in ("-h", "--help"):

@@ -19,12 +19,15 @@ from torch_kvswap._native.arguments import INT64_MAX, read_int
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.metrics import COPY_METHODS
 
+AUTO = "auto"
+CHOICES = (AUTO, *(method for method in COPY_METHODS if method != "host"))
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 GENERIC = "NVIDIA H200"  # GPU whose shipped costs are used for a GPU without costs of its own
 SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 32 << 20
 _MOST_MICROSECONDS = 1e12
+_UNKNOWN = -1.0  # CopyMethodCosts.start of a method without costs: it is not chosen
 _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
 
 
@@ -270,11 +273,6 @@ def _read_microseconds(name: str, value: object) -> float:
     return float(value)
 
 
-AUTO = "auto"
-CHOICES = (AUTO, *(method for method in COPY_METHODS if method != "host"))
-_UNKNOWN = -1.0  # start_seconds of a method without costs: it is not chosen
-
-
 def copy_method_options(
     copy_method: str | None,
     staging_bytes: int,
@@ -295,10 +293,10 @@ def copy_method_options(
         ValueError: the method does not exist, staging_bytes is negative, or the costs cannot be
             read.
     """
-    name = "copy_method" if copy_method is not None else "KVSWAP_COPY_METHOD"
-    copy_method = (
-        copy_method if copy_method is not None else os.environ.get("KVSWAP_COPY_METHOD") or AUTO
-    )
+    name = "copy_method"
+    if copy_method is None:
+        name = "KVSWAP_COPY_METHOD"
+        copy_method = os.environ.get(name) or AUTO
     if copy_method not in CHOICES:
         raise ValueError(f"{name}={copy_method!r}; expected one of {', '.join(CHOICES)}")
     options = abi.CopyMethodOptions()

@@ -109,9 +109,9 @@ def error_of(results: Sequence[Result]) -> TransferError:
 
     Its type is the common type of the jobs' errors, or TransferError if they differ.
     """
-    kinds = {type(result.error) for result in results}
+    # A cancelled job has no error.
+    kinds = {type(result.error) if result.error else TransferError for result in results}
     kind = kinds.pop() if len(kinds) == 1 else TransferError
-    kind = kind if issubclass(kind, TransferError) else TransferError
     error = kind("; ".join(map(_sentence, results)), results)
     error.__cause__ = results[0].error
     return error
@@ -494,8 +494,9 @@ class OffloadHandler(NotCopyable):
             Job: the submitted job.
 
         Raises:
-            IndexError, TypeError, ValueError, DeviceLostError, RuntimeError, MemoryError: see
-                store().
+            ValueError: layer_groups is out of range or differs from the gate's, the gate belongs
+                to another handler, or as in store().
+            IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
         channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
@@ -516,7 +517,7 @@ class OffloadHandler(NotCopyable):
                 engine's poll().
         """
         if self._get_engine() is not None:
-            raise RuntimeError("an OffloadEngine uses this handler; call its poll()")
+            raise RuntimeError("an OffloadEngine uses this handler; call the engine's poll()")
         return self._take_results()
 
     def _take_results(self) -> list[Result]:
@@ -549,7 +550,10 @@ class OffloadHandler(NotCopyable):
             TypeError: jobs contains something that is not a Job.
             ValueError: a job belongs to another handler.
         """
-        own = None if jobs is None else [self._check_own(job) for job in _as_iterable(jobs)]
+        own = None
+        if jobs is not None:
+            several = enumerate(_as_iterable(jobs))
+            own = [self._check_own(f"jobs[{index}]", job) for index, job in several]
         timeout = read_timeout("timeout", timeout)
         answer = self._native.synchronize(
             None if own is None else [job._native for job in own], timeout
@@ -586,7 +590,7 @@ class OffloadHandler(NotCopyable):
             TypeError: job is not a Job.
             ValueError: the job belongs to another handler.
         """
-        return self._native.cancel(self._check_own(job)._native)
+        return self._native.cancel(self._check_own("job", job)._native)
 
     def gate(self, layer_groups: int = 1) -> Gate:
         """Makes an open gate for load(gate=...).
@@ -614,9 +618,10 @@ class OffloadHandler(NotCopyable):
         Raises:
             TypeError: gpu is no layout, or no list of as many layouts as before.
             ValueError: the new cache does not match the pools, or is on another device.
-            RuntimeError: another thread submits meanwhile, or the driver refuses what the new cache
-                needs.
+            RuntimeError: the handler is closed, another thread submits meanwhile, or the driver
+                refuses what the new cache needs.
         """
+        self._native.check_open()
         self._native.synchronize(None, None)
         self._native.rebind(self._native.groups.moved_to(gpu))
 
@@ -637,8 +642,12 @@ class OffloadHandler(NotCopyable):
         self.close()
 
     def _assign_pages_to(self, engine: object) -> None:
-        """Gives all pages to the engine, until it is dropped. Raises ValueError when another one
-        has them, RuntimeError when the handler is closed."""
+        """Gives all pages to the engine, until it is dropped.
+
+        Raises:
+            ValueError: another engine has them.
+            RuntimeError: the handler is closed.
+        """
         self._native.check_open()
         with self._engine_lock:
             if self._get_engine() is not None:
@@ -693,7 +702,7 @@ class OffloadHandler(NotCopyable):
                 f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
             )
         if gate is not None and gate._handler is not self._native:
-            raise ValueError("the gate belongs to another handler")
+            raise ValueError("the gate belongs to another handler; make one with this handler")
         if layer_groups is None:
             return 1 if gate is None else gate.layer_groups
         groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
@@ -703,11 +712,13 @@ class OffloadHandler(NotCopyable):
             )
         return groups
 
-    def _check_own(self, job: object) -> Job:
+    def _check_own(self, name: str, job: object) -> Job:
         if not isinstance(job, Job):
-            raise TypeError(f"store() and load() return Jobs, not {job!r}")
+            raise TypeError(f"{name} is {job!r}; pass the Job that store() or load() returned")
         if job.handler is not self:
-            raise ValueError(f"{job.direction} {job.id} belongs to another handler")
+            raise ValueError(
+                f"{name} is {job.direction} {job.id} of another handler; pass it to that handler"
+            )
         return job
 
 

@@ -90,14 +90,17 @@ class PagedLayout(Slabs):
     """
 
     def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
-        is_iterable = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
-        self.tensors = tuple(tensors) if is_iterable else ()
-        if not is_iterable or not all(isinstance(t, Tensor) for t in self.tensors):
-            raise TypeError("tensors must be a list of tensors; pass [tensor] for a single one")
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            kind = type(tensors).__name__
+            raise TypeError(f"tensors is a {kind}; pass a list, [tensor] for a single tensor")
+        self.tensors = tuple(tensors)
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
         block_dim = read_int("block_dim", block_dim, INT64_MIN)
         for index, tensor in enumerate(self.tensors):
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(f"tensors[{index}] is a {kind}; it must be a tensor")
             if tensor.layout != torch.strided:
                 raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
             problem = _problem(tensor, self.tensors[0], block_dim)
@@ -158,6 +161,8 @@ class PagedLayout(Slabs):
 
 def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
     """Why the tensor cannot be part of the layout, and what to do; None if it can."""
+    if tensor.dim() == 0:
+        return "has no dimension that counts blocks; give it one"
     if not 0 <= block_dim < tensor.dim():
         return (
             f"has no dimension block_dim={block_dim}; name the dimension that counts blocks, "
@@ -177,7 +182,7 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
         return "holds no bytes; leave it out"
     if not _is_dense(tensor, block_dim):
         return (
-            f"is not dense within a block (dimensions {block_dim + 1} to {tensor.dim() - 1}); "
+            f"is not dense within a block (the dimensions after block_dim={block_dim}); "
             "make it contiguous, or put the dimension with the gaps before block_dim"
         )
     if problem := _storage_problem(tensor, _storage_end(tensor)):

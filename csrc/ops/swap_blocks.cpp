@@ -38,8 +38,8 @@ bool is_pageable(const BlockTensor& tensor, AddressMap& addresses) {
   return tensor.device.is_cpu() && addresses.find(tensor.base).kind == MemoryKind::kPageable;
 }
 
-// Tells whether one copy of the driver may have two blocks: pinned memory may have been registered
-// in pieces. No driver, no pieces.
+// Tells whether one copy of the driver may contain two blocks. It may not if they are in pinned
+// memory that was registered in separate pieces. Without a driver nothing is registered.
 class Pieces {
  public:
   Pieces(const BlockTensor& tensor, AddressMap* addresses)
@@ -79,7 +79,7 @@ void check_distinct(const IdList& list, int64_t count) {
     if (seen[list.ids[i]]) {
       const auto first = std::find(list.ids.begin(), list.ids.end(), list.ids[i]);
       fail(list.name(i), " is ", list.ids[i], ", as is ", list.name(first - list.ids.begin()),
-           "; a block can be written once in a call");
+           "; a call can write a block only once");
     }
     seen[list.ids[i]] = true;
   }
@@ -225,7 +225,7 @@ void make_addresses(std::vector<BlockTensor>& src, std::vector<BlockTensor>& dst
     for (BlockTensor& tensor : *side) {
       if (tensor.device.has_addresses()) continue;
       const uint64_t storage = tensor.base - tensor.offset;
-      // Which storage null is, nobody knows.
+      // Null tells nothing: each tensor gets a number of its own.
       if (storage == 0 || numbers.count(storage) == 0) numbers[storage] = ++last;
       tensor.base = (numbers[storage] << 48) + tensor.offset;
     }
@@ -241,11 +241,12 @@ void check_on_any_device(Copies copies) {
   check_each_block(copies);
 }
 
-// Copies after all checks: ids in range, no block written twice, no block read and written. Tensor
-// semantics: on the current stream of the destination's device (else the source's), ordered after
-// and before the other GPU's current stream where there are two, and done when it returns where a
-// side is host memory, because compilers hand ops clones of host tensors that are freed or copied
-// back at once.
+// Checks everything, then copies: ids in range, no block written twice, no block read and written.
+//
+// Runs on the current stream of the destination's GPU, or of the source's if the destination is
+// host memory. Between two GPUs, the current streams of both wait for each other around the copy.
+// If a side is host memory, the copy has ended on return: compilers pass clones of host tensors,
+// which they free or copy back at once.
 void copy_blocks(const Copies& copies) {
   check_each_tensor(copies);
   const auto& [src, dst, ids] = copies;
@@ -315,7 +316,7 @@ Copies copies_of(const std::vector<Tensor>& src, const std::vector<Tensor>& dst,
   BlockIds ids = {{"src_block_ids[", "]", read_ids("src_block_ids", src_block_ids)},
                   {"dst_block_ids[", "]", read_ids("dst_block_ids", dst_block_ids)}};
   KVSWAP_CHECK(ids.src.ids.size() == ids.dst.ids.size(), "src_block_ids has ", ids.src.ids.size(),
-               " ids and dst_block_ids has ", ids.dst.ids.size(), "; expected as many");
+               " ids and dst_block_ids has ", ids.dst.ids.size(), "; expected the same number");
   return {block_tensors("src", src), block_tensors("dst", dst), std::move(ids)};
 }
 

@@ -45,7 +45,7 @@ def lists(move: Move) -> tuple[list[list[int]], list[list[int]], list[int]]:
     )
 
 
-def test_a_group_has_a_plane_for_each_tensor_with_the_bytes_that_are_used():
+def test_a_group_has_a_slab_for_each_tensor_with_the_bytes_that_are_used():
     canonical = caches([64, 96], [[(0, 64), (1, 80)], [(1, 96)]])
     first, second = group_layouts(canonical)
     assert first.sizes.tolist() == [64, 80]
@@ -54,7 +54,7 @@ def test_a_group_has_a_plane_for_each_tensor_with_the_bytes_that_are_used():
     assert second.bases[0] == first.bases[1] == canonical.tensors[1].tensor.data_ptr()
 
 
-def test_layers_of_a_group_that_share_a_tensor_are_one_plane_of_the_larger():
+def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
     (layout,) = group_layouts(caches([64], [[(0, 16), (0, 48), (0, 32)]]))
     assert layout.sizes.tolist() == [48]
 

@@ -59,11 +59,11 @@ class Hybrid:
         self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0
     ) -> None:
         for slot, block in self._moves(group, blocks, pages, first):
-            slot.copy_(torch.cat([view.flatten() for view in self._planes(group, block)]))
+            slot.copy_(torch.cat([view.flatten() for view in self._slabs(group, block)]))
 
     def load(self, group: int, blocks: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
         for slot, block in self._moves(group, blocks, pages, first):
-            views = self._planes(group, block)
+            views = self._slabs(group, block)
             for view, part in zip(views, slot.split([v.numel() for v in views]), strict=True):
                 view.copy_(part.view(view.shape))
 
@@ -75,7 +75,7 @@ class Hybrid:
             page, slot = divmod(first + j, per_page)
             yield self.pages[group][pages[page], slot], block
 
-    def _planes(self, group: int, block: int) -> list[Tensor]:
+    def _slabs(self, group: int, block: int) -> list[Tensor]:
         if self.block_dims[group] == 0:
             return [tensor[block] for tensor in self.expected[group]]
         return [tensor[half, block] for tensor in self.expected[group] for half in (0, 1)]

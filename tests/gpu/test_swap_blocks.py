@@ -158,7 +158,7 @@ def test_wrong_arguments_of_swap_blocks_are_named():
         """\
 torch_kvswap::swap_blocks: block_mapping[1, 0] is 4, but src has 4 blocks; expected 0 to 3
 torch_kvswap::swap_blocks: block_mapping[0, 1] is -2, but dst has 6 blocks; expected 0 to 5
-torch_kvswap::swap_blocks: block_mapping[2, 1] is 1, as is block_mapping[0, 1]; a block can be written once in a call
+torch_kvswap::swap_blocks: block_mapping[2, 1] is 1, as is block_mapping[0, 1]; a call can write a block only once
 torch_kvswap::swap_blocks: block 0 of src, read at block_mapping[0, 0], and block 0 of dst, written at block_mapping[1, 1], share memory; the copies of one call run in any order: use two calls
 torch_kvswap::swap_blocks: block_size_in_bytes is 16, but a block of src has 32 bytes; expected the same
 torch_kvswap::swap_blocks: block_size_in_bytes is 32, but a block of dst has 36 bytes; expected the same
@@ -218,10 +218,10 @@ def test_wrong_arguments_of_swap_kv_blocks_are_named():
         """\
 torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 5, but dst[1] has 5 blocks; expected 0 to 4
 torch_kvswap::swap_kv_blocks: src has 2 tensors and dst has 1; expected a pair for each layer
-torch_kvswap::swap_kv_blocks: src_block_ids has 2 ids and dst_block_ids has 1; expected as many
+torch_kvswap::swap_kv_blocks: src_block_ids has 2 ids and dst_block_ids has 1; expected the same number
 torch_kvswap::swap_kv_blocks: src_block_ids has dtype Int; expected Long (torch.int64)
 torch_kvswap::swap_kv_blocks: src_block_ids has shape [1, 2]; expected one dimension
-torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 2, as is dst_block_ids[0]; a block can be written once in a call
+torch_kvswap::swap_kv_blocks: dst_block_ids[1] is 2, as is dst_block_ids[0]; a call can write a block only once
 torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
 torch_kvswap::swap_kv_blocks: block 0 of dst[0], written at dst_block_ids[0], and block 0 of dst[1], written at dst_block_ids[0], share memory; the copies of one call run in any order: use two calls
 torch_kvswap::swap_kv_blocks: a block of src[1] has 32 bytes and a block of dst[1] 36; expected the same""",

@@ -510,7 +510,7 @@ def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver
 
 @pytest.mark.parametrize("allocations", [1, 2])
 @simulated
-def test_planes_that_touch_are_one_copy_only_inside_of_an_allocation(
+def test_slabs_that_touch_are_one_copy_only_inside_of_an_allocation(
     driver: Driver, allocations: int
 ) -> None:
     raw = torch.randint(256, (128,), dtype=torch.uint8)

@@ -56,7 +56,7 @@ def test_a_variable_that_says_nothing_known_is_named_and_there_is_no_handler(
     gpu, host = cache(driver)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable, "off")
-        with pytest.raises(RuntimeError, match=f"{variable} is 'off'; expected "):
+        with pytest.raises(ValueError, match=f"{variable} is 'off'; expected "):
             OffloadHandler(gpu, host)
     assert driver.live("streams") == 0
     with OffloadHandler(gpu, host) as handler:

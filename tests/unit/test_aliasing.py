@@ -52,14 +52,14 @@ def test_parts_of_a_block_that_overlap_are_the_same_block(one: slice, other: sli
 
 
 @pytest.mark.parametrize("columns", [(0, 4, 4, 12), (0, 4, 8, 12), (0, 1, 11, 12)])
-def test_planes_that_take_turns_in_memory_share_no_byte(columns: tuple[int, ...]) -> None:
+def test_slabs_that_take_turns_in_memory_share_no_byte(columns: tuple[int, ...]) -> None:
     rows = torch.zeros(4, 12)
     a, b, c, d = columns
     layouts = [PagedLayout([rows[:, a:b]]), PagedLayout([rows[:, c:d]])]
     assert same(*layouts) == same(*layouts[::-1]) == [0, 1]
 
 
-def test_planes_that_take_turns_in_a_shifted_way_share_no_byte() -> None:
+def test_slabs_that_take_turns_in_a_shifted_way_share_no_byte() -> None:
     rows = torch.zeros(5, 12)
     layouts = [PagedLayout([rows[:4, :4]]), PagedLayout([rows[1:, 8:]])]
     assert same(*layouts) == same(*layouts[::-1]) == [0, 1]

@@ -318,7 +318,9 @@ def test_wrong_ids_raise_and_there_is_no_job(device: str) -> None:
 
 def test_a_job_of_another_handler_is_refused(device: str) -> None:
     one, other = make_handler(device), make_handler(device)
-    with pytest.raises(ValueError, match="store 0 belongs to another handler"):
+    with pytest.raises(
+        ValueError, match=r"^job.* is store 0 of another handler; pass it to that handler"
+    ):
         one.synchronize(other.store(gpu_block_ids=[0], page_ids=[0]))
     one.close()
     other.close()
@@ -351,6 +353,8 @@ def test_a_closed_handler_says_so_before_it_looks_at_anything_else(device: str) 
     for call in (handler.store, handler.load):
         with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
             call(gpu_block_ids=None, page_ids=[0])  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+        handler.rebind(None)  # type: ignore[arg-type]
 
 
 def test_a_closed_pool_takes_no_handler(device: str) -> None:
@@ -360,7 +364,7 @@ def test_a_closed_pool_takes_no_handler(device: str) -> None:
         OffloadHandler(handler.layouts[0], handler.pools[0])
 
 
-def test_a_pool_of_another_number_of_planes_is_refused() -> None:
+def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
     rows = torch.zeros(4, 6)
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
@@ -391,11 +395,11 @@ each; got a HostPool instead of a PagedLayout""",
     )
     assert_expected_inline(
         error_text(OffloadHandler(layout, host).synchronize, [0]),
-        """TypeError: store() and load() return Jobs, not 0""",
+        """TypeError: jobs[0] is 0; pass the Job that store() or load() returned""",
     )
     assert_expected_inline(
         error_text(OffloadHandler(layout, host).cancel, 0),
-        """TypeError: store() and load() return Jobs, not 0""",
+        """TypeError: job is 0; pass the Job that store() or load() returned""",
     )
     assert_expected_inline(
         error_text(HostPool, [torch.zeros(4, 6)], 1),

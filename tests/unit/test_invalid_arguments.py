@@ -62,14 +62,18 @@ def is_refused(
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 @pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes"])
-def test_an_integer_of_a_pool(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_integer_is_refused_by_a_pool(
+    name: str, value: Any, error: type[Exception]
+) -> None:
     given = {"num_pages": 4, name: value}
     is_refused(name, error, lambda **options: HostPool(make_layout(), **options), **given)
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 @pytest.mark.parametrize("name", ["num_pages", "blocks_per_page", "chunk_bytes", "rank", "world"])
-def test_an_integer_of_a_shared_pool(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_integer_is_refused_by_a_shared_pool(
+    name: str, value: Any, error: type[Exception]
+) -> None:
     given = {"num_pages": 4, "world": 2, name: value}
     create = HostPool.create_shared
     is_refused(name, error, lambda **options: create(make_layout(), **options), **given)
@@ -77,7 +81,9 @@ def test_an_integer_of_a_shared_pool(name: str, value: Any, error: type[Exceptio
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 @pytest.mark.parametrize("name", ["chunk_bytes", "rank"])
-def test_an_integer_of_an_attached_pool(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_integer_is_refused_by_an_attached_pool(
+    name: str, value: Any, error: type[Exception]
+) -> None:
     handle = HostPool.create_shared(make_layout(), 4, world=2).share()
     given = {"rank": 1, name: value}
     attach = HostPool.attach
@@ -85,23 +91,25 @@ def test_an_integer_of_an_attached_pool(name: str, value: Any, error: type[Excep
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_a_numa_node(value: Any, error: type[Exception]) -> None:
+def test_a_numa_node_that_is_no_integer_is_refused(value: Any, error: type[Exception]) -> None:
     if value is not None:
         is_refused("numa_node", error, lambda: HostPool(make_layout(), 4, numa_node=value))
 
 
-def test_more_bytes_than_can_be_addressed() -> None:
+def test_a_pool_of_more_bytes_than_can_be_addressed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"num_pages=4611686018427387904.*more than can be"):
         HostPool(make_layout(), 2**62, blocks_per_page=2)
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_block_dimension_of_a_layout(value: Any, error: type[Exception]) -> None:
+def test_a_block_dimension_that_is_no_integer_is_refused(
+    value: Any, error: type[Exception]
+) -> None:
     is_refused("block_dim", error, lambda: PagedLayout([torch.zeros(4, 4)], value))
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_staging_memory_of_a_handler(value: Any, error: type[Exception]) -> None:
+def test_staging_bytes_that_are_no_integer_are_refused(value: Any, error: type[Exception]) -> None:
     layout = make_layout()
     if isinstance(value, int) and value > 2**64:
         value = 2**64 + 2**20  # 1 MiB, once truncated
@@ -112,12 +120,14 @@ def test_the_staging_memory_of_a_handler(value: Any, error: type[Exception]) -> 
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_parts_of_a_gate(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
+def test_a_number_of_layer_groups_that_is_no_integer_is_refused_by_a_gate(
+    handler: OffloadHandler, value: Any, error: type[Exception]
+) -> None:
     is_refused("layer_groups", error, lambda: handler.gate(value))
 
 
 @pytest.mark.parametrize("value", [0, 3, 1 << 31, 1 << 32])
-def test_a_gate_has_no_more_parts_than_the_cache_has_tensors(
+def test_a_gate_has_no_more_layer_groups_than_the_cache_has_tensors(
     handler: OffloadHandler, value: int
 ) -> None:
     with pytest.raises(ValueError, match=f"^layer_groups is {value}; it must be 1 to 2$"):
@@ -126,7 +136,7 @@ def test_a_gate_has_no_more_parts_than_the_cache_has_tensors(
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
 @pytest.mark.parametrize("name", ["first_block", "layer_groups"])
-def test_an_integer_of_a_job(
+def test_a_wrong_integer_is_refused_and_there_is_no_job(
     handler: OffloadHandler, name: str, value: Any, error: type[Exception]
 ) -> None:
     if value is None and name == "layer_groups":
@@ -136,7 +146,7 @@ def test_an_integer_of_a_job(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_first_block_of_a_group(
+def test_a_wrong_first_block_is_refused_with_its_group(
     hybrid: OffloadHandler, value: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=r"^first_block\[1\] "):
@@ -144,7 +154,9 @@ def test_the_first_block_of_a_group(
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_layer_of_a_job(handler: OffloadHandler, value: Any, error: type[Exception]) -> None:
+def test_a_layer_that_is_no_integer_is_refused(
+    handler: OffloadHandler, value: Any, error: type[Exception]
+) -> None:
     job = handler.store(gpu_block_ids=[0], page_ids=[0])
     if value is not None:  # all groups
         is_refused("layer_group", error, lambda: job.wait(layer_group=value))
@@ -152,7 +164,9 @@ def test_the_layer_of_a_job(handler: OffloadHandler, value: Any, error: type[Exc
 
 
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_the_pages_that_are_waited_for(value: Any, error: type[Exception]) -> None:
+def test_a_number_of_pages_to_wait_for_that_is_no_integer_is_refused(
+    value: Any, error: type[Exception]
+) -> None:
     if value is not None:
         is_refused("pages", error, lambda: HostPool(make_layout(), 4).wait_ready(0, pages=value))
 
@@ -213,7 +227,9 @@ def test_ids_are_refused_with_their_position(
     [(float("nan"), ValueError), (-1, ValueError), (-0.5, ValueError), ("1", TypeError)],
 )
 @pytest.mark.parametrize("what", ["handler", "pool"])
-def test_a_timeout(handler: OffloadHandler, what: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_timeout_is_refused(
+    handler: OffloadHandler, what: str, value: Any, error: type[Exception]
+) -> None:
     if what == "handler":
         handler.store(gpu_block_ids=[0], page_ids=[0])
         is_refused("timeout", error, lambda: handler.synchronize(timeout=value))
@@ -231,39 +247,37 @@ def test_a_timeout_may_be_longer_than_any_clock(handler: OffloadHandler) -> None
 # Objects
 
 
-def test_a_gate_that_is_none(handler: OffloadHandler) -> None:
+def test_what_is_no_gate_is_refused(handler: OffloadHandler) -> None:
     with pytest.raises(TypeError, match=r"^gate is a str; pass what OffloadHandler\.gate\(\)"):
         handler.load(page_ids=[0], gpu_block_ids=[0], gate="x")  # type: ignore[arg-type]
 
 
-def test_a_point_in_time_that_is_none(handler: OffloadHandler) -> None:
+def test_what_is_no_stream_or_event_is_refused_as_after(handler: OffloadHandler) -> None:
     for after in ("x", 0, [], (1,)):
         with pytest.raises(TypeError, match=r"^after= "):
             handler.store(gpu_block_ids=[0], page_ids=[0], after=after)  # type: ignore[arg-type]
 
 
-def test_a_stream_that_is_none(handler: OffloadHandler) -> None:
+def test_what_is_no_stream_is_refused_by_wait(handler: OffloadHandler) -> None:
     job = handler.store(gpu_block_ids=[0], page_ids=[0])
     for wait in (job.wait, lambda stream: job.wait(stream, layer_group=job.layer_group_of(0))):
         with pytest.raises(TypeError, match=r"stream is a int; pass a torch\.cuda\.Stream"):
             wait(5)
 
 
-def test_what_is_no_job(handler: OffloadHandler) -> None:
+def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:
     job, other = (
         handler.store(gpu_block_ids=[0], page_ids=[0]),
         handler.store(gpu_block_ids=[1], page_ids=[1]),
     )
-    for call in (
-        lambda: handler.cancel([job, other]),  # type: ignore[arg-type]
-        lambda: handler.cancel([]),  # type: ignore[arg-type]
-        lambda: handler.cancel(None),  # type: ignore[arg-type]
-        lambda: handler.cancel(job.id),  # type: ignore[arg-type]
-        lambda: handler.synchronize([job, None]),  # type: ignore[list-item]
-        lambda: handler.synchronize("job"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match=r"store\(\) and load\(\) return Jobs, not "):
-            call()
+    advice = r"; pass the Job that store\(\) or load\(\) returned$"
+    for value in ([job, other], [], None, job.id):
+        with pytest.raises(TypeError, match=rf"^job is .*{advice}"):
+            handler.cancel(value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"^jobs\[1\] is None{advice}"):
+        handler.synchronize([job, None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=rf"^jobs\[0\] is 'j'{advice}"):
+        handler.synchronize("job")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^jobs is 5; pass Jobs, or timeout=5$"):
         handler.synchronize(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^jobs is 0\.5; pass Jobs, or timeout=0\.5$"):
@@ -271,14 +285,14 @@ def test_what_is_no_job(handler: OffloadHandler) -> None:
     handler.synchronize(iter([job, other]))
 
 
-def test_a_path_that_is_none() -> None:
+def test_a_copy_method_that_does_not_exist_is_refused() -> None:
     layout = make_layout()
     for copy_method in ("fast", 5, ["auto"]):
         with pytest.raises(ValueError, match=r"^copy_method="):
             OffloadHandler(layout, HostPool(layout, 4), copy_method=copy_method)  # type: ignore[arg-type]
 
 
-def test_a_pool_of_something_else() -> None:
+def test_what_is_no_layout_no_handle_and_no_function_is_refused_by_a_pool() -> None:
     layout = make_layout()
     for wrong in (None, [torch.zeros(4, 4)], "x"):
         with pytest.raises(TypeError, match=r"PagedLayout"):
@@ -293,22 +307,29 @@ def test_a_pool_of_something_else() -> None:
 
 @pytest.mark.parametrize("name", ["fd", "num_pages", "blocks_per_page", "page_bytes", "world"])
 @pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
-def test_a_number_of_a_handle(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_wrong_integer_is_refused_by_a_handle(
+    name: str, value: Any, error: type[Exception]
+) -> None:
     numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1, "world": 1}
     given = {**numbers, name: value}
     is_refused(name, error, lambda: PoolHandle(**given, replicated=False, huge_pages=True))
 
 
-def test_a_layout_of_what_has_no_blocks() -> None:
-    for tensors in (5, None, torch.zeros(4, 4), [1], "x"):
-        with pytest.raises(TypeError, match=r"^tensors must be a list of tensors"):
+def test_what_has_no_blocks_is_refused_by_a_layout() -> None:
+    for tensors in (5, None, torch.zeros(4, 4)):
+        with pytest.raises(TypeError, match=r"^tensors is a .*; pass a list, "):
             PagedLayout(tensors)  # type: ignore[arg-type]
+    for tensors in ([torch.zeros(4, 4), 1], (torch.zeros(4, 4), "x"), [torch.zeros(4, 4), None]):
+        with pytest.raises(TypeError, match=r"^tensors\[1\] is a .*; it must be a tensor"):
+            PagedLayout(tensors)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^tensors\[0\] .* has no dimension that counts blocks"):
+        PagedLayout([torch.zeros(())])
     with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):
         PagedLayout([torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()])
 
 
 @pytest.mark.parametrize("labels", [{"rank": 5}, {5: "rank"}, {"rank": None}])
-def test_a_label_that_is_no_string(handler: OffloadHandler, labels: Any) -> None:
+def test_a_label_that_is_no_string_is_refused(handler: OffloadHandler, labels: Any) -> None:
     with pytest.raises(TypeError, match=r"^label .* is .*; both must be strings"):
         handler.metrics().prometheus(labels)
 
@@ -337,7 +358,7 @@ IDS = torch.tensor([0])
         (expand_block_ids, {"block_ids": IDS, "block_size_factor": 2, "skip_count": 0}),
     ],
 )
-def test_an_operand_of_another_type(
+def test_an_operand_of_another_type_is_refused_by_an_op(
     op: Callable[..., Any], given: dict[str, Any], value: Any
 ) -> None:
     for name in given:
@@ -346,7 +367,7 @@ def test_an_operand_of_another_type(
 
 
 @pytest.mark.parametrize("value", [2**63, 2**64 + 8, -(2**63) - 1])
-def test_an_integer_of_an_op(value: int) -> None:
+def test_a_wrong_integer_is_refused_by_an_op(value: int) -> None:
     for name, call in (
         ("block_size_in_bytes", lambda: swap_blocks(ROWS, ROWS, value, PAIRS)),
         ("block_size_factor", lambda: expand_block_ids(IDS, value)),

@@ -17,7 +17,7 @@ def block_bytes_of(layout: PagedLayout, slab: int, block: int) -> int:
     return int(layout.bases[slab] + block * layout.strides[slab])
 
 
-def test_k_and_v_split_makes_two_planes_of_a_tensor() -> None:
+def test_k_and_v_split_makes_two_slabs_of_a_tensor() -> None:
     cache = torch.zeros(2, 5, 4, 3, dtype=torch.bfloat16)
     layout = PagedLayout([cache, cache.clone()], block_dim=1)
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (4, 5, 4 * 24)
@@ -27,20 +27,20 @@ def test_k_and_v_split_makes_two_planes_of_a_tensor() -> None:
             assert block_bytes_of(layout, slab, block) == cache[slab, block].data_ptr()
 
 
-def test_blocks_first_makes_one_plane_of_a_tensor_whatever_follows() -> None:
+def test_blocks_first_makes_one_slab_of_a_tensor_whatever_follows() -> None:
     cache = torch.zeros(5, 2, 4, 3, dtype=torch.float32)
     layout = PagedLayout([cache])
     assert (len(layout.bases), layout.num_blocks, layout.block_bytes) == (1, 5, 96)
     assert block_bytes_of(layout, 0, 3) == cache[3].data_ptr()
 
 
-def test_several_dimensions_before_the_blocks_are_all_planes() -> None:
+def test_several_dimensions_before_the_blocks_are_all_slabs() -> None:
     cache = torch.zeros(3, 2, 7, 4, dtype=torch.int16)
     layout = PagedLayout([cache], block_dim=2)
     assert layout.bases.tolist() == [cache[i, j].data_ptr() for i in range(3) for j in range(2)]
 
 
-def test_every_plane_knows_its_tensor() -> None:
+def test_every_slab_knows_its_tensor() -> None:
     tensors = [torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), torch.zeros(3, 5, 2)]
     layout = PagedLayout(tensors, block_dim=1)
     assert layout.tensor_of_slab.tolist() == [0, 0, 1, 2, 2, 2]
@@ -78,7 +78,7 @@ def test_a_block_may_be_dense_in_another_order_of_dimensions() -> None:
     assert layout.strides.tolist() == layout.sizes.tolist()
 
 
-def test_planes_may_be_interleaved_with_blocks() -> None:
+def test_slabs_may_be_interleaved_with_blocks() -> None:
     cache = torch.zeros(5, 2, 16).transpose(0, 1)  # K and V of a block side by side
     layout = PagedLayout([cache], block_dim=1)
     assert (layout.sizes.tolist(), layout.strides.tolist()) == ([64, 64], [128, 128])
@@ -90,7 +90,7 @@ def test_a_single_block_has_any_stride() -> None:
     assert PagedLayout([cache]).num_blocks == 1
 
 
-def test_planes_tile_exactly_the_bytes_of_the_tensors() -> None:
+def test_slabs_tile_exactly_the_bytes_of_the_tensors() -> None:
     cache = torch.zeros(3, 4, 5, 6, dtype=torch.int16)
     layout = PagedLayout([cache], block_dim=1)
     starts = sorted(block_bytes_of(layout, p, b) for p in range(3) for b in range(4))
@@ -100,7 +100,7 @@ def test_planes_tile_exactly_the_bytes_of_the_tensors() -> None:
 
 @pytest.mark.parametrize("tensors", [torch.zeros(4, 4), [torch.zeros(4), [1, 2]], [None]])
 def test_what_is_no_list_of_tensors_is_refused(tensors: object) -> None:
-    with pytest.raises(TypeError, match=r"pass \[tensor\] for a single one"):
+    with pytest.raises(TypeError, match=r"pass a list, |it must be a tensor"):
         PagedLayout(tensors)  # type: ignore[arg-type]
 
 
@@ -168,8 +168,8 @@ def test_gaps_within_a_block_are_refused() -> None:
         error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [3, 4, 5], strides [32, 8, 1], torch.float32, cpu) is not
-dense within a block (dimensions 1 to 2); make it contiguous, or put the dimension with
-the gaps before block_dim""",
+dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
+dimension with the gaps before block_dim""",
     )
 
 
@@ -179,8 +179,8 @@ def test_k_and_v_far_apart_are_no_block() -> None:
         error_text(PagedLayout, tensors, block_dim=0),
         """\
 ValueError: tensors[0] (shape [9, 2, 4], strides [4, 36, 1], torch.float32, cpu) is not
-dense within a block (dimensions 1 to 2); make it contiguous, or put the dimension with
-the gaps before block_dim""",
+dense within a block (the dimensions after block_dim=0); make it contiguous, or put the
+dimension with the gaps before block_dim""",
     )
 
 
@@ -206,7 +206,7 @@ expanded tensor needs .contiguous())""",
     )
 
 
-def test_interleaved_planes_that_reach_into_the_next_block_are_refused() -> None:
+def test_interleaved_slabs_that_reach_into_the_next_block_are_refused() -> None:
     tensors = [torch.zeros(100).as_strided((3, 4, 8), (8, 16, 1))]
     assert_expected_inline(
         error_text(PagedLayout, tensors, block_dim=1),
@@ -217,7 +217,7 @@ own (an expanded tensor needs .contiguous())""",
     )
 
 
-def test_planes_that_overlap_are_refused() -> None:
+def test_slabs_that_overlap_are_refused() -> None:
     tensors = [torch.zeros(100).as_strided((2, 5, 8), (4, 8, 1))]
     assert_expected_inline(
         error_text(PagedLayout, tensors, block_dim=1),
@@ -280,7 +280,7 @@ def test_tensors_side_by_side_share_no_byte(tensors: Callable[[Tensor], list[Ten
     assert len(PagedLayout(tensors(torch.zeros(16, 8))).bases) == len(tensors(torch.zeros(16, 8)))
 
 
-def test_whether_planes_share_bytes_is_what_their_bytes_say() -> None:
+def test_whether_slabs_share_bytes_is_what_their_bytes_say() -> None:
     """Against every byte, for random rows of one storage. Rows at other distances than their
     neighbours' may be refused without need, and never accepted when they meet."""
     random = Random(0)

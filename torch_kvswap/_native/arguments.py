@@ -81,6 +81,6 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it owns memory of this process; "
+            f"{type(self).__name__} cannot be copied or pickled: it owns memory of this process; "
             f"{self._instead}"
         )

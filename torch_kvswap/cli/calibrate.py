@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--forget", action="store_true", help="remove what was measured before")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("there is no GPU: nothing to choose between", file=sys.stderr)
+        print("there is no GPU to measure", file=sys.stderr)
         return 2
     device = torch.device("cuda", options.device)
     gpu = torch.cuda.get_device_name(device)

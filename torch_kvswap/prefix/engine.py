@@ -21,8 +21,8 @@ from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
 
 
-class _Pages:
-    """The host pages that this process can use, and the conversion of arguments per pool.
+class _Pools:
+    """The pools of a handler: their usable pages, and the conversion of arguments per pool.
 
     The manager numbers the usable pages of each pool from 0 on.
 
@@ -41,12 +41,21 @@ class _Pages:
 
     def check_groups(self, groups: Sequence[BlockGroup] | None) -> None:
         """Raises ValueError if these are not the groups of the pools."""
-        if (groups is not None) != self._is_list:
-            raise ValueError("pass groups if the handler has a list of layouts, and only then")
+        count = len(self._pools)
+        if groups is None and self._is_list:
+            raise ValueError(
+                f"groups is None, but the handler has a list of {count} layouts; pass a BlockGroup "
+                "for each"
+            )
+        if groups is not None and not self._is_list:
+            raise ValueError("groups is for a handler with a list of layouts; leave it out")
         if groups is not None:
             named = [group.num_pages for group in read_groups(groups)]
             if named != self.counts:
-                raise ValueError(f"the groups have {named} pages, their pools {self.counts}")
+                raise ValueError(
+                    f"the groups have {named} pages, their pools {self.counts}; make num_pages the "
+                    "number of the pool's local_pages"
+                )
 
     @property
     def ready(self) -> list[int]:
@@ -55,7 +64,8 @@ class _Pages:
 
     def in_pools(self, pages: Any) -> Int64Array | list[Int64Array]:
         """Converts the manager's page numbers to page ids of the pools."""
-        return self._join([pages + pool.local_pages.start for pool, _, pages in self._split(pages)])
+        split = self._split(pages=pages)
+        return self._join([of_pool + pool.local_pages.start for pool, _, of_pool in split])
 
     def select(
         self, blocks: Sequence[array[int]], key_indices: Any
@@ -66,7 +76,7 @@ class _Pages:
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """The digests of each pool, and the GPU blocks."""
-        split = self._split(keys, gpu_block_ids)
+        split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
         digests = [
             read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
             for group, (_, _, keys, _) in enumerate(split)
@@ -83,7 +93,8 @@ class _Pages:
 
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
-        return [read_ids(name, ids) for _, name, ids in self._split(gpu_block_ids)]
+        split = self._split(gpu_block_ids=gpu_block_ids)
+        return [read_ids(name, ids) for _, name, ids in split]
 
     def only(self, group: int, value: Any) -> Any:
         """An argument that has `value` for one group and is empty for the others."""
@@ -95,14 +106,16 @@ class _Pages:
         """The argument with the GPU blocks of a group, for error messages."""
         return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
 
-    def _split(self, *of_pools: Any) -> list[tuple[Any, ...]]:
+    def _split(self, **arguments: Any) -> list[tuple[Any, ...]]:
         """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
         if not self._is_list:
-            return [(self._pools[0], self.name(0), *of_pools)]
+            return [(self._pools[0], self.name(0), *arguments.values())]
         count = len(self._pools)
-        if not all(isinstance(several, Sequence) and len(several) == count for several in of_pools):
-            raise ValueError(f"keys and gpu_block_ids must have a list for each of {count} groups")
-        return list(zip(self._pools, map(self.name, range(count)), *of_pools, strict=True))
+        for name, of_pools in arguments.items():
+            if not isinstance(of_pools, Sequence) or len(of_pools) != count:
+                raise ValueError(f"{name} must be a list with an entry for each of {count} groups")
+        names = map(self.name, range(count))
+        return list(zip(self._pools, names, *arguments.values(), strict=True))
 
     def _join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
         """Joins the parts of all pools into the form in which the caller passes ids."""
@@ -196,11 +209,11 @@ class OffloadEngine(NotCopyable):
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
-        self._pages = _Pages(handler.pools, handler._native.groups.is_list)
-        self._pages.check_groups(groups)
-        self._ready = self._pages.ready
+        self._pools = _Pools(handler.pools, handler._native.groups.is_list)
+        self._pools.check_groups(groups)
+        self._ready = self._pools.ready
         self.manager = BlockManager(
-            self._pages.counts[0] if groups is None else groups,
+            self._pools.counts[0] if groups is None else groups,
             num_ready_pages=self._ready,
             policy=policy,
             store_threshold=store_threshold,
@@ -255,8 +268,8 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
-        digests, blocks = self._pages.read(keys, gpu_block_ids)
-        load = self.manager.prepare_load(self._pages.keys(digests), prefix)
+        digests, blocks = self._pools.read(keys, gpu_block_ids)
+        load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
             return None
         return self._submit(
@@ -306,7 +319,7 @@ class OffloadEngine(NotCopyable):
             return None
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.prepare_store(self._pages.keys(digests))
+        store = self.manager.prepare_store(self._pools.keys(digests))
         if store is None or store.id == 0:
             return None
         return self._submit(
@@ -335,8 +348,13 @@ class OffloadEngine(NotCopyable):
 
         Returns:
             list[Job]: the stores.
+
+        Raises:
+            IndexError: the cache has no such block.
+            TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
-        leaving = self._pages.read_blocks(gpu_block_ids)
+        leaving = self._pools.read_blocks(gpu_block_ids)
+        self._check_gpu_blocks(leaving)
         with self._lock:
             jobs, self._started = self._started, []
         try:
@@ -344,10 +362,10 @@ class OffloadEngine(NotCopyable):
                 with self._lock:
                     chains = lazy.chains_of(leaving[group])
                 for chain in chains:
-                    keys, ids = (self._pages.only(group, its) for its in chain)
-                    digests, blocks = self._pages.read(keys, ids)
+                    keys, ids = (self._pools.only(group, its) for its in chain)
+                    digests, blocks = self._pools.read(keys, ids)
                     self._grow()
-                    store = self.manager.prepare_store(self._pages.keys(digests))
+                    store = self.manager.prepare_store(self._pools.keys(digests))
                     if store is not None and store.id:
                         jobs.append(
                             self._submit(
@@ -392,7 +410,7 @@ class OffloadEngine(NotCopyable):
         """
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.preempt(self._pages.keys(digests))
+        store = self.manager.preempt(self._pools.keys(digests))
         if store is None:
             return None
         job = None
@@ -442,8 +460,8 @@ class OffloadEngine(NotCopyable):
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are pinned by now."""
-        if self._ready != self._pages.counts:
-            self._ready = self._pages.ready
+        if self._ready != self._pools.counts:
+            self._ready = self._pools.ready
             self.manager.grow(self._ready)
 
     def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
@@ -455,10 +473,14 @@ class OffloadEngine(NotCopyable):
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
-        digests, several = self._pages.read(keys, gpu_block_ids)
-        for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
-            _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
+        digests, several = self._pools.read(keys, gpu_block_ids)
+        self._check_gpu_blocks(several)
         return digests, several
+
+    def _check_gpu_blocks(self, several: Sequence[array[int]]) -> None:
+        """Raises IndexError if a GPU block of a group does not exist."""
+        for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
+            _check_blocks(self._pools.name(group), layout.num_blocks, blocks)
 
     def _submit(self, job: Load | Store, blocks: Sequence[array[int]], **options: Any) -> Job:
         """Submits a job that the manager has prepared, and records it for poll().
@@ -472,8 +494,8 @@ class OffloadEngine(NotCopyable):
         """
         submit = self.handler.load if isinstance(job, Load) else self.handler.store
         try:
-            selected = self._pages.select(blocks, job.key_indices)
-            pages = self._pages.in_pools(job.pages)
+            selected = self._pools.select(blocks, job.key_indices)
+            pages = self._pools.in_pools(job.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
                 submitted = submit(gpu_block_ids=selected, page_ids=pages, **options)
                 self._jobs[submitted.id] = job

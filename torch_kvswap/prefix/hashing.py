@@ -117,7 +117,8 @@ class PrefixHasher:
     Args:
         model (str): the model; add its revision if it can change.
         dtype (str): dtype of the cached values, e.g. "bfloat16".
-        block_tokens (int): tokens per block.
+        block_tokens (int): tokens per key; for an OffloadEngine, those of the blocks_per_page GPU
+            blocks of a page.
         adapter (Hashable): the LoRA adapter; None for none.
         salt (str | bytes | None): separates tenants: prompts with different salts never share a
             block.

@@ -49,7 +49,8 @@ def event_bits(events: bool | Collection[EventKind]) -> int:
 class Lookup(NamedTuple):
     """The cached prefix of a prompt.
 
-    Lengths are in blocks; with several groups of layers, in units of `unit_tokens` tokens.
+    Lengths are in blocks, one per key; with several groups of layers, in units of `unit_tokens`
+    tokens.
 
     Attributes:
         found (int): length of the prefix that is stored or being stored.

@@ -60,5 +60,5 @@ class Owner(NotCopyable):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_owns_memory_is_not_copied(duplicate):
-    with pytest.raises(TypeError, match=r"^a Owner cannot be copied or pickled: it owns memory"):
+    with pytest.raises(TypeError, match=r"^Owner cannot be copied or pickled: it owns memory"):
         duplicate(Owner())

@@ -30,7 +30,7 @@ def make_hybrid() -> OffloadHandler:
 
 
 def bytes_of(handler: OffloadHandler, block: int) -> Tensor:
-    """The block: its planes one after another."""
+    """The block: its slabs one after another."""
     (cache,) = handler.layouts[0].tensors
     return cache[:, block].reshape(-1).view(torch.uint8)
 

@@ -51,7 +51,7 @@ def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
     )
 
 
-def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
+def test_doctor_says_how_much_host_memory_is_available(tmp_path, monkeypatch):
     text = "MemAvailable: 8388608 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
     write(tmp_path, "proc/meminfo", text)
     write(tmp_path, "proc/self/cgroup", "0::/\n")
@@ -60,7 +60,7 @@ def test_doctor_says_how_much_host_memory_can_be_had(tmp_path, monkeypatch):
     write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
     monkeypatch.setattr(system, "ROOT", tmp_path)
     assert doctor.report()["host memory"] == (
-        "4.0 GiB can be had; huge pages are made when asked, 3 reserved ones of 2 MiB are free"
+        "4.0 GiB available; transparent huge pages available; 3 reserved huge pages of 2 MiB free"
     )
 
 

@@ -61,7 +61,7 @@ def test_the_memory_is_not_rounded_up_to_a_power_of_two() -> None:
     assert mapped_bytes(pool.pages.data_ptr()) == whole_pages(pool.nbytes)
 
 
-def test_planes_of_a_block_lie_one_after_another() -> None:
+def test_slabs_of_a_block_lie_one_after_another() -> None:
     tensors = [torch.zeros(4, width, dtype=torch.uint8) for width in (3, 8, 5)]
     pool = HostPool(PagedLayout(tensors), num_pages=2, blocks_per_page=2)
     start = pool.pages.data_ptr()

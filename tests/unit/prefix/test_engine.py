@@ -151,7 +151,7 @@ def test_the_handler_of_an_engine_reports_no_results() -> None:
         assert_expected_inline(
             error_text(handler.poll),
             """\
-RuntimeError: an OffloadEngine uses this handler; call its poll()""",
+RuntimeError: an OffloadEngine uses this handler; call the engine's poll()""",
         )
         assert [result.ok for result in engine.poll()] == [True]
         assert engine.lookup(["a"]).ready == 1
@@ -412,6 +412,9 @@ def test_errors_say_what_was_wrong():
             error_text(engine.store, ["a"], [1, 2, 3]),
             error_text(several.store, [["a"]], [[1], [2]]),
             error_text(several.store, [["a"]], None),
+            error_text(several.evict, [1, 2]),
+            error_text(engine.evict, [1, BLOCKS]),
+            error_text(engine.evict, [-1]),
             error_text(OffloadEngine, None),
             error_text(OffloadEngine, engine.handler, store_policy="never"),
             error_text(OffloadEngine, engine.handler, num_ready_pages=3),
@@ -432,12 +435,17 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         "\n".join(errors),
         """\
-ValueError: pass groups if the handler has a list of layouts, and only then
-ValueError: pass groups if the handler has a list of layouts, and only then
-ValueError: the groups have [3] pages, their pools [4]
+ValueError: groups is None, but the handler has a list of 1 layouts; pass a BlockGroup
+for each
+ValueError: groups is for a handler with a list of layouts; leave it out
+ValueError: the groups have [3] pages, their pools [4]; make num_pages the number of the
+pool's local_pages
 ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
-ValueError: keys and gpu_block_ids must have a list for each of 1 groups
-ValueError: keys and gpu_block_ids must have a list for each of 1 groups
+ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
+ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
+ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
+IndexError: gpu_block_ids[0] is -1; there are 16 GPU blocks, 0 to 15
 TypeError: handler is a NoneType; pass an OffloadHandler
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'num_ready_pages'
@@ -451,10 +459,10 @@ TypeError: keys is a NoneType; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list
 TypeError: preempted is a int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
-TypeError: a OffloadEngine cannot be copied or pickled: it owns memory of this process;
+TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one""",
     )

@@ -34,9 +34,11 @@ class LateJob:
 
 
 class LateHandler:
-    """Copies as late as an asynchronous handler may: when the job is reported or waited for, each
-    direction in its order, one beside the other. Who hands on blocks or pages before that, or
-    reads before he has waited, gets junk."""
+    """Copies as late as an asynchronous handler may: when the job is reported or waited for.
+
+    Each direction copies in order, independently of the other. A caller that reuses blocks or pages
+    before that, or reads them without waiting, gets junk.
+    """
 
     def __init__(self, cache, num_pages, blocks_per_page=1, seed=0):
         self.host = SimpleNamespace(

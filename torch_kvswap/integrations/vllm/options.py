@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from torch_kvswap._native.blocks import POLICIES
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 
 # Options that vLLM reads itself.
@@ -13,7 +14,7 @@ _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
 )
-_CHOICES = {"manager": ("torch_kvswap", "vllm")}
+_CHOICES = {"eviction_policy": POLICIES, "manager": ("torch_kvswap", "vllm")}
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 
@@ -79,4 +80,4 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 
 def _wrong(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"kv_connector_extra_config: {name} is {value!r}; it has to be {expected}")
+    return ValueError(f"kv_connector_extra_config: {name} is {value!r}; it must be {expected}")
