@@ -51,7 +51,9 @@ def test_a_path_is_forced_by_its_name_or_by_the_environment(
 def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_expected_inline(
         error_text(copy_method_options, "fast", 0, CPU),
-        """ValueError: copy_method='fast'; expected one of auto, batch, strided, staged, kernel""",
+        """\
+ValueError: copy_method='fast'; expected one of auto, batch, strided, staged, kernel,
+generic""",
     )
     assert_expected_inline(
         error_text(copy_method_options, "auto", -1, CPU),
@@ -62,7 +64,7 @@ def test_what_cannot_be_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         error_text(copy_method_options, None, 0, CPU),
         """\
 ValueError: KVSWAP_COPY_METHOD='host'; expected one of auto, batch, strided, staged,
-kernel""",
+kernel, generic""",
     )
 
 
