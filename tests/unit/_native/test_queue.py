@@ -24,6 +24,11 @@ NAMES = ("blocks", "batch", "record", "wait", "caller wait", "destroy event", "d
 EVERYTHING = 1 << 30
 
 
+def numbers(command: abi.Command, which: int) -> list[int]:
+    count = command.count
+    return list((ctypes.c_int64 * count).from_address(command.numbers[which])) if count else []
+
+
 class Queue:
     """A queued device and a handler of a cache in host memory."""
 
@@ -59,15 +64,13 @@ class Queue:
             done.append(NAMES[command.kind])
             if command.kind == abi.COMMAND_BLOCKS:
                 assert command.group == 77
-                block, slot = (ctypes.c_int64.from_address(n).value for n in command.numbers[:2])
-                ends = self.pool.pages.data_ptr() + 8 * slot, self.cache.data_ptr() + 8 * block
-                target, source = ends if command.to_host else reversed(ends)
-                ctypes.memmove(target, source, 8)
-            elif command.kind == abi.COMMAND_BATCH and command.count:
-                target, source, size = (
-                    ctypes.c_int64.from_address(n).value for n in command.numbers
-                )
-                ctypes.memmove(target, source, size)
+                for block, slot in zip(*(numbers(command, i) for i in range(2)), strict=True):
+                    ends = self.pool.pages.data_ptr() + 8 * slot, self.cache.data_ptr() + 8 * block
+                    target, source = ends if command.to_host else reversed(ends)
+                    ctypes.memmove(target, source, 8)
+            elif command.kind == abi.COMMAND_BATCH:
+                for copy in zip(*(numbers(command, i) for i in range(3)), strict=True):
+                    ctypes.memmove(*copy)
             elif command.kind == abi.COMMAND_RECORD:
                 event = command.event, command.record
                 native.kvswap_queue_happened(self.pointer, *event, float(len(done)), self.error)
