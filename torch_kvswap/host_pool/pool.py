@@ -111,8 +111,8 @@ class HostPool(NotCopyable):
         huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
             uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
             is refused, if PyTorch pins.
-        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if PyTorch
-            pins.
+        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if
+            PyTorch pins.
         chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
 
     Attributes:
