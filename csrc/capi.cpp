@@ -124,26 +124,25 @@ int kvswap_kernel_version() {
 
 namespace {
 
-kvswap::Device& cuda_device(int index) {
-  return kvswap::find_device(kvswap::DeviceKind::kCuda, index);
+// -1 for host memory.
+kvswap::Device& cuda_or_host(int index) {
+  return kvswap::find_device(index < 0 ? kvswap::DeviceKind::kHost : kvswap::DeviceKind::kCuda,
+                             index);
 }
 
 }  // namespace
 
 bool kvswap_host_register(int device, void* address, uint64_t bytes) {
-  return succeeds([&] { cuda_device(device).register_host(address, bytes); });
+  return succeeds([&] { cuda_or_host(device).register_host(address, bytes); });
 }
 
 bool kvswap_host_unregister(int device, void* address) {
-  return succeeds([&] { cuda_device(device).unregister_host(address); });
+  return succeeds([&] { cuda_or_host(device).unregister_host(address); });
 }
 
 int kvswap_host_is_pinned(int device, const void* address) {
   int pinned = -1;
-  succeeds([&] {
-    pinned = device < 0 ? kvswap::find_device(kvswap::DeviceKind::kHost, -1).is_pinned(address)
-                        : cuda_device(device).is_pinned(address);
-  });
+  succeeds([&] { pinned = cuda_or_host(device).is_pinned(address); });
   return pinned;
 }
 

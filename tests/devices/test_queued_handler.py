@@ -7,11 +7,14 @@ import random
 
 import pytest
 import torch
+from error_text import error_text
 from fake_accelerator import Accelerator
 from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_kvswap import AFTER_NOTHING, HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.devices.queue import _warn_of_unified_memory
@@ -278,6 +281,46 @@ def test_jobs_end_whichever_thread_carries_out_their_commands(accelerator: Accel
             rows.store(page, page)
             rows.load(page, page + 3)
         rows.handler.synchronize(timeout=PATIENCE)
+
+
+@on_queued_device
+def test_a_handler_of_another_device_than_the_current_one_uses_its_own(
+    accelerator: Accelerator,
+) -> None:
+    other = "fakeaccel:1"
+    layout = PagedLayout([torch.arange(8, dtype=torch.int32, device=other)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        stream = torch.accelerator.current_stream(other)
+        with accelerator.hold(stream):
+            layout.tensors[0].add_(100)
+            store = handler.store(gpu_block_ids=[3], page_ids=[0])
+            load = handler.load(page_ids=[0], gpu_block_ids=[5])
+            load.wait()
+            assert not store.query()
+        seen = layout.tensors[0].cpu()
+        text = error_text(handler.store, gpu_block_ids=[3], page_ids=[0], after=current())
+    assert torch.accelerator.current_device_index() == 0
+    assert seen.tolist() == [100, 101, 102, 103, 104, 103, 106, 107]
+    assert text.startswith("ValueError: after= is a stream of fakeaccel:0, the cache is on")
+
+
+@pytest.mark.parametrize("mode", [TorchFunctionMode, TorchDispatchMode])
+@on_queued_device
+def test_a_mode_of_torch_does_not_see_the_copies(accelerator: Accelerator, mode: type) -> None:
+    rows, seen = Rows(), []
+
+    class Mode(mode):  # type: ignore[misc]
+        def __torch_function__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            seen.append(str(function))
+            return function(*arguments, **(options or {}))
+
+        __torch_dispatch__ = __torch_function__
+
+    with Mode():
+        load = rows.load(0, 3)
+        load.wait()
+        load.synchronize(PATIENCE)
+    assert not [name for name in seen if "copy" in name or "index" in name]
 
 
 def test_unified_memory_is_warned_of() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_kvswap._native.log import log
 
 ENTRY_POINTS = "torch_kvswap.device_backends"
+_WITHOUT_BACKEND = ("cpu", "cuda")  # the library drives them itself
 
 
 @runtime_checkable
@@ -76,7 +77,7 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
             f"backend, of type {type(backend).__name__}, has no copy_batch(); see DeviceBackend"
         )
     torch.device(device_type)  # raises for a type that torch does not know
-    if device_type in ("cpu", "cuda"):
+    if device_type in _WITHOUT_BACKEND:
         raise ValueError(f"{device_type!r} needs no backend: torch_kvswap drives it itself")
     with _lock:
         if _registered.setdefault(device_type, backend) is not backend:
@@ -85,6 +86,8 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
 
 def find_device_backend(device_type: str) -> DeviceBackend | None:
     """The backend of a device type, registered or from an entry point; None if there is none."""
+    if device_type in _WITHOUT_BACKEND:
+        return None
     with _lock:
         found = _registered.get(device_type)
         if found is not None or device_type in _entry_points_read:

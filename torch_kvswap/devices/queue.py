@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 _native = loader.library()
 _first, _done = _native.kvswap_queue_first, _native.kvswap_queue_done
 _happened = _native.kvswap_queue_happened
-_make_event, _destroy_event = _native.kvswap_queue_make_event, _native.kvswap_queue_destroy_event
+_make_event = _native.kvswap_queue_make_event
 
 # How long the thread that submits a job carries out commands before it leaves the others to the
 # queue's thread, and how many blocks it copies by one command. The queue's thread may get the GIL
@@ -45,6 +45,7 @@ class Point:
     """An event that a job starts after, on a stream of the caller. Native until it is dropped."""
 
     __slots__ = ("_queue", "handle")
+    _destroy = _native.kvswap_queue_destroy_event  # here, because __del__ may run at exit
 
     def __init__(self, queue: DeviceQueue, event: torch.Event) -> None:
         self._queue = queue.pointer
@@ -56,7 +57,7 @@ class Point:
 
     def __del__(self) -> None:
         if getattr(self, "handle", None) is not None:
-            _destroy_event(self._queue, self.handle)
+            self._destroy(self._queue, self.handle)
 
 
 class _Record:
@@ -443,7 +444,7 @@ class DeviceQueue:
 
     def _report(self) -> None:
         """Tells the native side which events have happened."""
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):  # a lost device has none any more
             while stream.records and self.lost is None:
                 record = stream.records[0]
                 try:

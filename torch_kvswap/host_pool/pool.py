@@ -1,4 +1,4 @@
-"""Host pages for KV-cache blocks, pinned for the CUDA driver."""
+"""Host pages for KV-cache blocks, pinned for the device of the cache."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ class HostPool(NotCopyable):
         layout (PagedLayout): the cache whose blocks are stored here.
         num_pages (int): at least 1.
         blocks_per_page (int): at least 1.
-        pinned (bool | None): None pins if the cache is on CUDA, and logs a warning if the driver
-            refuses; True raises then; False uses pageable memory.
+        pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
+            driver refuses; True raises then; False uses pageable memory. For devices other than
+            CUDA, PyTorch allocates and pins the memory, or their backend pins it.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError.
@@ -108,8 +109,10 @@ class HostPool(NotCopyable):
             that pins. Held until all pages are pinned. If it raises, pinning stops and wait_ready()
             raises.
         huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
-            uses reserved huge pages; False uses none. `huge_bytes` is the result.
-        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node.
+            uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
+            is refused, if PyTorch pins.
+        numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if
+            PyTorch pins.
         chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
 
     Attributes:
