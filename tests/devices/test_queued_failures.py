@@ -159,8 +159,12 @@ def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> No
     began = time.monotonic()
     with pytest.raises(DeviceLostError):
         rows.handler.synchronize(timeout=PATIENCE)
-    assert {job.result.state for job in jobs if job.result} == {"failed"}
-    assert all(isinstance(job.result.error, DeviceLostError) for job in jobs if job.result)
+    results = [job.result for job in jobs if job.result]
+    assert len(results) == len(jobs)
+    failed = [result for result in results if result.state == "failed"]
+    # The others may end before the copy that fails, which is the last one's.
+    assert results[-1:] == failed[-1:] if how == "a copy fails when it runs" else results == failed
+    assert all(isinstance(result.error, DeviceLostError) for result in failed)
     with pytest.raises(DeviceLostError):
         rows.store(0, 0)
     with pytest.raises(DeviceLostError):
@@ -168,6 +172,8 @@ def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> No
     rows.handler.close()
     assert time.monotonic() - began < PATIENCE
     assert len(rows.handler.poll()) == len(jobs)
+    if how == "cannot be asked":
+        accelerator.lose()  # the copies must not run when the test has freed the cache
 
 
 @on_queued_device
@@ -397,8 +403,8 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
         try:
             thread.start()
             for turn in range(10000):
-                rows.set_page(5, turn)
                 try:
+                    rows.set_page(5, turn)
                     rows.store(3, 0, after=AFTER_NOTHING)
                 except KeyboardInterrupt:
                     interrupted += 1

@@ -84,6 +84,9 @@ class _Record:
         return bool(self.number == command.event and self.record == command.record)
 
 
+_leaked: list[object] = []  # of lost devices
+
+
 class _Stream:
     """A stream of the library."""
 
@@ -491,10 +494,14 @@ class DeviceQueue:
             self._lose(error)
 
     def _lose(self, error: str) -> None:
-        """Ends all jobs of the device, now and from now on."""
+        """Ends all jobs of the device, now and from now on.
+
+        The memory of the copies is never freed: what was enqueued may still use it.
+        """
         self.lost = error
         _native.kvswap_queue_lose(self.pointer, error.encode())
         self.records.clear()
+        _leaked.append((*self._streams.values(), *self._buffers))
         self._streams.clear()
         self._buffers.clear()
         for waiting in list(self._waiting.values()):
