@@ -174,6 +174,7 @@ def test_a_job_starts_after_the_stream_or_event_that_is_named(
             store.synchronize(PATIENCE)
     store.synchronize(PATIENCE)
     assert rows.page(0) == ({3} if kind == "earlier event" else {100})
+    stream.synchronize()  # before the cache is freed
 
 
 @on_queued_device
