@@ -353,7 +353,7 @@ bool kvswap_handler_metrics(void* handler, int channel, kvswap_metrics* metrics)
 
 namespace {
 
-static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::Event));
+static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::BlockEvent));
 static_assert(KVSWAP_DIGEST_BYTES == kvswap::prefix::kDigestBytes);
 static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
 
@@ -470,10 +470,10 @@ bool kvswap_blocks_reset(void* blocks) {
   return succeeds([&] { manager_at(blocks).reset(); });
 }
 
-int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
+int64_t kvswap_blocks_take_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
   int64_t taken = -1;
   succeeds([&] {
-    auto* into = reinterpret_cast<kvswap::prefix::Event*>(events);
+    auto* into = reinterpret_cast<kvswap::prefix::BlockEvent*>(events);
     taken = static_cast<int64_t>(manager_at(blocks).take_events(into, size_t(capacity)));
   });
   return taken;

@@ -245,7 +245,7 @@ struct kvswap_blocks_group {
 
 struct kvswap_blocks_options {
   int32_t policy;           // 0 LRU, 1 ARC
-  int32_t events;           // kinds that kvswap_blocks_events gives: bit 1 << kind
+  int32_t events;           // kinds that kvswap_blocks_take_events gives: bit 1 << kind
   int64_t store_threshold;  // lookups of a block before it is stored
   int64_t lookup_capacity;  // blocks with a counter of lookups
 };
@@ -312,8 +312,8 @@ struct kvswap_blocks_event {
 };
 
 // Writes the oldest events. Returns how many; -1 on failure.
-KVSWAP_API int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events,
-                                        int64_t capacity);
+KVSWAP_API int64_t kvswap_blocks_take_events(void* blocks, kvswap_blocks_event* events,
+                                             int64_t capacity);
 
 // Counts of one group's blocks since the start, then of its pages now; `pages` can be used.
 struct kvswap_blocks_stats {
@@ -327,5 +327,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 5
+#define KVSWAP_ABI_VERSION 6
 KVSWAP_API int kvswap_abi_version();

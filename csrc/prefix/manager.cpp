@@ -220,7 +220,7 @@ void Manager::reset() {
   }
   leases_.swap(leases);
   ends_.swap(ends);
-  events_.record(EventKind::kCleared, -1, {});
+  events_.record(BlockEventKind::kCleared, -1, {});
 }
 
 void Manager::release_all(const std::vector<Pin>& pins) {
@@ -377,7 +377,7 @@ bool Manager::has_room(const Keys& keys, bool keep) {
   return fits;
 }
 
-size_t Manager::take_events(Event* events, size_t capacity) {
+size_t Manager::take_events(BlockEvent* events, size_t capacity) {
   const std::lock_guard lock(mutex_);
   return events_.take(events, capacity);
 }

@@ -93,7 +93,7 @@ class Manager {
   // Forgets all keys. Pages of running jobs stay held; other calls wait only while those are
   // marked.
   void reset();
-  size_t take_events(Event* events, size_t capacity);
+  size_t take_events(BlockEvent* events, size_t capacity);
 
   // Calls read(counters, pages) of a group.
   void stats(size_t group, double now,
@@ -140,7 +140,7 @@ class Manager {
   void expire(double now, bool wait);
 
   std::mutex mutex_;
-  Events events_;
+  BlockEventQueue events_;
   const PolicyKind policy_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;

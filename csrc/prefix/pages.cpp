@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
+Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, BlockEventQueue& events)
     : group_(group),
       num_pages_(num_pages),
       events_(events),
@@ -76,7 +76,7 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
       pages[i] = take_free();
     } else {
       pages[i] = policy_->evict(admissions_[i]);
-      events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
+      events_.record(BlockEventKind::kEvicted, group_, table_.nodes[pages[i]].key);
       ++num_evicted_;
     }
     policy_->add_page(admissions_[i]);
@@ -95,13 +95,13 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
 bool Pages::fill(uint32_t page) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
-  events_.record(EventKind::kStored, group_, table_.nodes[page].key);
+  events_.record(BlockEventKind::kStored, group_, table_.nodes[page].key);
   return true;
 }
 
 void Pages::forget(uint32_t page) {
   if (state(page) == PageState::kFilled) {
-    events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
+    events_.record(BlockEventKind::kEvicted, group_, table_.nodes[page].key);
   }
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   if (is_idle(page)) policy_->remove_idle(page);

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "prefix/events.h"
+#include "prefix/block_events.h"
 #include "prefix/eviction.h"
 
 namespace kvswap::prefix {
@@ -17,7 +17,7 @@ enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotte
 class Pages {
  public:
   // No page can be used before grow().
-  Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events);
+  Pages(int32_t group, size_t num_pages, PolicyKind kind, BlockEventQueue& events);
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
@@ -69,7 +69,7 @@ class Pages {
   const int32_t group_;
   const size_t num_pages_;
   size_t num_ready_pages_ = 0;
-  Events& events_;
+  BlockEventQueue& events_;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
   // num_ready_pages_, except num_kept_ pages that a job from before a reset still holds. So growing

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -255,7 +255,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
     "kvswap_blocks_release": (_Long, _Pointer, _Long, _Bool),
     "kvswap_blocks_reset": (_Bool, _Pointer),
-    "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
+    "kvswap_blocks_take_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
 # Functions that take microseconds and wait for no lock that is held longer. Releasing the GIL would

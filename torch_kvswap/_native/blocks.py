@@ -141,7 +141,7 @@ class NativeBlocks(NotCopyable):
         events = np.empty(_EVENTS_AT_ONCE, abi.BLOCKS_EVENT)
         while True:
             count = loader.call(
-                "kvswap_blocks_events", self.pointer, events.ctypes.data, len(events)
+                "kvswap_blocks_take_events", self.pointer, events.ctypes.data, len(events)
             )
             yield from events[:count].tolist()
             if count < len(events):
