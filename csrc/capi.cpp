@@ -20,8 +20,8 @@ namespace {
 using kvswap::Handler;
 using kvswap::Job;
 using kvswap::JobRef;
+using kvswap::prefix::BlockManager;
 using kvswap::prefix::Keys;
-using kvswap::prefix::Manager;
 
 // Errors. No exception may leave a C function: the calling thread's last one is kept for Python.
 
@@ -355,9 +355,9 @@ namespace {
 
 static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::BlockEvent));
 static_assert(KVSWAP_DIGEST_BYTES == kvswap::prefix::kDigestBytes);
-static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
+static_assert(KVSWAP_BLOCKS_FEW_KEYS == BlockManager::kFewKeys);
 
-Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
+BlockManager& manager_at(void* blocks) { return *static_cast<BlockManager*>(blocks); }
 
 Keys read_keys(const void* keys, const int64_t* counts) {
   return {static_cast<const uint8_t*>(keys), counts};
@@ -393,10 +393,10 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
                            const kvswap_blocks_options* options) {
   void* made = nullptr;
   succeeds([&] {
-    made = new Manager(read_groups(groups, count),
-                       {static_cast<kvswap::prefix::PolicyKind>(options->policy),
-                        static_cast<uint32_t>(options->store_threshold),
-                        static_cast<size_t>(options->lookup_capacity), options->events});
+    made = new BlockManager(read_groups(groups, count),
+                            {static_cast<kvswap::prefix::EvictionPolicyKind>(options->policy),
+                             static_cast<uint32_t>(options->store_threshold),
+                             static_cast<size_t>(options->lookup_capacity), options->events});
   });
   return made;
 }

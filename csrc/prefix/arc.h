@@ -10,7 +10,7 @@ namespace kvswap::prefix {
 // room. sizes_ counts held pages too. If all pages of the side that should give one are held, the
 // other side gives it. In the table, the nodes of the pages come first, then the nodes of the
 // ghosts.
-class Arc final : public Policy {
+class Arc final : public EvictionPolicy {
  public:
   Arc(Table& table, size_t most_pages);
 

@@ -19,31 +19,31 @@ constexpr size_t kAtOnce = 64;
 
 }  // namespace
 
-Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options)
+BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
   for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
   if (store_threshold_ > 1) lookups_.emplace(options.lookup_capacity);
 }
 
-std::unique_ptr<Pages> Manager::make_pages(size_t group) {
+std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
   const size_t num_pages = groups_[group].options.num_pages;
   return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, events_);
 }
 
-std::unique_lock<std::mutex> Manager::enter(size_t visits, bool wait) {
+std::unique_lock<std::mutex> BlockManager::enter(size_t visits, bool wait) {
   if (wait) return std::unique_lock(mutex_);
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (visits > kFewKeys || !lock) throw Busy{};
   return lock;
 }
 
-void Manager::grow(const int64_t* ready_pages) {
+void BlockManager::grow(const int64_t* ready_pages) {
   const std::lock_guard lock(mutex_);
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, true);
   Job job{false, {}};
@@ -65,9 +65,9 @@ int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   return id;
 }
 
-std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
-                                             int64_t* key_indices, int64_t* pages, int64_t* counts,
-                                             bool wait) {
+std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, bool keep,
+                                                  int64_t* key_indices, int64_t* pages,
+                                                  int64_t* counts, bool wait) {
   const auto lock = enter(total(keys), wait);
   expire(now, wait);
   check_distinct(keys);
@@ -108,8 +108,8 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
   return Stored{0, stored.lease};
 }
 
-void Manager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
-                         std::vector<Pin>& pins) {
+void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
+                              std::vector<Pin>& pins) {
   Group& group = groups_[g];
   for (int64_t i = 0; i < count; ++i) {
     if (found[i] != kNone) group.pages->hold(found[i]);
@@ -124,7 +124,7 @@ void Manager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, in
   }
 }
 
-void Manager::end(int64_t id, bool succeeded, bool wait) {
+void BlockManager::end(int64_t id, bool succeeded, bool wait) {
   const auto lock = enter(0, wait);
   const auto found = jobs_.find(id);
   if (found == jobs_.end()) {
@@ -147,7 +147,7 @@ void Manager::end(int64_t id, bool succeeded, bool wait) {
   jobs_.erase(found);
 }
 
-void Manager::touch(const Keys& keys, bool wait) {
+void BlockManager::touch(const Keys& keys, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, true);
   // The first block is the last one used: without it no other block is of use.
@@ -160,7 +160,7 @@ void Manager::touch(const Keys& keys, bool wait) {
   }
 }
 
-void Manager::order(const Keys& keys, bool renew, bool wait) {
+void BlockManager::order(const Keys& keys, bool renew, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, true);
   size_t at = 0;
@@ -176,7 +176,7 @@ void Manager::order(const Keys& keys, bool renew, bool wait) {
   }
 }
 
-int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) {
+int64_t BlockManager::lease(const Keys& keys, double now, double seconds, bool wait) {
   const auto lock = enter(total(keys), wait);
   expire(now, wait);
   find(keys, true);
@@ -194,7 +194,7 @@ int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) 
   return id;
 }
 
-bool Manager::release(int64_t id, bool wait) {
+bool BlockManager::release(int64_t id, bool wait) {
   const auto lock = enter(0, wait);
   const auto found = leases_.find(id);
   if (found == leases_.end()) return false;
@@ -204,7 +204,7 @@ bool Manager::release(int64_t id, bool wait) {
   return true;
 }
 
-void Manager::reset() {
+void BlockManager::reset() {
   // New pages are made, and the old ones freed, while other calls go on.
   std::vector<std::unique_ptr<Pages>> pages;
   for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
@@ -223,12 +223,12 @@ void Manager::reset() {
   events_.record(BlockEventKind::kCleared, -1, {});
 }
 
-void Manager::release_all(const std::vector<Pin>& pins) {
+void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
 }
 
-void Manager::expire(double now, bool wait) {
+void BlockManager::expire(double now, bool wait) {
   for (size_t visits = 0; !ends_.empty() && ends_.top().first <= now; ends_.pop()) {
     const auto found = leases_.find(ends_.top().second);
     visits += 1 + (found == leases_.end() ? 0 : found->second.size());
@@ -239,13 +239,13 @@ void Manager::expire(double now, bool wait) {
   }
 }
 
-size_t Manager::total(const Keys& keys) const {
+size_t BlockManager::total(const Keys& keys) const {
   size_t sum = 0;
   for (size_t g = 0; g < groups_.size(); ++g) sum += static_cast<size_t>(keys.counts[g]);
   return sum;
 }
 
-void Manager::find(const Keys& keys, bool all) {
+void BlockManager::find(const Keys& keys, bool all) {
   found_.resize(total(keys));
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -267,13 +267,13 @@ void Manager::find(const Keys& keys, bool all) {
   }
 }
 
-std::pair<size_t, size_t> Manager::needed(const Group& group, int64_t units) const {
+std::pair<size_t, size_t> BlockManager::needed(const Group& group, int64_t units) const {
   const size_t end = static_cast<size_t>(units) * group.options.ratio;
   const size_t window = group.options.window;
   return {window == 0 || window > end ? 0 : end - window, end};
 }
 
-int64_t Manager::longest(const Keys& keys, bool ready) const {
+int64_t BlockManager::longest(const Keys& keys, bool ready) const {
   int64_t units = INT64_MAX;
   for (size_t g = 0; g < groups_.size(); ++g) {
     units = std::min(units, keys.counts[g] / static_cast<int64_t>(groups_[g].options.ratio));
@@ -307,7 +307,7 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
   return units;
 }
 
-Found Manager::lookup(const Keys& keys, bool again, bool wait) {
+Found BlockManager::lookup(const Keys& keys, bool again, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, false);
   Found found{longest(keys, false), longest(keys, true), 0};
@@ -330,7 +330,7 @@ Found Manager::lookup(const Keys& keys, bool again, bool wait) {
   return found;
 }
 
-void Manager::check_distinct(const Keys& keys) {
+void BlockManager::check_distinct(const Keys& keys) {
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     const auto count = static_cast<size_t>(keys.counts[g]);
@@ -350,7 +350,7 @@ void Manager::check_distinct(const Keys& keys) {
   }
 }
 
-bool Manager::has_room(const Keys& keys, bool keep) {
+bool BlockManager::has_room(const Keys& keys, bool keep) {
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -377,13 +377,13 @@ bool Manager::has_room(const Keys& keys, bool keep) {
   return fits;
 }
 
-size_t Manager::take_events(BlockEvent* events, size_t capacity) {
+size_t BlockManager::take_events(BlockEvent* events, size_t capacity) {
   const std::lock_guard lock(mutex_);
   return events_.take(events, capacity);
 }
 
-void Manager::stats(size_t group, double now,
-                    const std::function<void(const Counters&, const Pages&)>& read) {
+void BlockManager::stats(size_t group, double now,
+                         const std::function<void(const Counters&, const Pages&)>& read) {
   const std::lock_guard lock(mutex_);
   expire(now, true);
   read(groups_.at(group).counters, *groups_.at(group).pages);

@@ -21,7 +21,7 @@ struct GroupOptions {
 };
 
 struct Options {
-  PolicyKind policy;
+  EvictionPolicyKind policy;
   uint32_t store_threshold;
   size_t lookup_capacity;  // keys with a counter of lookups
   int32_t events;          // bit 1 << kind for each kind to record
@@ -60,12 +60,12 @@ struct Busy {};
 // and visits at most kFewKeys keys or held pages. Otherwise it throws Busy, and its caller releases
 // the GIL and calls again. Releasing the GIL costs more than a small call: a thread that computes
 // in Python gives it back only after milliseconds.
-class Manager {
+class BlockManager {
  public:
   // With a million pages, a call for this many keys takes less than a millisecond.
   static constexpr size_t kFewKeys = 1024;
 
-  Manager(const std::vector<GroupOptions>& groups, const Options& options);
+  BlockManager(const std::vector<GroupOptions>& groups, const Options& options);
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
   // new manager has none.
@@ -141,7 +141,7 @@ class Manager {
 
   std::mutex mutex_;
   BlockEventQueue events_;
-  const PolicyKind policy_;
+  const EvictionPolicyKind policy_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;

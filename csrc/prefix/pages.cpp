@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, BlockEventQueue& events)
+Pages::Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events)
     : group_(group),
       num_pages_(num_pages),
       events_(events),

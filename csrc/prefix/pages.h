@@ -17,7 +17,7 @@ enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotte
 class Pages {
  public:
   // No page can be used before grow().
-  Pages(int32_t group, size_t num_pages, PolicyKind kind, BlockEventQueue& events);
+  Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events);
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
@@ -76,7 +76,7 @@ class Pages {
   // by a million pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
-  std::unique_ptr<Policy> policy_;
+  std::unique_ptr<EvictionPolicy> policy_;
   std::vector<Admission> admissions_;  // used by place(); has room for every page
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0;

@@ -27,7 +27,7 @@ _release, _order = _holding.kvswap_blocks_release, _holding.kvswap_blocks_order
 _EVENTS_AT_ONCE = 1024
 
 
-class NativeBlocks(NotCopyable):
+class NativeBlockManager(NotCopyable):
     """Owns the native block manager.
 
     In all methods, `digests` has the digests of all groups in a row, and `counts` the number of

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, read_int, read_seconds
-from torch_kvswap._native.blocks import POLICIES, NativeBlocks
+from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
 from torch_kvswap.prefix.groups import (
     BlockGroup,
     needed_blocks,
@@ -222,7 +222,7 @@ class BlockManager(NotCopyable):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        self._native = NativeBlocks(native_groups, policy, threshold, event_bits(events))
+        self._native = NativeBlockManager(native_groups, policy, threshold, event_bits(events))
         self._native.grow(ready)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
