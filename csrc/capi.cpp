@@ -425,18 +425,19 @@ int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t
 
 int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts,
                                     double now, bool keep, int64_t* key_indices, int64_t* pages,
-                                    int64_t* new_counts, int64_t* job, int64_t* lease, bool wait) {
+                                    int64_t* new_counts, int64_t* reservation, int64_t* lease,
+                                    bool wait) {
   return answer([&] {
     const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep,
                                                          key_indices, pages, new_counts, wait);
-    if (stored) std::tie(*job, *lease) = std::pair(stored->job, stored->lease);
+    if (stored) std::tie(*reservation, *lease) = std::pair(stored->reservation, stored->lease);
     return stored.has_value();
   });
 }
 
-int64_t kvswap_blocks_end(void* blocks, int64_t job, bool succeeded, bool wait) {
+int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait) {
   return answer([&] {
-    manager_at(blocks).end(job, succeeded, wait);
+    manager_at(blocks).end(reservation, succeeded, wait);
     return 1;
   });
 }

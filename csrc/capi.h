@@ -271,21 +271,22 @@ struct kvswap_blocks_found {
 KVSWAP_API int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts,
                                         bool again, kvswap_blocks_found* found, bool wait);
 
-// Returns the job, with a page for each key; 0 if some key is not ready.
+// Reserves the pages of the keys for a load. Returns the reservation, with a page for each key; 0
+// if some key is not ready.
 KVSWAP_API int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t* counts,
                                               int64_t* pages, bool wait);
 
 // Writes the indices and pages of the keys that are to be stored, new_counts of them in each group,
-// and the job; 0 if there are none. keep: all keys are stored, and leased without an end. Returns
-// 1; 0 if there is no room, and nothing has changed.
+// and the reservation; 0 if there are none. keep: all keys are stored, and leased without an end.
+// Returns 1; 0 if there is no room, and nothing has changed.
 KVSWAP_API int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys,
                                                const int64_t* counts, double now, bool keep,
                                                int64_t* key_indices, int64_t* pages,
-                                               int64_t* new_counts, int64_t* job, int64_t* lease,
-                                               bool wait);
+                                               int64_t* new_counts, int64_t* reservation,
+                                               int64_t* lease, bool wait);
 
-// Ends a job. Returns 1.
-KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t job, bool succeeded, bool wait);
+// Ends a reservation, after the copy. Returns 1.
+KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait);
 
 // Marks the blocks as used. Returns 1.
 KVSWAP_API int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts,
@@ -318,7 +319,7 @@ KVSWAP_API int64_t kvswap_blocks_take_events(void* blocks, kvswap_blocks_event* 
 // Counts of one group's blocks since the start, then of its pages now; `pages` can be used.
 struct kvswap_blocks_stats {
   uint64_t asked, hits, pending, stored, loaded, evicted, skipped;
-  uint64_t refused, failed;  // stores without room; blocks of failed jobs
+  uint64_t refused, failed;  // stores without room; blocks of failed copies
   uint64_t pages, free_pages, idle_pages, filling_pages;
 };
 

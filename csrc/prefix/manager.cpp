@@ -9,7 +9,7 @@
 namespace kvswap::prefix {
 namespace {
 
-// Numbers of jobs and leases, unique among all managers: none takes another's for its own.
+// Numbers of reservations and leases, unique among all managers: none takes another's for its own.
 int64_t next_id() {
   static std::atomic<int64_t> last{0};
   return ++last;
@@ -46,18 +46,18 @@ void BlockManager::grow(const int64_t* ready_pages) {
 int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   const auto lock = enter(total(keys), wait);
   find(keys, true);
-  Job job{false, {}};
-  job.pins.reserve(found_.size());
+  Reservation reservation{false, {}};
+  reservation.pins.reserve(found_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (!groups_[g].pages->is_filled(found_[at])) return 0;
       pages[at] = found_[at];
-      job.pins.push_back({g, found_[at], false});
+      reservation.pins.push_back({g, found_[at], false});
     }
   }
   const int64_t id = next_id();
-  const Job& kept = jobs_.emplace(id, std::move(job)).first->second;
+  const Reservation& kept = reservations_.emplace(id, std::move(reservation)).first->second;
   for (const Pin& pin : kept.pins) {
     groups_[pin.group].pages->hold(pin.page);
     groups_[pin.group].pages->use(pin.page);
@@ -79,11 +79,11 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   pins.reserve(found_.size());
   if (keep) kept.reserve(found_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
-  const auto job = jobs_.emplace(stored.job, Job{true, {}}).first;
+  const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
   try {
     if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
   } catch (...) {
-    jobs_.erase(job);
+    reservations_.erase(reservation);
     throw;
   }
   size_t at = 0, written = 0;
@@ -101,10 +101,10 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
     kept = pins;
     leases_.find(stored.lease)->second = std::move(kept);
   }
-  job->second.pins = std::move(pins);
+  reservation->second.pins = std::move(pins);
   if (written > 0) return stored;
-  release_all(job->second.pins);
-  jobs_.erase(job);
+  release_all(reservation->second.pins);
+  reservations_.erase(reservation);
   return Stored{0, stored.lease};
 }
 
@@ -126,25 +126,25 @@ void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* foun
 
 void BlockManager::end(int64_t id, bool succeeded, bool wait) {
   const auto lock = enter(0, wait);
-  const auto found = jobs_.find(id);
-  if (found == jobs_.end()) {
-    fail<ValueError>("job ", id, " has ended before, or is another manager's");
+  const auto found = reservations_.find(id);
+  if (found == reservations_.end()) {
+    fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
   }
-  const Job& job = found->second;
-  if (!wait && job.pins.size() > kFewKeys) throw Busy{};
-  for (const Pin& pin : job.pins) {
+  const Reservation& reservation = found->second;
+  if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
+  for (const Pin& pin : reservation.pins) {
     Group& group = groups_[pin.group];
     if (succeeded && pin.fills) {
       group.counters.stored += group.pages->fill(pin.page);
     } else if (succeeded) {
-      group.counters.loaded += !job.is_store;
-    } else if (pin.fills || !job.is_store) {
+      group.counters.loaded += !reservation.is_store;
+    } else if (pin.fills || !reservation.is_store) {
       group.pages->forget(pin.page);
       ++group.counters.failed;
     }
   }
-  release_all(job.pins);
-  jobs_.erase(found);
+  release_all(reservation.pins);
+  reservations_.erase(found);
 }
 
 void BlockManager::touch(const Keys& keys, bool wait) {
@@ -215,8 +215,8 @@ void BlockManager::reset() {
     pages[g]->follow(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
   }
-  for (const auto& [id, job] : jobs_) {
-    for (const Pin& pin : job.pins) groups_[pin.group].pages->keep_held(pin.page);
+  for (const auto& [id, reservation] : reservations_) {
+    for (const Pin& pin : reservation.pins) groups_[pin.group].pages->keep_held(pin.page);
   }
   leases_.swap(leases);
   ends_.swap(ends);
@@ -359,8 +359,8 @@ bool BlockManager::has_room(const Keys& keys, bool keep) {
     size_t idle = group.pages->num_idle(), skipped = 0;
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
       if (found_[at] != kNone) {
-        idle -=
-            group.pages->is_idle(found_[at]);  // a page that the job holds cannot be evicted for it
+        // A page that the reservation holds cannot be evicted for it.
+        idle -= group.pages->is_idle(found_[at]);
       } else if (!keep && lookups_ &&
                  lookups_->count(digest_at(keys.digests, at)) < store_threshold_) {
         ++skipped;

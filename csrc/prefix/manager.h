@@ -41,12 +41,12 @@ struct Found {
 };
 
 struct Stored {
-  int64_t job = 0;    // 0: there is nothing to store
-  int64_t lease = 0;  // of all the keys, if they are to be kept; otherwise 0
+  int64_t reservation = 0;  // 0: there is nothing to store
+  int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
 };
 
 // Blocks of a group since the start, except refused: stores for which there was no room. skipped:
-// below the store threshold. failed: of jobs that failed.
+// below the store threshold. failed: of loads and stores that failed.
 struct Counters {
   uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
 };
@@ -72,15 +72,16 @@ class BlockManager {
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
   Found lookup(const Keys& keys, bool again, bool wait);
-  // Holds the pages of all keys for a job. Returns the job; 0 if some key is not ready.
+  // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
   // and how many there are in each group. If there is no room, gives none and returns nullopt.
   // keep: ignores the store threshold, and leases all keys until release().
   std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
                                       int64_t* pages, int64_t* counts, bool wait);
-  // Ends a job. Without success, the keys that it was to store, or load, are forgotten.
-  void end(int64_t job, bool succeeded, bool wait);
+  // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
+  // loaded, are forgotten.
+  void end(int64_t reservation, bool succeeded, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
@@ -90,7 +91,7 @@ class BlockManager {
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);
   // Ends a lease. False if it had ended already.
   bool release(int64_t lease, bool wait);
-  // Forgets all keys. Pages of running jobs stay held; other calls wait only while those are
+  // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
   size_t take_events(BlockEvent* events, size_t capacity);
@@ -100,13 +101,14 @@ class BlockManager {
              const std::function<void(const Counters&, const Pages&)>& read);
 
  private:
-  // A page that a job or a lease holds.
+  // A page that a reservation or a lease holds.
   struct Pin {
     uint32_t group;
     uint32_t page;
-    bool fills;  // the job stores the page's bytes
+    bool fills;  // the store that it is reserved for writes the page
   };
-  struct Job {
+  // The pages of a load or a store, until its copy has ended.
+  struct Reservation {
     bool is_store;
     std::vector<Pin> pins;  // in the order of the keys
   };
@@ -145,7 +147,7 @@ class BlockManager {
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
-  std::unordered_map<int64_t, Job> jobs_;
+  std::unordered_map<int64_t, Reservation> reservations_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
   using End = std::pair<double, int64_t>;  // when a lease ends, and the lease
   std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;

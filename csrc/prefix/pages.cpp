@@ -24,7 +24,7 @@ void Pages::follow(const Pages& before) {
 
 void Pages::keep_held(uint32_t page) {
   Node& node = table_.nodes[page];
-  if (++node.count > 1) return;  // another job holds it, too
+  if (++node.count > 1) return;  // another reservation holds it, too
   set_state(page, PageState::kForgotten);
   ++num_kept_;
 }

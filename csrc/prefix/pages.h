@@ -8,7 +8,7 @@
 
 namespace kvswap::prefix {
 
-// kFree: the page has no key. kFilling: a job stores its key's bytes. kFilled: it has them.
+// kFree: the page has no key. kFilling: its key's bytes are being stored. kFilled: it has them.
 // kForgotten: its key is gone, but the page is still held.
 enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
@@ -24,7 +24,7 @@ class Pages {
   // For a reset, on a new object: takes over from `before` the number of usable pages and the count
   // of evictions.
   void follow(const Pages& before);
-  // For a reset, on a new object: a job from before the reset holds this page.
+  // For a reset, on a new object: a reservation from before the reset holds this page.
   void keep_held(uint32_t page);
 
   // The page of each key, or kNone.
@@ -72,8 +72,8 @@ class Pages {
   BlockEventQueue& events_;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
-  // num_ready_pages_, except num_kept_ pages that a job from before a reset still holds. So growing
-  // by a million pages touches none of them.
+  // num_ready_pages_, except num_kept_ pages that a reservation from before a reset still holds. So
+  // growing by a million pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;

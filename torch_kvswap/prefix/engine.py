@@ -171,7 +171,7 @@ class OffloadEngine(NotCopyable):
     Attributes:
         handler (OffloadHandler): the handler.
         manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order(), lease()
-            and reset() may be used; leave its jobs to the engine.
+            and reset() may be used; leave reservations to the engine.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -210,8 +210,8 @@ class OffloadEngine(NotCopyable):
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
-        # By job id: the tag of a job is the caller's.
-        self._jobs: dict[int, Load | Store] = {}
+        # By the job's id: its tag is the caller's.
+        self._reservations: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
@@ -431,13 +431,13 @@ class OffloadEngine(NotCopyable):
         results = self.handler._take_results()
         for result in results:
             with self._lock:
-                job = self._jobs.pop(result.job_id, None)
-            if job is None:
+                reservation = self._reservations.pop(result.job_id, None)
+            if reservation is None:
                 continue  # submitted to the handler directly
-            if result.ok or (result.state == "cancelled" and isinstance(job, Load)):
-                self.manager.complete(job)
+            if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
+                self.manager.complete(reservation)
             else:
-                self.manager.fail(job)
+                self.manager.fail(reservation)
         return results
 
     def _grow(self) -> None:
@@ -460,25 +460,28 @@ class OffloadEngine(NotCopyable):
             _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
         return digests, several
 
-    def _submit(self, job: Load | Store, blocks: Sequence[array[int]], **options: Any) -> Job:
-        """Submits a job that the manager has prepared, and records it for poll().
+    def _submit(
+        self, reservation: Load | Store, blocks: Sequence[array[int]], **options: Any
+    ) -> Job:
+        """Submits the job that the pages are reserved for, and records it for poll().
 
-        Ends the job in the manager if it cannot be submitted.
+        Ends the reservation if the job cannot be submitted.
 
         Args:
-            job (Load | Store): the prepared job.
+            reservation (Load | Store): from the manager.
             blocks: the GPU blocks of all keys, per pool.
             **options: of the handler's load() or store().
         """
-        submit = self.handler.load if isinstance(job, Load) else self.handler.store
+        is_load = isinstance(reservation, Load)
+        submit = self.handler.load if is_load else self.handler.store
         try:
-            selected = self._pages.select(blocks, job.key_indices)
-            pages = self._pages.in_pools(job.pages)
+            selected = self._pages.select(blocks, reservation.key_indices)
+            pages = self._pages.in_pools(reservation.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
-                submitted = submit(gpu_block_ids=selected, page_ids=pages, **options)
-                self._jobs[submitted.id] = job
+                job = submit(gpu_block_ids=selected, page_ids=pages, **options)
+                self._reservations[job.id] = reservation
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.
-            (self.manager.complete if isinstance(job, Load) else self.manager.fail)(job)
+            (self.manager.complete if is_load else self.manager.fail)(reservation)
             raise
-        return submitted
+        return job
