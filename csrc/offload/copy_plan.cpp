@@ -245,7 +245,7 @@ CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
   double seconds = 0;
-  for (const Part& part : work.parts) {
+  for (const JobPart& part : work.parts) {
     const Group& group = groups_[part.group];
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
@@ -273,7 +273,7 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
   for (const Job& job : jobs) {
     const int64_t *blocks = job.work->blocks(), *slots = job.work->slots();
-    for (const Part& part : job.work->parts) {
+    for (const JobPart& part : job.work->parts) {
       if (place[part.group] == groups_.size()) {
         place[part.group] = parts.size();
         parts.push_back({part.group, CopyMethod::kHost, {}, {}});

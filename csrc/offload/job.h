@@ -58,7 +58,7 @@ class JobRef {
 };
 
 // What a job copies in one group: `count` blocks. In Work::ids they follow those of earlier parts.
-struct Part {
+struct JobPart {
   int group;
   size_t count;
 };
@@ -71,7 +71,7 @@ struct Work {
   bool submission_started = false;  // it has left the queue, and may be on the device
   bool cancelled = false;           // cancel() was called after that
   bool copy_engines_only = false;   // no kernels copy
-  std::vector<Part> parts;
+  std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
   Gate* gate = nullptr;          // the gate that was closed for this job; null: none

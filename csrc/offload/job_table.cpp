@@ -43,7 +43,7 @@ JobTable::JobTable(const std::vector<Group>& groups) {
 template <typename Visit>
 void JobTable::for_each(const Work& work, const Visit& visit) const {
   size_t i = 0;
-  for (const Part& part : work.parts) {
+  for (const JobPart& part : work.parts) {
     const int blocks = block_space_[part.group], slots = slot_space_[part.group];
     for (const size_t end = i + part.count; i < end; ++i) visit(blocks, slots, i);
   }
