@@ -76,11 +76,11 @@ Reason Scheduler::prepare(const Lock&, Job& job) {
 }
 
 void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
-  job.work->after = queue_of(job).channel.point_of_stream(stream);
+  job.work->after = queue_of(job).channel.record_point_on(stream);
 }
 
 void Scheduler::start_after_event(const Lock&, Job& job, Event event) {
-  job.work->after = queue_of(job).channel.point_of_event(event);
+  job.work->after = queue_of(job).channel.record_point_after(event);
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
@@ -282,8 +282,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
 void Scheduler::flush(Lock& lock, const Job& job) noexcept {
   flush_until_ = std::max(flush_until_, job.id);
   progress_.notify_all();
-  const auto is_over = [&] { return job.ended() || job.state == State::kRunning; };
-  while (!is_over()) {
+  while (job.state == State::kQueued) {
     if (!submit_queued(lock, job, kNoLimit)) progress_.wait(lock);
   }
 }
@@ -380,7 +379,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   if (!all_before_are_submitted(queue, work)) return false;
   // What it starts after may itself come after one of the other jobs.
   if (work.after == nullptr) return true;
-  if (!queue.channel.is_over(*work.after)) return false;
+  if (!queue.channel.has_happened(*work.after)) return false;
   queue.channel.release_point(std::exchange(work.after, nullptr));
   return true;
 }
@@ -509,10 +508,10 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
 // Gates.
 
 Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
-  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
-  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
-  std::for_each(over, gates_.end(), Gate::release);
-  gates_.erase(over, gates_.end());
+  const auto is_unused = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
+  const auto unused = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_unused));
+  std::for_each(unused, gates_.end(), Gate::release);
+  gates_.erase(unused, gates_.end());
   make_room(gates_, gates_.size());
   gates_.push_back(new Gate(device_, layer_groups, gate_words_));
   return gates_.back();
