@@ -67,9 +67,9 @@ struct JobPart {
 struct Work {
   uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
   float predicted_submit_seconds = 0;
-  bool queued = false;              // it is or was in the channel's queue
+  bool was_queued = false;          // true from when it enters the queue of its channel
   bool submission_started = false;  // it has left the queue, and may be on the device
-  bool cancelled = false;           // cancel() was called after that
+  bool was_cancelled = false;       // cancel() was called
   bool copy_engines_only = false;   // no kernels copy
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them

@@ -60,7 +60,7 @@ void Scheduler::check_open(const Lock&) const {
 kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
   const Queue& queue = queues_[channel];
   kvswap_metrics metrics = table_.metrics(channel);
-  metrics.queued = queue.num_waiting;
+  metrics.queued = queue.num_queued;
   metrics.running = queue.channel.num_running_jobs();
   metrics.streams = queue.channel.streams();
   metrics.events = queue.channel.events();
@@ -138,10 +138,10 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
     return submit_jobs(lock, queue, std::move(jobs));
   }
   if (!ensure_worker(queue, *job)) return;
-  job->work->queued = true;
-  ++queue.num_waiting;
+  job->work->was_queued = true;
+  ++queue.num_queued;
   queue.jobs.push_back(job);
-  queue.work.notify_one();
+  queue.wake_worker.notify_one();
 }
 
 // Ends the job, and returns false, where no thread can be started.
@@ -205,7 +205,7 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcep
   transfer.jobs = std::move(jobs);
   const double began = now();
   for (Job& job : transfer.jobs) {
-    job.queue_seconds = job.work->queued ? began - job.work->submitted_at : 0;
+    job.queue_seconds = job.work->was_queued ? began - job.work->submitted_at : 0;
   }
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
@@ -324,7 +324,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    queue.work.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
+    queue.wake_worker.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
     if (queue.jobs.empty()) return;
     advance(lock);
     // The first must be one that will be submitted: whether it may start is asked next.
@@ -354,7 +354,7 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
     if (!jobs.empty() && !can_join(queue, jobs, bytes, entries, next)) break;
     bytes += next.nbytes;
     entries += next.work->entries;
-    --queue.num_waiting;
+    --queue.num_queued;
     next.work->submission_started = true;
     jobs.push_back(queue.jobs.pop_front());
   }
@@ -443,9 +443,9 @@ void Scheduler::retire_first(Queue& queue) {
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
     const Reason reason = error.empty() ? table_.source_failure(job) : error;
-    const State state = job.work->cancelled ? State::kCancelled
-                        : reason.empty()    ? State::kDone
-                                            : State::kFailed;
+    const State state = job.work->was_cancelled ? State::kCancelled
+                        : reason.empty()        ? State::kDone
+                                                : State::kFailed;
     table_.finish(job, state, reason);
   }
   queue.channel.retire_first();
@@ -461,9 +461,9 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
     work.gate->open();  // if it is not, advance() tries again
   }
   Queue& queue = queue_of(job);
-  queue.num_waiting -= work.queued && !work.submission_started;
+  queue.num_queued -= work.was_queued && !work.submission_started;
   queue.channel.release_point(work.after);
-  const bool cancelled = state == State::kCancelled || work.cancelled;
+  const bool cancelled = state == State::kCancelled || work.was_cancelled;
   table_.finish(job, cancelled ? State::kCancelled : state, error);
   progress_.notify_all();
 }
@@ -471,7 +471,7 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
 bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
   if (job.ended()) return false;
-  job.work->cancelled = true;
+  job.work->was_cancelled = true;
   if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
   return true;
 }
@@ -490,7 +490,8 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
   for (Queue& queue : queues_) {
     while (!queue.channel.is_idle()) {
       for (Job& job : queue.channel.oldest().jobs) {
-        table_.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, device_loss_);
+        table_.finish(job, job.work->was_cancelled ? State::kCancelled : State::kFailed,
+                      device_loss_);
       }
       queue.channel.retire_first();
     }
@@ -561,7 +562,7 @@ void Scheduler::close(const Lock&) noexcept {
 
 void Scheduler::stop(Lock& lock) {
   stopping_ = true;
-  for (Queue& queue : queues_) queue.work.notify_all();
+  for (Queue& queue : queues_) queue.wake_worker.notify_all();
   lock.unlock();
   for (Queue& queue : queues_) {
     if (queue.worker.joinable()) queue.worker.join();
