@@ -41,7 +41,7 @@ class Handler {
     const Lock lock = scheduler_.lock();
     for (Job& job : scheduler_.jobs(lock).unreported()) {
       if (most == 0) break;
-      if (job.succeeded()) continue;
+      if (job.has_succeeded()) continue;
       read(JobRef(&job));
       --most;
     }

@@ -105,8 +105,8 @@ struct Job {
   Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs
 
-  bool ended() const { return state >= State::kDone; }
-  bool succeeded() const { return state == State::kDone; }
+  bool has_ended() const { return state >= State::kDone; }
+  bool has_succeeded() const { return state == State::kDone; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };

@@ -15,7 +15,7 @@ Reason poisoned_by(const Job& source) noexcept {
                 Reason::Kind::kSourceFailed);
 }
 
-bool ended_without_success(const Job& job) { return job.ended() && !job.succeeded(); }
+bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
 
 }  // namespace
 
@@ -114,8 +114,8 @@ Reason JobTable::find_sources(Job& job) const {
     last = number;
     const Job* source = find(number);
     if (source == nullptr) continue;
-    if (!source->ended()) sources.push_back(number);
-    if (is_store && ended_without_success(*source)) failure = poisoned_by(*source);
+    if (!source->has_ended()) sources.push_back(number);
+    if (is_store && has_ended_without_success(*source)) failure = poisoned_by(*source);
   }
   // Each once; a load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
@@ -139,14 +139,14 @@ void JobTable::add(const JobRef& job) noexcept {
 
 Reason JobTable::source_failure(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (ended_without_success(*source)) return poisoned_by(*source);
+    if (has_ended_without_success(*source)) return poisoned_by(*source);
   }
   return {};
 }
 
 bool JobTable::sources_have_ended(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (!source->ended()) return false;
+    if (!source->has_ended()) return false;
   }
   return true;
 }
@@ -154,9 +154,9 @@ bool JobTable::sources_have_ended(const Job& job) const noexcept {
 void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   job.state = state;
   if (state == State::kFailed) job.error = error;
-  unreported_failures_ += !job.succeeded();
+  unreported_failures_ += !job.has_succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
-  if (job.succeeded()) {
+  if (job.has_succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;
     ++metrics.jobs_by_copy_method[static_cast<int>(job.copy_method)];
@@ -170,7 +170,7 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   unreported_.push_back(JobRef(&job));
   while (first_unended_ < next_id_) {
     const Job* first = find(first_unended_);
-    if (first != nullptr && !first->ended()) break;
+    if (first != nullptr && !first->has_ended()) break;
     ++first_unended_;
   }
 }
@@ -179,14 +179,14 @@ int64_t JobTable::num_unended_until(int64_t id) const {
   int64_t count = 0;
   for (int64_t i = first_unended_; i <= id; ++i) {
     const Job* job = find(i);
-    count += job != nullptr && !job->ended();
+    count += job != nullptr && !job->has_ended();
   }
   return count;
 }
 
 JobRef JobTable::report_first() noexcept {
   JobRef job = unreported_.pop_front();
-  unreported_failures_ -= !job->succeeded();
+  unreported_failures_ -= !job->has_succeeded();
   jobs_[job->id - first_id_] = JobRef();
   while (first_id_ < next_id_ && !jobs_.front()) {
     jobs_.pop_front();

@@ -59,8 +59,8 @@ class JobTable {
   // The number of the job that was added last; -1 before the first.
   int64_t last_id() const { return next_id_ - 1; }
   // Whether all jobs up to this number have ended.
-  bool all_ended_until(int64_t id) const { return first_unended_ > id; }
-  bool all_ended() const { return all_ended_until(last_id()); }
+  bool all_have_ended_until(int64_t id) const { return first_unended_ > id; }
+  bool all_have_ended() const { return all_have_ended_until(last_id()); }
   // How many jobs up to this number have not ended.
   int64_t num_unended_until(int64_t id) const;
   // The first job, queued or running, that has not ended. Call it only if there is one.

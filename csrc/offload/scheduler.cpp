@@ -307,7 +307,7 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
 
 // Removes cancelled jobs from the front of the queue. False if no job is left.
 bool Scheduler::drop_ended(Queue& queue) noexcept {
-  while (!queue.jobs.empty() && queue.jobs.front().ended()) queue.jobs.pop_front();
+  while (!queue.jobs.empty() && queue.jobs.front().has_ended()) queue.jobs.pop_front();
   return !queue.jobs.empty();
 }
 
@@ -347,7 +347,7 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
     Job& next = queue.jobs.front();
-    if (next.ended()) {  // it was cancelled
+    if (next.has_ended()) {  // it was cancelled
       queue.jobs.pop_front();
       continue;
     }
@@ -470,7 +470,7 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
 
 bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
-  if (job.ended()) return false;
+  if (job.has_ended()) return false;
   job.work->was_cancelled = true;
   if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
   return true;
@@ -497,7 +497,7 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
     }
     while (!queue.jobs.empty()) {
       const JobRef job = queue.jobs.pop_front();
-      if (!job->ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
+      if (!job->has_ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
     }
   }
   for (Gate* gate : gates_) {

@@ -115,7 +115,9 @@ class Scheduler {
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
   // Whether all jobs have ended, and the opening of all gates is enqueued.
-  bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_gates_to_open(); }
+  bool has_nothing_left(const Lock&) const {
+    return table_.all_have_ended() && !has_gates_to_open();
+  }
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
