@@ -80,7 +80,7 @@ Transfers Channel::make_transfer(int layer_groups) {
   return made;
 }
 
-void Channel::run(Transfers transfer) noexcept {
+void Channel::add_running(Transfers transfer) noexcept {
   entries_ += transfer.front()->entries;
   running_.splice(running_.end(), transfer);
 }

@@ -63,7 +63,7 @@ class Channel {
   Transfers make_transfer(int layer_groups);
 
   // The transfer is in flight now.
-  void run(Transfers transfer) noexcept;
+  void add_running(Transfers transfer) noexcept;
   // The oldest transfer has ended.
   void retire_first() noexcept;
   // Gives back the events of a transfer that has ended or failed, once no other thread holds it.

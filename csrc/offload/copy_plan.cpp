@@ -149,7 +149,7 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   return best;
 }
 
-bool MethodChooser::wants(CopyMethod method) const {
+bool MethodChooser::may_choose(CopyMethod method) const {
   if (forces(method)) return true;
   for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
     for (const int channel : {kStores, kLoads, kExpedited}) {
@@ -202,8 +202,8 @@ void CopyPlanner::check_forced_method() const {
 void CopyPlanner::set_up(Channel& stores, Channel& loads) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
-  const bool stages = chooser_.wants(CopyMethod::kStaged);
-  if (!stages && !chooser_.wants(CopyMethod::kKernel)) return;
+  const bool stages = chooser_.may_choose(CopyMethod::kStaged);
+  if (!stages && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;
@@ -262,7 +262,8 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
-    predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
+    predicted +=
+        seconds_without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
   if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
@@ -306,7 +307,7 @@ size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
-double CopyPlanner::without_kernels(const MethodChooser::GroupCopy& copy) const {
+double CopyPlanner::seconds_without_kernels(const MethodChooser::GroupCopy& copy) const {
   return std::min(chooser_.seconds(CopyMethod::kStrided, copy),
                   chooser_.seconds(CopyMethod::kBatch, copy));
 }

@@ -6,7 +6,7 @@ namespace kvswap {
 namespace {
 
 // Why a job fails that reads what `source` was to write.
-Reason poisoned_by(const Job& source) noexcept {
+Reason because_of(const Job& source) noexcept {
   const auto text = [&] {
     if (source.state == State::kCancelled) return source.name() + " was cancelled";
     return source.name() + " failed: " + source.error.c_str();
@@ -107,7 +107,7 @@ Reason JobTable::find_sources(Job& job) const {
   for (size_t i = 0; i < work.count() && failure.empty(); ++i) {
     if (!is_store && num_invalid_ > 0) {
       const JobRef& failed = invalid_[slot_number(work, i)];
-      if (failed) failure = poisoned_by(*failed);
+      if (failed) failure = because_of(*failed);
     }
     const int64_t number = is_store ? latest_load(work, i) : latest_store(work, i);
     if (number == last || number < 0) continue;
@@ -115,7 +115,7 @@ Reason JobTable::find_sources(Job& job) const {
     const Job* source = find(number);
     if (source == nullptr) continue;
     if (!source->has_ended()) sources.push_back(number);
-    if (is_store && has_ended_without_success(*source)) failure = poisoned_by(*source);
+    if (is_store && has_ended_without_success(*source)) failure = because_of(*source);
   }
   // Each once; a load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
@@ -139,7 +139,7 @@ void JobTable::add(const JobRef& job) noexcept {
 
 Reason JobTable::source_failure(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (has_ended_without_success(*source)) return poisoned_by(*source);
+    if (has_ended_without_success(*source)) return because_of(*source);
   }
   return {};
 }

@@ -275,7 +275,7 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
     job.state = State::kRunning;
     job.work->transfer = transfer;
   }
-  queue.channel.run(std::move(made));
+  queue.channel.add_running(std::move(made));
   progress_.notify_all();
 }
 
