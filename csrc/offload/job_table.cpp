@@ -218,8 +218,8 @@ void JobTable::make_valid(const Job& store) noexcept {
   }
 }
 
-JobTable::BlockTable JobTable::make_block_table(const std::vector<Group>& groups) const {
-  BlockTable blocks;
+JobTable::BlockRecords JobTable::make_block_records(const std::vector<Group>& groups) const {
+  BlockRecords blocks;
   for (int channel = 0; channel < kChannels; ++channel) {
     blocks.latest[channel] = latest_[channel].of_blocks;
   }
@@ -236,7 +236,7 @@ JobTable::BlockTable JobTable::make_block_table(const std::vector<Group>& groups
   return blocks;
 }
 
-void JobTable::rebind(BlockTable blocks) noexcept {
+void JobTable::rebind(BlockRecords blocks) noexcept {
   block_space_.swap(blocks.spaces);
   for (int channel = 0; channel < kChannels; ++channel) {
     latest_[channel].of_blocks.swap(blocks.latest[channel]);

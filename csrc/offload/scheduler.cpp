@@ -548,8 +548,8 @@ bool Scheduler::has_gates_to_open() const {
 
 void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
   MethodChooser chooser = planner_.prepare(groups);
-  JobTable::BlockTable blocks = table_.make_block_table(groups);
-  // From here on nothing fails. The old tables go with `groups`.
+  JobTable::BlockRecords blocks = table_.make_block_records(groups);
+  // From here on nothing fails. The old kernel tables go with `groups`.
   groups_.swap(groups);
   planner_.rebind(std::move(chooser));
   table_.rebind(std::move(blocks));
