@@ -408,11 +408,11 @@ bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages) {
 }
 
 int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
-                             kvswap_blocks_found* found, bool wait) {
+                             kvswap_blocks_lookup_result* result, bool wait) {
   return answer([&] {
-    const auto [cached, ready, pending] =
+    const auto [found, ready, pending] =
         manager_at(blocks).lookup(read_keys(keys, counts), again, wait);
-    *found = {cached, ready, pending};
+    *result = {found, ready, pending};
     return 1;
   });
 }

@@ -260,7 +260,7 @@ KVSWAP_API void kvswap_blocks_destroy(void* blocks);
 KVSWAP_API bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages);
 
 // Units of prefix.
-struct kvswap_blocks_found {
+struct kvswap_blocks_lookup_result {
   int64_t found;    // cached
   int64_t ready;    // with all needed blocks ready
   int64_t pending;  // blocks, not units: needed by `found`, and not ready
@@ -269,7 +269,7 @@ struct kvswap_blocks_found {
 // again: a repeated lookup, which is not counted. Returns 1, -1 on failure, or KVSWAP_BLOCKS_BUSY,
 // as the functions below do.
 KVSWAP_API int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts,
-                                        bool again, kvswap_blocks_found* found, bool wait);
+                                        bool again, kvswap_blocks_lookup_result* result, bool wait);
 
 // Reserves the pages of the keys for a load. Returns the reservation, with a page for each key; 0
 // if some key is not ready.

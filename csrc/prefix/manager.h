@@ -36,7 +36,7 @@ struct Keys {
 // found: length of the longest cached prefix, in units. ready: length of the longest prefix that
 // can be loaded now, in units. pending: blocks, not units, that `found` needs and that are not
 // ready.
-struct Found {
+struct Lookup {
   int64_t found, ready, pending;
 };
 
@@ -71,7 +71,7 @@ class BlockManager {
   // new manager has none.
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
-  Found lookup(const Keys& keys, bool again, bool wait);
+  Lookup lookup(const Keys& keys, bool again, bool wait);
   // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
@@ -120,15 +120,15 @@ class BlockManager {
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Takes the lock, for a call that visits this many keys or pages.
-  std::unique_lock<std::mutex> enter(size_t visits, bool wait);
-  size_t total(const Keys& keys) const;
-  // Sets `found_`, the page of each key or kNone. all: of every key; otherwise, in groups without a
-  // window, keys after the first miss may be left at kNone.
-  void find(const Keys& keys, bool all);
+  std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
+  size_t num_keys(const Keys& keys) const;
+  // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
+  // without a window, keys after the first miss may be left at kNone.
+  void find_pages(const Keys& keys, bool all);
   // The longest prefix, in units, whose needed blocks are all cached. ready: all ready.
-  int64_t longest(const Keys& keys, bool ready) const;
+  int64_t longest_prefix(const Keys& keys, bool ready) const;
   // The range [first, end) of a group's blocks that a prefix of this length needs.
-  std::pair<size_t, size_t> needed(const Group& group, int64_t units) const;
+  std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
   // Sets `wanted` of each group. Returns whether there are pages for all of them.
@@ -149,12 +149,12 @@ class BlockManager {
   std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Reservation> reservations_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
-  using End = std::pair<double, int64_t>;  // when a lease ends, and the lease
-  std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
+  using LeaseEnd = std::pair<double, int64_t>;  // when a lease ends, and the lease
+  std::priority_queue<LeaseEnd, std::vector<LeaseEnd>, std::greater<LeaseEnd>> lease_ends_;
   // Of the call that is running; kept for their memory.
-  std::vector<uint32_t> found_;  // the page of each key, or kNone
-  // placed_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
-  std::vector<uint32_t> placed_, seen_;
+  std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
+  // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
+  std::vector<uint32_t> assigned_, seen_;
 };
 
 }  // namespace kvswap::prefix

@@ -17,7 +17,7 @@ void Pages::grow(size_t ready_pages) {
   policy_->grow(num_ready_pages_);
 }
 
-void Pages::follow(const Pages& before) {
+void Pages::take_over(const Pages& before) {
   grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
 }
@@ -67,8 +67,8 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
-                  uint32_t* pages) {
+void Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
+                   uint32_t* pages) {
   const size_t count = key_indices.size();
   for (size_t i = 0; i < count; ++i) {
     admissions_[i] = policy_->admit(digest_at(digests, key_indices[i]));
@@ -92,7 +92,7 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
   }
 }
 
-bool Pages::fill(uint32_t page) {
+bool Pages::mark_filled(uint32_t page) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
   events_.record(BlockEventKind::kStored, group_, table_.nodes[page].key);

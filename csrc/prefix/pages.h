@@ -23,7 +23,7 @@ class Pages {
   void grow(size_t ready_pages);
   // For a reset, on a new object: takes over from `before` the number of usable pages and the count
   // of evictions.
-  void follow(const Pages& before);
+  void take_over(const Pages& before);
   // For a reset, on a new object: a reservation from before the reset holds this page.
   void keep_held(uint32_t page);
 
@@ -55,9 +55,9 @@ class Pages {
   // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
   // have no page, and there must be enough free and idle pages. The pages ascend, so that
   // neighbours are copied together. Allocates nothing, so it cannot fail halfway.
-  void place(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
+  void assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
   // Called when the page has its key's bytes. False if the key was forgotten meanwhile.
-  bool fill(uint32_t page);
+  bool mark_filled(uint32_t page);
   // Forgets the page's key.
   void forget(uint32_t page);
 
@@ -77,7 +77,7 @@ class Pages {
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;
-  std::vector<Admission> admissions_;  // used by place(); has room for every page
+  std::vector<Admission> admissions_;  // used by assign(); has room for every page
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0;
 };

@@ -175,8 +175,8 @@ class BlocksOptions(ctypes.Structure):
     )
 
 
-class BlocksFound(ctypes.Structure):
-    """kvswap_blocks_found"""
+class BlocksLookupResult(ctypes.Structure):
+    """kvswap_blocks_lookup_result"""
 
     _fields_ = (
         ("found", ctypes.c_int64),

@@ -63,7 +63,7 @@ class NativeBlockManager(NotCopyable):
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
         """Returns found, ready and pending, as in Lookup."""
-        found = array("q", (0, 0, 0))  # laid out like abi.BlocksFound, but faster
+        found = array("q", (0, 0, 0))  # laid out like abi.BlocksLookupResult, but faster
         place, into = counts.buffer_info()[0], found.buffer_info()[0]
         answer = _lookup(self.pointer, digests, place, again, into, False)
         if answer < 0:
