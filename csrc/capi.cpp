@@ -101,9 +101,9 @@ int kvswap_batch_limit() {
   int limit = -1;
   succeeds([&] {
     const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
-    const size_t most = driver == nullptr ? ~size_t{0} : driver->max_batch;
+    const size_t max_batch = driver == nullptr ? ~size_t{0} : driver->max_batch;
     const size_t wanted = kvswap::batch_is_on() ? kvswap::batch_limit() : 0;
-    limit = static_cast<int>(std::min(wanted, most));
+    limit = static_cast<int>(std::min(wanted, max_batch));
   });
   return limit;
 }

@@ -85,10 +85,10 @@ void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream
   BatchArguments arguments;
   const size_t limit = std::min(options.environment.batch_limit, cuda::driver().max_batch);
   const bool small_first = !options.one_call && are_large(fragments);
-  size_t most = small_first ? std::min(kFirstCall, limit) : limit;
+  size_t max_count = small_first ? std::min(kFirstCall, limit) : limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {
-    count = std::min(most, fragments.size() - first);
-    most = std::min(limit, kCallGrowth * most);
+    count = std::min(max_count, fragments.size() - first);
+    max_count = std::min(limit, kCallGrowth * max_count);
     arguments.fill(&fragments[first], count, options.host_source_any_order);
     size_t failed = 0;
     const cuda::Result result = cuda::driver().copy_batch_async(

@@ -12,7 +12,7 @@ namespace kvswap::prefix {
 // ghosts.
 class Arc final : public EvictionPolicy {
  public:
-  Arc(Table& table, size_t most_pages);
+  Arc(Table& table, size_t num_pages);
 
   Admission admit(const Digest& key) override;
   uint32_t evict(const Admission& admission) override;
