@@ -188,16 +188,16 @@ KVSWAP_API void kvswap_job_release(void* job);
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
 // Asks the device: 1 if the job has ended, 0 if not; -1 on failure.
 KVSWAP_API int kvswap_job_query(void* handler, void* job);
-// Makes a stream wait for a group of layers of the job; -1: all. stream_device: the GPU of the
-// stream; -1: the current stream of the handler's GPU.
+// Makes a stream wait for a layer group of the job; -1: all. stream_device: the GPU of the stream;
+// -1: the current stream of the handler's GPU.
 KVSWAP_API bool kvswap_job_wait(void* handler, void* job, int layer_group, void* stream,
                                 int stream_device);
 // 1: the job will be reported as cancelled. 0: it has ended. -1 on failure.
 KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 
-// A gate for this many groups of layers, and a wait for one of them. Valid until
-// kvswap_gate_release, also without its handler. What waits for the gate, such as a captured graph,
-// works even after that.
+// A gate for this many layer groups, and a wait for one of them. Valid until kvswap_gate_release,
+// also without its handler. What waits for the gate, such as a captured graph, works even after
+// that.
 KVSWAP_API void* kvswap_gate_create(void* handler, int layer_groups);
 KVSWAP_API void kvswap_gate_release(void* gate);
 KVSWAP_API bool kvswap_gate_wait(void* gate, int layer_group, void* stream, int stream_device);

@@ -93,7 +93,7 @@ class Channel {
 
  private:
   void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
-  // Sets part_copies_ to the parts of the transfer, for one group of layers.
+  // Sets part_copies_ to the parts of the transfer, for one layer group.
   void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);
   void check_addresses() const;

@@ -59,7 +59,7 @@ class Handler {
   // `unended`, 2 if a job failed or was cancelled (for_all: and was not reported), otherwise 1.
   int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
                   kvswap_unended& unended);
-  // Makes a stream wait for a group of layers of the job; -1: for all of it.
+  // Makes a stream wait for a layer group of the job; -1: for all of it.
   void wait(Job* job, int layer_group, const StreamRef& stream);
   // Whether the job has ended. Asks the device.
   bool has_ended(const Job* job);

@@ -14,8 +14,9 @@
 
 namespace kvswap::prefix {
 
-// A group of layers. The length of a prefix is counted in units; one unit is `ratio` blocks of this
-// group. A hit needs the last `window` blocks before its end; 0: all blocks.
+// A group of layers that share their blocks. The length of a prefix is counted in units; one unit
+// is `ratio` blocks of this group. A hit needs the last `window` blocks before its end; 0: all
+// blocks.
 struct GroupOptions {
   size_t num_pages, ratio, window;
 };

@@ -12,8 +12,7 @@ namespace kvswap::prefix {
 // kForgotten: its key is gone, but the page is still held.
 enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
-// The pages of one group of layers, and the key on each. Not thread safe: the manager's lock guards
-// it.
+// The pages of one group, and the key on each. Not thread safe: the manager's lock guards it.
 class Pages {
  public:
   // No page can be used before grow().
