@@ -244,8 +244,8 @@ class OffloadEngine(NotCopyable):
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
             gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out.
-            prefix (int | None): only the blocks needed after a prefix of this length, such as
-                `Lookup.ready`.
+            prefix (int | None): only the blocks needed after a prefix of this length, in units,
+                such as `Lookup.ready`. None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
 
         Returns:
@@ -302,7 +302,7 @@ class OffloadEngine(NotCopyable):
                 raise TypeError(
                     'with store_policy="lazy", pass after and copy_engines_only to evict()'
                 )
-            self._note_computed(keys, gpu_block_ids)
+            self._record_computed(keys, gpu_block_ids)
             return None
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
@@ -446,12 +446,12 @@ class OffloadEngine(NotCopyable):
             self._ready = self._pages.ready
             self.manager.grow(self._ready)
 
-    def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
+    def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
         computed = self._read(keys, gpu_block_ids)
         with self._lock:
             for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
-                lazy.computed(digests, blocks)
+                lazy.record(digests, blocks)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """Checks all digests and GPU blocks of a store; the native side sees only new ones."""

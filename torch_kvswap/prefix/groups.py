@@ -18,7 +18,7 @@ class BlockGroup:
 
     Attributes:
         num_pages (int): host pages of the group.
-        block_tokens (int): tokens per block.
+        block_tokens (int): tokens per block, that is, per key.
         window_tokens (int | None): for sliding-window layers, the number of tokens that a token
             attends to, itself included. None is full attention.
         is_state (bool): the layers keep a state (Mamba): a block is the state after its last token,

@@ -49,13 +49,13 @@ def event_bits(events: bool | Collection[EventKind]) -> int:
 class Lookup(NamedTuple):
     """The cached prefix of a prompt.
 
-    Lengths are in blocks; with several groups of layers, in units of `unit_tokens` tokens.
+    Lengths are in units of BlockManager.unit_tokens tokens. With one group a unit is one key.
 
     Attributes:
-        found (int): length of the prefix that is stored or being stored.
-        ready (int): length of the prefix that can be loaded now.
-        pending (int): blocks of `found` that are still being stored. If it is not 0, a later lookup
-            may find more ready.
+        found (int): length of the prefix that is stored or being stored, in units.
+        ready (int): length of the prefix that can be loaded now, in units.
+        pending (int): blocks, of all groups, that `found` needs and that are still being stored. If
+            it is not 0, a later lookup may find more ready.
     """
 
     found: int
@@ -257,8 +257,8 @@ class BlockManager(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks.
-            prefix (int | None): only the blocks needed after a prefix of this length, such as
-                `Lookup.ready`. None is all keys.
+            prefix (int | None): only the blocks needed after a prefix of this length, in units,
+                such as `Lookup.ready`. None is all keys.
 
         Returns:
             Load | None: None, with nothing held, if a block is not ready.
