@@ -11,7 +11,7 @@
 namespace kvswap {
 namespace {
 
-// Calls of a copy of large fragments: the first, and how they grow.
+// For large fragments: how many are in the first call, and how much larger each later call is.
 constexpr size_t kFirstCall = 8, kCallGrowth = 4;
 constexpr uint64_t kLargeFragment = 256 << 10;
 
@@ -72,8 +72,9 @@ struct BatchArguments {
   }
 };
 
-// The driver starts none before it has been given all of a call, 0.4 us each: where the copies
-// take longer than that, the link starts early with a small call and has enough to do meanwhile.
+// The driver starts to copy when it has read a whole call, which takes 0.4 us for each fragment.
+// Large fragments take longer to copy than to read: a small first call lets the link start early,
+// and keeps it busy while the driver reads the next call.
 bool are_large(const std::vector<Fragment>& fragments) {
   uint64_t bytes = 0;
   for (const Fragment& fragment : fragments) bytes += fragment.bytes;

@@ -8,7 +8,7 @@
 namespace kvswap {
 namespace {
 
-// CTAs at most, each with as many threads that have a chunk of shared memory each.
+// ctas: at most. threads: of each CTA; each thread has a chunk of shared memory.
 struct PackLaunch {
   unsigned ctas, threads;
   uint32_t chunk_bytes;

@@ -80,7 +80,7 @@ StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream strea
   if (drained != nullptr) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, drained, 0), "cuStreamWaitEvent");
   }
-  pieces_.push_back({begin, end, nullptr, nullptr});  // if the rest fails, forget() knows of it
+  pieces_.push_back({begin, end, nullptr, nullptr});  // first: forget() finds it if the rest fails
   Piece& piece = pieces_.back();
   piece.filled = events_.take();
   piece.drained = events_.take();
@@ -89,7 +89,7 @@ StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream strea
 }
 
 void StagingBuffer::drop_first() noexcept {
-  // Waits for them are with the driver already, and keep to this record of theirs.
+  // The driver has all waits for these records already: a new record does not change them.
   for (const cuda::Event event : {pieces_.front().filled, pieces_.front().drained})
     events_.give(event);
   pieces_.pop_front();

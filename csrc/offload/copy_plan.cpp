@@ -296,7 +296,7 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   return parts;
 }
 
-// As many as the link takes for while a kernel is launched.
+// As many blocks as the link copies in the time that it takes to launch a kernel.
 size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   const int group = job.work->parts.front().group;
   if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;

@@ -117,7 +117,7 @@ Reason JobTable::find_sources(Job& job) const {
     if (!source->has_ended()) sources.push_back(number);
     if (is_store && has_ended_without_success(*source)) failure = because_of(*source);
   }
-  // Each once; a load of many blocks may have as many sources.
+  // Each source once. A load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
   sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
   for (const int64_t number : sources) work.sources.emplace_back(find(number));
@@ -199,7 +199,7 @@ void JobTable::record_submit(int channel, double seconds) noexcept {
   observe(metrics_[channel].submit, seconds);
 }
 
-// Only where no later store will write, or has written, the slot.
+// Marks the job's slots as invalid, except those that a later store writes or has written.
 void JobTable::invalidate_slots(Job& job) noexcept {
   for (size_t i = 0; i < job.work->count(); ++i) {
     if (latest_store(*job.work, i) != job.id) continue;

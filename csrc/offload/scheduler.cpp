@@ -110,7 +110,7 @@ bool Scheduler::Queue::has_submitted_until(int64_t id) const {
   return jobs.empty() || id < jobs.front().id;
 }
 
-// Those in other channels that must not overlap with this work.
+// Whether the jobs of other channels that must not overlap with this work were submitted.
 bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) const {
   for (const Queue& other : queues_) {
     if (&other != &queue && !other.has_submitted_until(work.runs_after[other.channel.number()]))
@@ -403,7 +403,7 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
       if (next != nullptr) retire_first(*next);
     } while (next != nullptr && --max_transfers > 0);
   } catch (const std::bad_alloc&) {
-    // No memory for the message of an error: the next one that asks gets that.
+    // There is no memory for an error's message. The next call meets the error again.
   } catch (const std::exception& error) {
     mark_lost(Reason(error));
   }
@@ -530,7 +530,7 @@ void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
   }
 }
 
-// Those that the driver did not open when their loads failed.
+// Tries again to open gates that the driver refused to open.
 void Scheduler::open_gates(const Lock& lock) noexcept {
   for (Gate* gate : gates_) {
     if (gate->opening_error().empty()) continue;

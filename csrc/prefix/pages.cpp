@@ -32,7 +32,7 @@ void Pages::keep_held(uint32_t page) {
 void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
   table_.find_all(digests, count, pages);
   for (size_t i = 0; i < count; ++i) {
-    if (pages[i] >= num_pages_) pages[i] = kNone;  // what the policy remembers of lost keys
+    if (pages[i] >= num_pages_) pages[i] = kNone;  // a ghost of the policy, without a page
   }
 }
 
@@ -121,7 +121,7 @@ uint32_t Pages::take_free() {
   while (num_tried_ < num_ready_pages_) {
     const auto page = static_cast<uint32_t>(num_tried_++);
     if (state(page) == PageState::kFree) return page;
-    --num_kept_;  // in the list when it is released
+    --num_kept_;  // goes to free_ when it is released
   }
   return free_.take_oldest(table_.nodes);
 }

@@ -210,7 +210,7 @@ class OffloadEngine(NotCopyable):
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
-        # By the job's id: its tag is the caller's.
+        # By job id, since the tag of a job is the caller's.
         self._reservations: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
@@ -454,7 +454,7 @@ class OffloadEngine(NotCopyable):
                 lazy.record(digests, blocks)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
+        """Reads the arguments of a store, and checks all blocks: the handler sees only new ones."""
         digests, several = self._pages.read(keys, gpu_block_ids)
         for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
             _check_blocks(self._pages.name(group), layout.num_blocks, blocks)
