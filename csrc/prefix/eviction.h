@@ -21,8 +21,8 @@ struct Admission {
 // out. Node p of the table is page p. A policy may use the nodes after those of the pages for
 // itself.
 //
-// To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend num_nodes() and
-// make_policy() (eviction.cpp). Raise kMaxLists if it has more lists.
+// To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend num_nodes()
+// and make_policy() (eviction.cpp). Raise kMaxLists if it has more lists.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
