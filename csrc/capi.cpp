@@ -21,8 +21,8 @@ namespace {
 using kvswap::Handler;
 using kvswap::Job;
 using kvswap::JobRef;
+using kvswap::prefix::BlockManager;
 using kvswap::prefix::Keys;
-using kvswap::prefix::Manager;
 
 // Errors. No exception may leave a C function: the calling thread's last one is kept for Python.
 
@@ -107,9 +107,9 @@ int kvswap_batch_limit() {
   int limit = -1;
   succeeds([&] {
     const kvswap::cuda::Driver* driver = kvswap::cuda::find_driver();
-    const size_t most = driver == nullptr ? ~size_t{0} : driver->max_batch;
+    const size_t max_batch = driver == nullptr ? ~size_t{0} : driver->max_batch;
     const size_t wanted = kvswap::batch_is_on() ? kvswap::batch_limit() : 0;
-    limit = static_cast<int>(std::min(wanted, most));
+    limit = static_cast<int>(std::min(wanted, max_batch));
   });
   return limit;
 }
@@ -413,11 +413,11 @@ void kvswap_queue_destroy_event(void* queue, void* event) { queue_at(queue).dest
 
 namespace {
 
-static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::Event));
+static_assert(sizeof(kvswap_blocks_event) == sizeof(kvswap::prefix::BlockEvent));
 static_assert(KVSWAP_DIGEST_BYTES == kvswap::prefix::kDigestBytes);
-static_assert(KVSWAP_BLOCKS_FEW_KEYS == Manager::kFewKeys);
+static_assert(KVSWAP_BLOCKS_FEW_KEYS == BlockManager::kFewKeys);
 
-Manager& manager_at(void* blocks) { return *static_cast<Manager*>(blocks); }
+BlockManager& manager_at(void* blocks) { return *static_cast<BlockManager*>(blocks); }
 
 Keys read_keys(const void* keys, const int64_t* counts) {
   return {static_cast<const uint8_t*>(keys), counts};
@@ -453,10 +453,10 @@ void* kvswap_blocks_create(const kvswap_blocks_group* groups, int count,
                            const kvswap_blocks_options* options) {
   void* made = nullptr;
   succeeds([&] {
-    made = new Manager(read_groups(groups, count),
-                       {static_cast<kvswap::prefix::PolicyKind>(options->policy),
-                        static_cast<uint32_t>(options->store_threshold),
-                        static_cast<size_t>(options->lookup_capacity), options->events});
+    made = new BlockManager(read_groups(groups, count),
+                            {static_cast<kvswap::prefix::EvictionPolicyKind>(options->policy),
+                             static_cast<uint32_t>(options->store_threshold),
+                             static_cast<size_t>(options->lookup_capacity), options->events});
   });
   return made;
 }
@@ -468,11 +468,11 @@ bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages) {
 }
 
 int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts, bool again,
-                             kvswap_blocks_found* found, bool wait) {
+                             kvswap_blocks_lookup_result* result, bool wait) {
   return answer([&] {
-    const auto [cached, ready, pending] =
+    const auto [found, ready, pending] =
         manager_at(blocks).lookup(read_keys(keys, counts), again, wait);
-    *found = {cached, ready, pending};
+    *result = {found, ready, pending};
     return 1;
   });
 }
@@ -485,18 +485,19 @@ int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t
 
 int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_t* counts,
                                     double now, bool keep, int64_t* key_indices, int64_t* pages,
-                                    int64_t* new_counts, int64_t* job, int64_t* lease, bool wait) {
+                                    int64_t* new_counts, int64_t* reservation, int64_t* lease,
+                                    bool wait) {
   return answer([&] {
     const auto stored = manager_at(blocks).prepare_store(read_keys(keys, counts), now, keep,
                                                          key_indices, pages, new_counts, wait);
-    if (stored) std::tie(*job, *lease) = std::pair(stored->job, stored->lease);
+    if (stored) std::tie(*reservation, *lease) = std::pair(stored->reservation, stored->lease);
     return stored.has_value();
   });
 }
 
-int64_t kvswap_blocks_end(void* blocks, int64_t job, bool succeeded, bool wait) {
+int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait) {
   return answer([&] {
-    manager_at(blocks).end(job, succeeded, wait);
+    manager_at(blocks).end(reservation, succeeded, wait);
     return 1;
   });
 }
@@ -530,10 +531,10 @@ bool kvswap_blocks_reset(void* blocks) {
   return succeeds([&] { manager_at(blocks).reset(); });
 }
 
-int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
+int64_t kvswap_blocks_take_events(void* blocks, kvswap_blocks_event* events, int64_t capacity) {
   int64_t taken = -1;
   succeeds([&] {
-    auto* into = reinterpret_cast<kvswap::prefix::Event*>(events);
+    auto* into = reinterpret_cast<kvswap::prefix::BlockEvent*>(events);
     taken = static_cast<int64_t>(manager_at(blocks).take_events(into, size_t(capacity)));
   });
   return taken;

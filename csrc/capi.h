@@ -193,16 +193,16 @@ KVSWAP_API void kvswap_job_release(void* job);
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
 // Asks the device: 1 if the job has ended, 0 if not; -1 on failure.
 KVSWAP_API int kvswap_job_query(void* handler, void* job);
-// Makes a stream wait for a group of layers of the job; -1: all. stream_device: the GPU of the
-// stream; -1: the current stream of the handler's GPU.
+// Makes a stream wait for a layer group of the job; -1: all. stream_device: the GPU of the stream;
+// -1: the current stream of the handler's GPU.
 KVSWAP_API bool kvswap_job_wait(void* handler, void* job, int layer_group, void* stream,
                                 int stream_device);
 // 1: the job will be reported as cancelled. 0: it has ended. -1 on failure.
 KVSWAP_API int kvswap_job_cancel(void* handler, void* job);
 
-// A gate for this many groups of layers, and a wait for one of them. Valid until
-// kvswap_gate_release, also without its handler. What waits for the gate, such as a captured graph,
-// works even after that.
+// A gate for this many layer groups, and a wait for one of them. Valid until kvswap_gate_release,
+// also without its handler. What waits for the gate, such as a captured graph, works even after
+// that.
 KVSWAP_API void* kvswap_gate_create(void* handler, int layer_groups);
 KVSWAP_API void kvswap_gate_release(void* gate);
 KVSWAP_API bool kvswap_gate_wait(void* gate, int layer_group, void* stream, int stream_device);
@@ -306,7 +306,7 @@ struct kvswap_blocks_group {
 
 struct kvswap_blocks_options {
   int32_t policy;           // 0 LRU, 1 ARC
-  int32_t events;           // kinds that kvswap_blocks_events gives: bit 1 << kind
+  int32_t events;           // kinds that kvswap_blocks_take_events gives: bit 1 << kind
   int64_t store_threshold;  // lookups of a block before it is stored
   int64_t lookup_capacity;  // blocks with a counter of lookups
 };
@@ -321,7 +321,7 @@ KVSWAP_API void kvswap_blocks_destroy(void* blocks);
 KVSWAP_API bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages);
 
 // Units of prefix.
-struct kvswap_blocks_found {
+struct kvswap_blocks_lookup_result {
   int64_t found;    // cached
   int64_t ready;    // with all needed blocks ready
   int64_t pending;  // blocks, not units: needed by `found`, and not ready
@@ -330,23 +330,24 @@ struct kvswap_blocks_found {
 // again: a repeated lookup, which is not counted. Returns 1, -1 on failure, or KVSWAP_BLOCKS_BUSY,
 // as the functions below do.
 KVSWAP_API int64_t kvswap_blocks_lookup(void* blocks, const void* keys, const int64_t* counts,
-                                        bool again, kvswap_blocks_found* found, bool wait);
+                                        bool again, kvswap_blocks_lookup_result* result, bool wait);
 
-// Returns the job, with a page for each key; 0 if some key is not ready.
+// Reserves the pages of the keys for a load. Returns the reservation, with a page for each key; 0
+// if some key is not ready.
 KVSWAP_API int64_t kvswap_blocks_prepare_load(void* blocks, const void* keys, const int64_t* counts,
                                               int64_t* pages, bool wait);
 
 // Writes the indices and pages of the keys that are to be stored, new_counts of them in each group,
-// and the job; 0 if there are none. keep: all keys are stored, and leased without an end. Returns
-// 1; 0 if there is no room, and nothing has changed.
+// and the reservation; 0 if there are none. keep: all keys are stored, and leased without an end.
+// Returns 1; 0 if there is no room, and nothing has changed.
 KVSWAP_API int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys,
                                                const int64_t* counts, double now, bool keep,
                                                int64_t* key_indices, int64_t* pages,
-                                               int64_t* new_counts, int64_t* job, int64_t* lease,
-                                               bool wait);
+                                               int64_t* new_counts, int64_t* reservation,
+                                               int64_t* lease, bool wait);
 
-// Ends a job. Returns 1.
-KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t job, bool succeeded, bool wait);
+// Ends a reservation, after the copy. Returns 1.
+KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait);
 
 // Marks the blocks as used. Returns 1.
 KVSWAP_API int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts,
@@ -373,13 +374,13 @@ struct kvswap_blocks_event {
 };
 
 // Writes the oldest events. Returns how many; -1 on failure.
-KVSWAP_API int64_t kvswap_blocks_events(void* blocks, kvswap_blocks_event* events,
-                                        int64_t capacity);
+KVSWAP_API int64_t kvswap_blocks_take_events(void* blocks, kvswap_blocks_event* events,
+                                             int64_t capacity);
 
 // Counts of one group's blocks since the start, then of its pages now; `pages` can be used.
 struct kvswap_blocks_stats {
   uint64_t asked, hits, pending, stored, loaded, evicted, skipped;
-  uint64_t refused, failed;  // stores without room; blocks of failed jobs
+  uint64_t refused, failed;  // stores without room; blocks of failed copies
   uint64_t pages, free_pages, idle_pages, filling_pages;
 };
 

@@ -50,7 +50,8 @@ uint64_t first_unmapped(const std::vector<Mapping>& mappings, uint64_t begin, ui
   return end;
 }
 
-// The same by what the driver has backed with memory, all of one kind and device.
+// The first address in [begin, end) where the driver has no memory of the kind and device of
+// `begin`, or `end`.
 uint64_t first_unallocated(AddressMap& addresses, uint64_t begin, uint64_t end) {
   const Memory first = addresses.find(begin);
   uint64_t address = begin;

@@ -11,7 +11,7 @@
 namespace kvswap {
 namespace {
 
-// Calls of a copy of large fragments: the first, and how they grow.
+// For large fragments: how many are in the first call, and how much larger each later call is.
 constexpr size_t kFirstCall = 8, kCallGrowth = 4;
 constexpr uint64_t kLargeFragment = 256 << 10;
 
@@ -72,8 +72,9 @@ struct BatchArguments {
   }
 };
 
-// The driver starts none before it has been given all of a call, 0.4 us each: where the copies
-// take longer than that, the link starts early with a small call and has enough to do meanwhile.
+// The driver starts to copy when it has read a whole call, which takes 0.4 us for each fragment.
+// Large fragments take longer to copy than to read: a small first call lets the link start early,
+// and keeps it busy while the driver reads the next call.
 bool are_large(const std::vector<Fragment>& fragments) {
   uint64_t bytes = 0;
   for (const Fragment& fragment : fragments) bytes += fragment.bytes;
@@ -85,10 +86,10 @@ void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream
   BatchArguments arguments;
   const size_t limit = std::min(options.environment.batch_limit, cuda::driver().max_batch);
   const bool small_first = !options.one_call && are_large(fragments);
-  size_t most = small_first ? std::min(kFirstCall, limit) : limit;
+  size_t max_count = small_first ? std::min(kFirstCall, limit) : limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {
-    count = std::min(most, fragments.size() - first);
-    most = std::min(limit, kCallGrowth * most);
+    count = std::min(max_count, fragments.size() - first);
+    max_count = std::min(limit, kCallGrowth * max_count);
     arguments.fill(&fragments[first], count, options.host_source_any_order);
     size_t failed = 0;
     const cuda::Result result = cuda::driver().copy_batch_async(

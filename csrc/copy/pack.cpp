@@ -8,7 +8,7 @@
 namespace kvswap {
 namespace {
 
-// CTAs at most, each with as many threads that have a chunk of shared memory each.
+// ctas: at most. threads: of each CTA; each thread has a chunk of shared memory.
 struct PackLaunch {
   unsigned ctas, threads;
   uint32_t chunk_bytes;
@@ -85,8 +85,8 @@ SlabTable::~SlabTable() {
 }
 
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (num_blocks > kMost || num_slots > kMost) return false;
+  constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+  if (num_blocks > kMaxId || num_slots > kMaxId) return false;
   for (size_t s = 1; s < host.count(); ++s) {
     if (host.bases[s] != host.bases[s - 1] + host.sizes[s - 1]) return false;
     if (host.strides[s] != host.strides[0]) return false;

@@ -53,7 +53,7 @@ struct PackedCopy {
   uint64_t block_bytes() const;
   uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
   // Whether one driver copy may span block i and the block before it.
-  bool follows(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
+  bool can_merge(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }
 };
 
 // Packs (to_host) or unpacks bytes [begin, end) of the copy, counted block after block, between the

@@ -13,7 +13,7 @@ void add_fragments(FragmentList& fragments, const BlockCopy& copy, SlabRange sla
     for (size_t s = slabs.begin; s < slabs.end; ++s, ++index) {
       const bool merge =
           in_chunk && src.allocations[s] == last_src && dst.allocations[s] == last_dst;
-      in_chunk = true;  // as are all slabs of a block
+      in_chunk = true;  // all slabs of a block are
       last_src = src.allocations[s];
       last_dst = dst.allocations[s];
       fragments.add({src.address(s, copy.src_blocks[i]), dst.address(s, copy.dst_blocks[i]),

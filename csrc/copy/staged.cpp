@@ -25,9 +25,9 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
     const uint64_t page = copy.host_address(i) + (from - i * size), buffer = packed + from - begin;
     const auto index = static_cast<int64_t>(i);
     if (copy.to_host) {
-      fragments.add({buffer, page, to - from, index, false}, copy.follows(i));
+      fragments.add({buffer, page, to - from, index, false}, copy.can_merge(i));
     } else {
-      fragments.add({page, buffer, to - from, index, true}, copy.follows(i));
+      fragments.add({page, buffer, to - from, index, true}, copy.can_merge(i));
     }
     from = to;
   }
@@ -49,7 +49,7 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
     const uint64_t bytes =
         piece_bytes(copy.before + begin, all - begin + copy.after, size, bytes_ / 2, copy.to_host);
     const uint64_t end = std::min(begin + bytes, all);
-    const Piece& piece = take(end - begin, first);
+    const Piece& piece = allocate(end - begin, first);
     const uint64_t packed = address_ + piece.begin;
     const auto move = [&](cuda::Stream stream) {
       if (stream == streams.kernels) {
@@ -59,44 +59,45 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
       }
     };
     move(first);
-    KVSWAP_DRIVER_CHECK(driver.record_event(piece.moved, first), "cuEventRecord");
-    KVSWAP_DRIVER_CHECK(driver.wait_event(second, piece.moved, 0), "cuStreamWaitEvent");
+    KVSWAP_DRIVER_CHECK(driver.record_event(piece.filled, first), "cuEventRecord");
+    KVSWAP_DRIVER_CHECK(driver.wait_event(second, piece.filled, 0), "cuStreamWaitEvent");
     move(second);
-    KVSWAP_DRIVER_CHECK(driver.record_event(piece.free, second), "cuEventRecord");
+    KVSWAP_DRIVER_CHECK(driver.record_event(piece.drained, second), "cuEventRecord");
     begin = end;
   }
   return second;
 }
 
-StagingBuffer::Piece& StagingBuffer::take(uint64_t bytes, cuda::Stream stream) {
+StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream stream) {
   const uint64_t begin = next_ + bytes <= bytes_ ? next_ : 0, end = round_up(begin + bytes);
   // The pieces in its place are the oldest ones.
-  cuda::Event free = nullptr;
+  cuda::Event drained = nullptr;
   const auto in_place = [&](const Piece& piece) { return piece.begin < end && begin < piece.end; };
   while (std::any_of(pieces_.begin(), pieces_.end(), in_place) || pieces_.size() >= kMaxPieces) {
-    free = pieces_.front().free;
+    drained = pieces_.front().drained;
     drop_first();
   }
-  if (free != nullptr) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, free, 0), "cuStreamWaitEvent");
+  if (drained != nullptr) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, drained, 0), "cuStreamWaitEvent");
   }
-  pieces_.push_back({begin, end, nullptr, nullptr});  // if the rest fails, forget() knows of it
+  pieces_.push_back({begin, end, nullptr, nullptr});  // first: forget() finds it if the rest fails
   Piece& piece = pieces_.back();
-  piece.moved = events_.take();
-  piece.free = events_.take();
+  piece.filled = events_.take();
+  piece.drained = events_.take();
   next_ = end;
   return piece;
 }
 
 void StagingBuffer::drop_first() noexcept {
-  // Waits for them are with the driver already, and keep to this record of theirs.
-  for (const cuda::Event event : {pieces_.front().moved, pieces_.front().free}) events_.give(event);
+  // The driver has all waits for these records already: a new record does not change them.
+  for (const cuda::Event event : {pieces_.front().filled, pieces_.front().drained})
+    events_.give(event);
   pieces_.pop_front();
 }
 
 void StagingBuffer::order_before(cuda::Stream stream) const {
   if (pieces_.empty()) return;
-  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.back().free, 0),
+  KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(stream, pieces_.back().drained, 0),
                       "cuStreamWaitEvent");
 }
 

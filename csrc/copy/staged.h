@@ -43,11 +43,11 @@ class StagingBuffer {
  private:
   struct Piece {
     uint64_t begin, end;
-    // moved: its bytes are in the buffer. free: they have left it.
-    cuda::Event moved, free;
+    // Recorded when its bytes are in the buffer, and when they have left it.
+    cuda::Event filled, drained;
   };
   // The next piece, of this many bytes; `stream` waits until its place is free.
-  Piece& take(uint64_t bytes, cuda::Stream stream);
+  Piece& allocate(uint64_t bytes, cuda::Stream stream);
   void drop_first() noexcept;
 
   const cuda::Address address_;

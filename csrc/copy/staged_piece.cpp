@@ -9,12 +9,12 @@ constexpr uint64_t kGrowth = 3;
 
 }  // namespace
 
-uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t most,
+uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t max_bytes,
                      bool to_host) {
   const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
-  const uint64_t bytes = std::min(most, std::max(kMinPieceBytes, grown));
+  const uint64_t bytes = std::min(max_bytes, std::max(kMinPieceBytes, grown));
   // Whole blocks, whose pages are one copy each, where a block fits.
-  const uint64_t unit = block_bytes <= most ? block_bytes : kStagingAlignment;
+  const uint64_t unit = block_bytes <= max_bytes ? block_bytes : kStagingAlignment;
   return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
 }
 

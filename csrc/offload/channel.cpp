@@ -58,10 +58,10 @@ bool Channel::has_room_for(size_t entries) const {
 }
 
 // The caller may record the event again, or destroy it, before the job starts.
-StreamPoint* Channel::point_of_event(Event event) {
+StreamPoint* Channel::record_point_after(Event event) {
   if (device_.has_happened(event)) return nullptr;
   device_.wait_event(event_stream_, event, " for the event that the job starts after");
-  return point_of_stream(event_stream_);
+  return record_point_on(event_stream_);
 }
 
 Transfers Channel::make_transfer(int layer_groups) {
@@ -80,7 +80,7 @@ Transfers Channel::make_transfer(int layer_groups) {
   return made;
 }
 
-void Channel::run(Transfers transfer) noexcept {
+void Channel::add_running(Transfers transfer) noexcept {
   entries_ += transfer.front()->entries;
   running_.splice(running_.end(), transfer);
 }

@@ -42,13 +42,14 @@ class Channel {
   // Whether a transfer that takes this many entries may be submitted now.
   bool has_room_for(size_t entries) const;
 
-  // What a job starts after: the work given to the stream so far, or the work that the event stands
-  // for now. Null if that has ended. The channel waits for all callers' events on one stream, in
-  // the order of these calls.
-  StreamPoint* point_of_stream(Stream stream) { return points_.take(stream); }
-  StreamPoint* point_of_event(Event event);
-  void release_point(StreamPoint* point) noexcept { points_.give(point); }
-  bool is_over(const StreamPoint& point) const { return points_.is_over(point); }
+  // Records what a job starts after: the work given to the stream so far, or the work that the
+  // event stands for now. Returns null if that has ended. The channel waits for all callers' events
+  // on one stream, in the order of these calls.
+  StreamPoint* record_point_on(Stream stream) { return points_.record(stream); }
+  StreamPoint* record_point_after(Event event);
+  // See StreamPoints.
+  void release_point(StreamPoint* point) noexcept { points_.release(point); }
+  bool has_happened(const StreamPoint& point) const { return points_.has_happened(point); }
 
   // The stream of the copies; null where the device has no streams.
   Stream stream() const { return stream_; }
@@ -62,7 +63,7 @@ class Channel {
   Transfers make_transfer(int layer_groups);
 
   // The transfer is in flight now.
-  void run(Transfers transfer) noexcept;
+  void add_running(Transfers transfer) noexcept;
   // The oldest transfer has ended.
   void retire_first() noexcept;
   // Gives back the events of a transfer that has ended or failed, once no other thread holds it.
@@ -92,7 +93,7 @@ class Channel {
 
  private:
   void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
-  // Sets part_copies_ to the parts of the transfer, for one group of layers.
+  // Sets part_copies_ to the parts of the transfer, for one layer group.
   void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);
   void check_addresses() const;

@@ -150,7 +150,7 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   return best;
 }
 
-bool MethodChooser::wants(CopyMethod method) const {
+bool MethodChooser::may_choose(CopyMethod method) const {
   if (forces(method)) return true;
   for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
     for (const int channel : {kStores, kLoads, kExpedited}) {
@@ -203,8 +203,8 @@ void CopyPlanner::check_forced_method() const {
 void CopyPlanner::set_up(Channel& stores, Channel& loads) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
-  const bool stages = chooser_.wants(CopyMethod::kStaged);
-  if (!stages && !chooser_.wants(CopyMethod::kKernel)) return;
+  const bool stages = chooser_.may_choose(CopyMethod::kStaged);
+  if (!stages && !chooser_.may_choose(CopyMethod::kKernel)) return;
   kernels->load_kernels();
   make_tables(groups_);
   has_kernels_ = true;
@@ -246,7 +246,7 @@ CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
   double seconds = 0;
-  for (const Part& part : work.parts) {
+  for (const JobPart& part : work.parts) {
     const Group& group = groups_[part.group];
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
@@ -263,7 +263,8 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
-    predicted += without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
+    predicted +=
+        seconds_without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
   }
   if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
@@ -274,7 +275,7 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   std::vector<size_t> place(groups_.size(), groups_.size());  // of each group in `parts`
   for (const Job& job : jobs) {
     const int64_t *blocks = job.work->blocks(), *slots = job.work->slots();
-    for (const Part& part : job.work->parts) {
+    for (const JobPart& part : job.work->parts) {
       if (place[part.group] == groups_.size()) {
         place[part.group] = parts.size();
         parts.push_back({part.group, CopyMethod::kHost, {}, {}});
@@ -296,7 +297,7 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   return parts;
 }
 
-// As many as the link takes for while a kernel is launched.
+// As many blocks as the link copies in the time that it takes to launch a kernel.
 size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   const int group = job.work->parts.front().group;
   if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
@@ -307,7 +308,7 @@ size_t CopyPlanner::unstaged_blocks(const Job& job) const {
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
-double CopyPlanner::without_kernels(const MethodChooser::GroupCopy& copy) const {
+double CopyPlanner::seconds_without_kernels(const MethodChooser::GroupCopy& copy) const {
   return std::min(chooser_.seconds(CopyMethod::kStrided, copy),
                   chooser_.seconds(CopyMethod::kBatch, copy));
 }

@@ -32,7 +32,7 @@ class MethodChooser {
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
 
   // Whether this copy method would be chosen for some number of blocks.
-  bool wants(CopyMethod method) const;
+  bool may_choose(CopyMethod method) const;
   // Whether the caller has asked for this copy method.
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
@@ -95,7 +95,8 @@ class CopyPlanner {
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
   size_t unstaged_blocks(const Job& job) const;
-  double without_kernels(const MethodChooser::GroupCopy& copy) const;  // seconds
+  // Predicted, by the faster method of the copy engines.
+  double seconds_without_kernels(const MethodChooser::GroupCopy& copy) const;
 
   std::vector<Group>& groups_;
   Device& device_;

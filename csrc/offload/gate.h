@@ -22,14 +22,14 @@ class GateWords {
   int left_ = 0;
 };
 
-// Streams wait at a gate for each group of layers of a load. The wait can be captured in a graph,
-// which then waits on each replay.
+// Streams wait at a gate for each layer group of a load. The wait can be captured in a graph, which
+// then waits on each replay.
 //
-// The gate has a word of pinned memory for each group of layers: 1 is open, 0 closed. A load closes
-// the gate by writes in the stream on which the graph will be replayed, so earlier replays still
-// pass. The gate's own stream then opens each word, after the closing and after that group of
-// layers was loaded. A second load closes the gate only after the first one has opened it, so no
-// wait passes an unfinished load.
+// The gate has a word of pinned memory for each layer group: 1 is open, 0 closed. A load closes the
+// gate by writes in the stream on which the graph will be replayed, so earlier replays still pass.
+// The gate's own stream then opens each word, after the closing and after that layer group was
+// loaded. A second load closes the gate only after the first one has opened it, so no wait passes
+// an unfinished load.
 //
 // The scheduler's lock guards it, except open_after(), wait() and release().
 class Gate {
@@ -58,7 +58,7 @@ class Gate {
   // Enqueues the closing for a load, on this stream of the gate's device. If it throws, the gate is
   // as it was, or there is an opening_error().
   void close(Stream current);
-  // Enqueues the opening of each group of layers, after the transfer has copied it. Returns why it
+  // Enqueues the opening of each layer group, after the transfer has copied it. Returns why it
   // could not, or an empty reason. The gate awaits its opening until on_opening_enqueued().
   Reason open_after(const Transfer& transfer) noexcept;
   // The opening is enqueued: no longer awaits it.
@@ -68,7 +68,7 @@ class Gate {
   bool open() noexcept;
   // Opens the gate from the host: the device is lost, and no stream will do it.
   void open_from_host() noexcept;
-  // Makes a stream, of any device, wait until the gate is open for a group of layers.
+  // Makes a stream, of any device, wait until the gate is open for a layer group.
   void wait(int layer_group, const StreamRef& stream) const;
 
  private:

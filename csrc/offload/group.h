@@ -11,9 +11,9 @@
 
 namespace kvswap {
 
-// A layout and its host pool: the layers of one kind of attention or state. Not to be confused with
-// a group of layers (layer_group), a range of a model's layers. A host page has `blocks_per_page`
-// slots, each for one block.
+// A layout and its host pool, for layers that share their blocks: those of one kind of attention or
+// state. A layer group is something else: a range of the model's layers, of all groups. A host page
+// has `blocks_per_page` slots, each for one block.
 struct Group {
   int64_t number = 0;  // kvswap_group::number
   Slabs gpu, host;
@@ -28,8 +28,7 @@ struct Group {
   std::vector<SlabRun> runs;           // of slabs at equal distances
   std::shared_ptr<KernelTable> table;  // for the kernels; null if they cannot be used
 
-  // The slabs in group of layers number `layer_group`, if the model's `num_layers` layers are
-  // divided into `layer_groups` groups.
+  // The slabs in a layer group, if the model's `num_layers` layers are divided into `layer_groups`.
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
     const auto first_of = [&](int number) -> size_t {
       const auto is_before = [&](int64_t layer) {

@@ -90,8 +90,8 @@ void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
 
 bool Handler::has_ended(const Job* job) {
   const Lock lock = scheduler_.lock();
-  if (!job->ended()) scheduler_.advance(lock);
-  return job->ended();
+  if (!job->has_ended()) scheduler_.advance(lock);
+  return job->has_ended();
 }
 
 bool Handler::cancel(Job* job) {
@@ -109,8 +109,8 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
     scheduler_.check_alive(lock, Reason(error));
     if (scheduler_.device_loss(lock).empty()) throw;
   }
-  if (!job->ended()) scheduler_.flush(lock, *job);
-  if (job->ended()) return;
+  if (!job->has_ended()) scheduler_.flush(lock, *job);
+  if (job->has_ended()) return;
   const std::vector<Event>& ends = job->work->transfer->ends;
   const Event end = layer_group < 0 ? ends.back() : ends.at(layer_group);
   device().wait_event(stream, end);
@@ -125,16 +125,16 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
   const JobTable& table = scheduler_.jobs(lock);
   for (const int64_t last = table.last_id();;) {
     scheduler_.advance(lock);
-    for (; ended < jobs.size() && jobs[ended]->ended(); ++ended) {
-      failed |= !jobs[ended]->succeeded();
+    for (; ended < jobs.size() && jobs[ended]->has_ended(); ++ended) {
+      failed |= !jobs[ended]->has_succeeded();
     }
-    if (for_all ? table.all_ended_until(last) : ended == jobs.size()) {
+    if (for_all ? table.all_have_ended_until(last) : ended == jobs.size()) {
       return failed || (for_all && table.has_unreported_failures()) ? 2 : 1;
     }
     const Job& next = for_all ? table.oldest_unended() : *jobs[ended];
     const double left = seconds - (now() - began);
     if (left <= 0) {
-      const auto has_not_ended = [](const Job* job) { return !job->ended(); };
+      const auto has_not_ended = [](const Job* job) { return !job->has_ended(); };
       const int64_t count = for_all ? table.num_unended_until(last)
                                     : std::count_if(jobs.begin(), jobs.end(), has_not_ended);
       unended = {count, next.id, next.channel};
@@ -171,7 +171,7 @@ void Handler::poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double be
 void Handler::rebind(std::vector<Group> groups) {
   const Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
-  KVSWAP_CHECK(scheduler_.jobs(lock).all_ended(),
+  KVSWAP_CHECK(scheduler_.jobs(lock).all_have_ended(),
                "another thread has submitted a job while the cache was about to be rebound; let it "
                "wait until rebind() has returned");
   RequestReader reader(groups);

@@ -25,25 +25,25 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
 
-  // Reports up to `most` jobs that have ended: calls read(job) once for each.
+  // Reports up to `max_jobs` jobs that have ended: calls read(job) once for each.
   template <typename Read>
-  void report(size_t most, const Read& read) {
+  void report(size_t max_jobs, const Read& read) {
     const Lock lock = scheduler_.lock();
     scheduler_.advance(lock);
     const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
-    for (; most > 0 && !unreported.empty(); --most) read(scheduler_.report_first(lock));
+    for (; max_jobs > 0 && !unreported.empty(); --max_jobs) read(scheduler_.report_first(lock));
   }
 
-  // Calls read(job) for up to `most` unreported jobs that failed or were cancelled; they stay
+  // Calls read(job) for up to `max_jobs` unreported jobs that failed or were cancelled; they stay
   // unreported.
   template <typename Read>
-  void read_unreported_failures(size_t most, const Read& read) {
+  void read_unreported_failures(size_t max_jobs, const Read& read) {
     const Lock lock = scheduler_.lock();
     for (Job& job : scheduler_.jobs(lock).unreported()) {
-      if (most == 0) break;
-      if (job.succeeded()) continue;
+      if (max_jobs == 0) break;
+      if (job.has_succeeded()) continue;
       read(JobRef(&job));
-      --most;
+      --max_jobs;
     }
   }
 
@@ -59,7 +59,7 @@ class Handler {
   // `unended`, 2 if a job failed or was cancelled (for_all: and was not reported), otherwise 1.
   int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
                   kvswap_unended& unended);
-  // Makes a stream wait for a group of layers of the job; -1: for all of it.
+  // Makes a stream wait for a layer group of the job; -1: for all of it.
   void wait(Job* job, int layer_group, const StreamRef& stream);
   // Whether the job has ended. Asks the device.
   bool has_ended(const Job* job);

@@ -58,7 +58,7 @@ class JobRef {
 };
 
 // What a job copies in one group: `count` blocks. In Work::ids they follow those of earlier parts.
-struct Part {
+struct JobPart {
   int group;
   size_t count;
 };
@@ -67,11 +67,11 @@ struct Part {
 struct Work {
   uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
   float predicted_submit_seconds = 0;
-  bool queued = false;              // it is or was in the channel's queue
+  bool was_queued = false;          // true from when it enters the queue of its channel
   bool submission_started = false;  // it has left the queue, and may be on the device
-  bool cancelled = false;           // cancel() was called after that
+  bool was_cancelled = false;       // cancel() was called
   bool copy_engines_only = false;   // no kernels copy
-  std::vector<Part> parts;
+  std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
   Gate* gate = nullptr;          // the gate that was closed for this job; null: none
@@ -105,8 +105,8 @@ struct Job {
   Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs
 
-  bool ended() const { return state >= State::kDone; }
-  bool succeeded() const { return state == State::kDone; }
+  bool has_ended() const { return state >= State::kDone; }
+  bool has_succeeded() const { return state == State::kDone; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };

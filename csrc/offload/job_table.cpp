@@ -6,7 +6,7 @@ namespace kvswap {
 namespace {
 
 // Why a job fails that reads what `source` was to write.
-Reason poisoned_by(const Job& source) noexcept {
+Reason because_of(const Job& source) noexcept {
   const auto text = [&] {
     if (source.state == State::kCancelled) return source.name() + " was cancelled";
     return source.name() + " failed: " + source.error.c_str();
@@ -15,7 +15,7 @@ Reason poisoned_by(const Job& source) noexcept {
                 Reason::Kind::kSourceFailed);
 }
 
-bool ended_without_success(const Job& job) { return job.ended() && !job.succeeded(); }
+bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
 
 }  // namespace
 
@@ -43,7 +43,7 @@ JobTable::JobTable(const std::vector<Group>& groups) {
 template <typename Visit>
 void JobTable::for_each(const Work& work, const Visit& visit) const {
   size_t i = 0;
-  for (const Part& part : work.parts) {
+  for (const JobPart& part : work.parts) {
     const int blocks = block_space_[part.group], slots = slot_space_[part.group];
     for (const size_t end = i + part.count; i < end; ++i) visit(blocks, slots, i);
   }
@@ -107,17 +107,17 @@ Reason JobTable::find_sources(Job& job) const {
   for (size_t i = 0; i < work.count() && failure.empty(); ++i) {
     if (!is_store && num_invalid_ > 0) {
       const JobRef& failed = invalid_[slot_number(work, i)];
-      if (failed) failure = poisoned_by(*failed);
+      if (failed) failure = because_of(*failed);
     }
     const int64_t number = is_store ? latest_load(work, i) : latest_store(work, i);
     if (number == last || number < 0) continue;
     last = number;
     const Job* source = find(number);
     if (source == nullptr) continue;
-    if (!source->ended()) sources.push_back(number);
-    if (is_store && ended_without_success(*source)) failure = poisoned_by(*source);
+    if (!source->has_ended()) sources.push_back(number);
+    if (is_store && has_ended_without_success(*source)) failure = because_of(*source);
   }
-  // Each once; a load of many blocks may have as many sources.
+  // Each source once. A load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
   sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
   for (const int64_t number : sources) work.sources.emplace_back(find(number));
@@ -139,14 +139,14 @@ void JobTable::add(const JobRef& job) noexcept {
 
 Reason JobTable::source_failure(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (ended_without_success(*source)) return poisoned_by(*source);
+    if (has_ended_without_success(*source)) return because_of(*source);
   }
   return {};
 }
 
 bool JobTable::sources_have_ended(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (!source->ended()) return false;
+    if (!source->has_ended()) return false;
   }
   return true;
 }
@@ -154,9 +154,9 @@ bool JobTable::sources_have_ended(const Job& job) const noexcept {
 void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   job.state = state;
   if (state == State::kFailed) job.error = error;
-  unreported_failures_ += !job.succeeded();
+  unreported_failures_ += !job.has_succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
-  if (job.succeeded()) {
+  if (job.has_succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;
     ++metrics.jobs_by_copy_method[static_cast<int>(job.copy_method)];
@@ -170,7 +170,7 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   unreported_.push_back(JobRef(&job));
   while (first_unended_ < next_id_) {
     const Job* first = find(first_unended_);
-    if (first != nullptr && !first->ended()) break;
+    if (first != nullptr && !first->has_ended()) break;
     ++first_unended_;
   }
 }
@@ -179,14 +179,14 @@ int64_t JobTable::num_unended_until(int64_t id) const {
   int64_t count = 0;
   for (int64_t i = first_unended_; i <= id; ++i) {
     const Job* job = find(i);
-    count += job != nullptr && !job->ended();
+    count += job != nullptr && !job->has_ended();
   }
   return count;
 }
 
 JobRef JobTable::report_first() noexcept {
   JobRef job = unreported_.pop_front();
-  unreported_failures_ -= !job->succeeded();
+  unreported_failures_ -= !job->has_succeeded();
   jobs_[job->id - first_id_] = JobRef();
   while (first_id_ < next_id_ && !jobs_.front()) {
     jobs_.pop_front();
@@ -199,7 +199,7 @@ void JobTable::record_submit(int channel, double seconds) noexcept {
   observe(metrics_[channel].submit, seconds);
 }
 
-// Only where no later store will write, or has written, the slot.
+// Marks the job's slots as invalid, except those that a later store writes or has written.
 void JobTable::invalidate_slots(Job& job) noexcept {
   for (size_t i = 0; i < job.work->count(); ++i) {
     if (latest_store(*job.work, i) != job.id) continue;
@@ -218,8 +218,8 @@ void JobTable::make_valid(const Job& store) noexcept {
   }
 }
 
-JobTable::BlockTable JobTable::make_block_table(const std::vector<Group>& groups) const {
-  BlockTable blocks;
+JobTable::BlockRecords JobTable::make_block_records(const std::vector<Group>& groups) const {
+  BlockRecords blocks;
   for (int channel = 0; channel < kChannels; ++channel) {
     blocks.latest[channel] = latest_[channel].of_blocks;
   }
@@ -236,7 +236,7 @@ JobTable::BlockTable JobTable::make_block_table(const std::vector<Group>& groups
   return blocks;
 }
 
-void JobTable::rebind(BlockTable blocks) noexcept {
+void JobTable::rebind(BlockRecords blocks) noexcept {
   block_space_.swap(blocks.spaces);
   for (int channel = 0; channel < kChannels; ++channel) {
     latest_[channel].of_blocks.swap(blocks.latest[channel]);

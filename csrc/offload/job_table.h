@@ -23,7 +23,7 @@ namespace kvswap {
 // again. A GPU block is invalid only until the failed load was reported: from then on the caller
 // knows, and may write the block by other means.
 //
-// Only prepare() and make_block_table() allocate, so nothing after them fails for lack of memory.
+// Only prepare() and make_block_records() allocate, so nothing after them fails for lack of memory.
 //
 // Not thread safe: the scheduler's lock guards it.
 class JobTable {
@@ -59,8 +59,8 @@ class JobTable {
   // The number of the job that was added last; -1 before the first.
   int64_t last_id() const { return next_id_ - 1; }
   // Whether all jobs up to this number have ended.
-  bool all_ended_until(int64_t id) const { return first_unended_ > id; }
-  bool all_ended() const { return all_ended_until(last_id()); }
+  bool all_have_ended_until(int64_t id) const { return first_unended_ > id; }
+  bool all_have_ended() const { return all_have_ended_until(last_id()); }
   // How many jobs up to this number have not ended.
   int64_t num_unended_until(int64_t id) const;
   // The first job, queued or running, that has not ended. Call it only if there is one.
@@ -75,12 +75,12 @@ class JobTable {
   // Rebinding, while no job is outstanding.
 
   // What the table keeps of GPU blocks, for new groups. Made first, so that rebind() cannot fail.
-  struct BlockTable {
+  struct BlockRecords {
     std::vector<int> spaces;                                   // block_space, by group
     std::vector<std::vector<int64_t>> latest[kChannels] = {};  // by space, then by id
   };
-  BlockTable make_block_table(const std::vector<Group>& groups) const;
-  void rebind(BlockTable blocks) noexcept;
+  BlockRecords make_block_records(const std::vector<Group>& groups) const;
+  void rebind(BlockRecords blocks) noexcept;
 
  private:
   // The latest job of a channel at each GPU block and at each slot of a host page; -1 for none.

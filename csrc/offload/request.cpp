@@ -68,7 +68,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   }
   // The slots follow all blocks.
   pages = request.pages;
-  for (const Part& part : work.parts) {
+  for (const JobPart& part : work.parts) {
     const Group& group = groups[part.group];
     const int64_t first = request.counts[3 * part.group + 2], per_page = group.blocks_per_page;
     for (int64_t i = first; i < first + static_cast<int64_t>(part.count); ++i) {

@@ -60,7 +60,7 @@ void Scheduler::check_open(const Lock&) const {
 kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
   const Queue& queue = queues_[channel];
   kvswap_metrics metrics = table_.metrics(channel);
-  metrics.queued = queue.num_waiting;
+  metrics.queued = queue.num_queued;
   metrics.running = queue.channel.num_running_jobs();
   metrics.streams = queue.channel.streams();
   metrics.events = queue.channel.events();
@@ -76,11 +76,11 @@ Reason Scheduler::prepare(const Lock&, Job& job) {
 }
 
 void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
-  job.work->after = queue_of(job).channel.point_of_stream(stream);
+  job.work->after = queue_of(job).channel.record_point_on(stream);
 }
 
 void Scheduler::start_after_event(const Lock&, Job& job, Event event) {
-  job.work->after = queue_of(job).channel.point_of_event(event);
+  job.work->after = queue_of(job).channel.record_point_after(event);
 }
 
 void Scheduler::start_at_once(const Lock&, Job& job) noexcept {
@@ -110,7 +110,7 @@ bool Scheduler::Queue::has_submitted_until(int64_t id) const {
   return jobs.empty() || id < jobs.front().id;
 }
 
-// Those in other channels that must not overlap with this work.
+// Whether the jobs of other channels that must not overlap with this work were submitted.
 bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) const {
   for (const Queue& other : queues_) {
     if (&other != &queue && !other.has_submitted_until(work.runs_after[other.channel.number()]))
@@ -138,10 +138,10 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
     return submit_jobs(lock, queue, std::move(jobs));
   }
   if (!ensure_worker(queue, *job)) return;
-  job->work->queued = true;
-  ++queue.num_waiting;
+  job->work->was_queued = true;
+  ++queue.num_queued;
   queue.jobs.push_back(job);
-  queue.work.notify_one();
+  queue.wake_worker.notify_one();
 }
 
 // Ends the job, and returns false, where no thread can be started.
@@ -205,7 +205,7 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcep
   transfer.jobs = std::move(jobs);
   const double began = now();
   for (Job& job : transfer.jobs) {
-    job.queue_seconds = job.work->queued ? began - job.work->submitted_at : 0;
+    job.queue_seconds = job.work->was_queued ? began - job.work->submitted_at : 0;
   }
   Gate* gate = transfer.jobs.front().work->gate;
   lock.unlock();
@@ -275,15 +275,14 @@ void Scheduler::on_submitted(Queue& queue, Transfers made) noexcept {
     job.state = State::kRunning;
     job.work->transfer = transfer;
   }
-  queue.channel.run(std::move(made));
+  queue.channel.add_running(std::move(made));
   progress_.notify_all();
 }
 
 void Scheduler::flush(Lock& lock, const Job& job) noexcept {
   flush_until_ = std::max(flush_until_, job.id);
   progress_.notify_all();
-  const auto is_over = [&] { return job.ended() || job.state == State::kRunning; };
-  while (!is_over()) {
+  while (job.state == State::kQueued) {
     if (!submit_queued(lock, job, kNoLimit)) progress_.wait(lock);
   }
 }
@@ -308,7 +307,7 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
 
 // Removes cancelled jobs from the front of the queue. False if no job is left.
 bool Scheduler::drop_ended(Queue& queue) noexcept {
-  while (!queue.jobs.empty() && queue.jobs.front().ended()) queue.jobs.pop_front();
+  while (!queue.jobs.empty() && queue.jobs.front().has_ended()) queue.jobs.pop_front();
   return !queue.jobs.empty();
 }
 
@@ -325,7 +324,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    queue.work.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
+    queue.wake_worker.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
     if (queue.jobs.empty()) return;
     advance(lock);
     // The first must be one that will be submitted: whether it may start is asked next.
@@ -348,14 +347,14 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
     Job& next = queue.jobs.front();
-    if (next.ended()) {  // it was cancelled
+    if (next.has_ended()) {  // it was cancelled
       queue.jobs.pop_front();
       continue;
     }
     if (!jobs.empty() && !can_join(queue, jobs, bytes, entries, next)) break;
     bytes += next.nbytes;
     entries += next.work->entries;
-    --queue.num_waiting;
+    --queue.num_queued;
     next.work->submission_started = true;
     jobs.push_back(queue.jobs.pop_front());
   }
@@ -380,7 +379,7 @@ bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t
   if (!all_before_are_submitted(queue, work)) return false;
   // What it starts after may itself come after one of the other jobs.
   if (work.after == nullptr) return true;
-  if (!queue.channel.is_over(*work.after)) return false;
+  if (!queue.channel.has_happened(*work.after)) return false;
   queue.channel.release_point(std::exchange(work.after, nullptr));
   return true;
 }
@@ -404,7 +403,7 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
       if (next != nullptr) retire_first(*next);
     } while (next != nullptr && --max_transfers > 0);
   } catch (const std::bad_alloc&) {
-    // No memory for the message of an error: the next one that asks gets that.
+    // There is no memory for an error's message. The next call meets the error again.
   } catch (const std::exception& error) {
     mark_lost(Reason(error));
   }
@@ -444,9 +443,9 @@ void Scheduler::retire_first(Queue& queue) {
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
     const Reason reason = error.empty() ? table_.source_failure(job) : error;
-    const State state = job.work->cancelled ? State::kCancelled
-                        : reason.empty()    ? State::kDone
-                                            : State::kFailed;
+    const State state = job.work->was_cancelled ? State::kCancelled
+                        : reason.empty()        ? State::kDone
+                                                : State::kFailed;
     table_.finish(job, state, reason);
   }
   queue.channel.retire_first();
@@ -462,17 +461,17 @@ void Scheduler::end_unsubmitted(Job& job, State state, const Reason& error) noex
     work.gate->open();  // if it is not, advance() tries again
   }
   Queue& queue = queue_of(job);
-  queue.num_waiting -= work.queued && !work.submission_started;
+  queue.num_queued -= work.was_queued && !work.submission_started;
   queue.channel.release_point(work.after);
-  const bool cancelled = state == State::kCancelled || work.cancelled;
+  const bool cancelled = state == State::kCancelled || work.was_cancelled;
   table_.finish(job, cancelled ? State::kCancelled : state, error);
   progress_.notify_all();
 }
 
 bool Scheduler::cancel(const Lock& lock, Job& job) noexcept {
   advance(lock);
-  if (job.ended()) return false;
-  job.work->cancelled = true;
+  if (job.has_ended()) return false;
+  job.work->was_cancelled = true;
   if (!job.work->submission_started) end_unsubmitted(job, State::kCancelled, {});
   return true;
 }
@@ -491,13 +490,14 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
   for (Queue& queue : queues_) {
     while (!queue.channel.is_idle()) {
       for (Job& job : queue.channel.oldest().jobs) {
-        table_.finish(job, job.work->cancelled ? State::kCancelled : State::kFailed, device_loss_);
+        table_.finish(job, job.work->was_cancelled ? State::kCancelled : State::kFailed,
+                      device_loss_);
       }
       queue.channel.retire_first();
     }
     while (!queue.jobs.empty()) {
       const JobRef job = queue.jobs.pop_front();
-      if (!job->ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
+      if (!job->has_ended()) end_unsubmitted(*job, State::kFailed, device_loss_);
     }
   }
   for (Gate* gate : gates_) {
@@ -509,10 +509,10 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
 // Gates.
 
 Gate* Scheduler::make_gate(const Lock&, int layer_groups) {
-  const auto is_over = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
-  const auto over = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_over));
-  std::for_each(over, gates_.end(), Gate::release);
-  gates_.erase(over, gates_.end());
+  const auto is_unused = [](Gate* gate) { return gate->is_dropped() && !gate->awaits_opening(); };
+  const auto unused = std::stable_partition(gates_.begin(), gates_.end(), std::not_fn(is_unused));
+  std::for_each(unused, gates_.end(), Gate::release);
+  gates_.erase(unused, gates_.end());
   make_room(gates_, gates_.size());
   gates_.push_back(new Gate(device_, layer_groups, gate_words_));
   return gates_.back();
@@ -530,7 +530,7 @@ void Scheduler::wait_for_gate(Lock& lock, const Gate& gate) {
   }
 }
 
-// Those that the driver did not open when their loads failed.
+// Tries again to open gates that the driver refused to open.
 void Scheduler::open_gates(const Lock& lock) noexcept {
   for (Gate* gate : gates_) {
     if (gate->opening_error().empty()) continue;
@@ -548,8 +548,8 @@ bool Scheduler::has_gates_to_open() const {
 
 void Scheduler::rebind(const Lock&, std::vector<Group> groups) {
   MethodChooser chooser = planner_.prepare(groups);
-  JobTable::BlockTable blocks = table_.make_block_table(groups);
-  // From here on nothing fails. The old tables go with `groups`.
+  JobTable::BlockRecords blocks = table_.make_block_records(groups);
+  // From here on nothing fails. The old kernel tables go with `groups`.
   groups_.swap(groups);
   planner_.rebind(std::move(chooser));
   table_.rebind(std::move(blocks));
@@ -562,7 +562,7 @@ void Scheduler::close(const Lock&) noexcept {
 
 void Scheduler::stop(Lock& lock) {
   stopping_ = true;
-  for (Queue& queue : queues_) queue.work.notify_all();
+  for (Queue& queue : queues_) queue.wake_worker.notify_all();
   lock.unlock();
   for (Queue& queue : queues_) {
     if (queue.worker.joinable()) queue.worker.join();

@@ -115,7 +115,9 @@ class Scheduler {
   // From now on check_open() throws.
   void close(const Lock&) noexcept;
   // Whether all jobs have ended, and the opening of all gates is enqueued.
-  bool has_nothing_left(const Lock&) const { return table_.all_ended() && !has_gates_to_open(); }
+  bool has_nothing_left(const Lock&) const {
+    return table_.all_have_ended() && !has_gates_to_open();
+  }
   // Joins the worker threads, then frees streams, events and device memory. All jobs have ended.
   void stop(Lock& lock);
 
@@ -126,10 +128,10 @@ class Scheduler {
 
     Channel channel;
     JobList jobs;             // queued; a cancelled job stays until it is at the front
-    size_t num_waiting = 0;   // jobs that were not cancelled
+    size_t num_queued = 0;    // without those that were cancelled
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
     std::thread worker;       // submits queued jobs; started when it is first needed
-    std::condition_variable work;  // wakes the worker: to submit something, or to stop
+    std::condition_variable wake_worker;  // to submit something, or to stop
 
     // Whether all jobs up to this number were submitted, or have ended.
     bool has_submitted_until(int64_t id) const;

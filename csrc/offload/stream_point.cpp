@@ -9,7 +9,7 @@ constexpr size_t kMaxStreamPoints = 256;
 
 }  // namespace
 
-StreamPoint* StreamPoints::take(Stream stream) {
+StreamPoint* StreamPoints::record(Stream stream) {
   if (device_.is_idle(stream)) return nullptr;
   const bool is_full = all_.size() - idle_.size() >= kMaxStreamPoints;
   StreamPoint* point = is_full ? latest_on(stream) : nullptr;
@@ -19,7 +19,7 @@ StreamPoint* StreamPoints::take(Stream stream) {
   try {
     device_.record_event(point->event, stream, " on the stream that the job starts after");
   } catch (...) {
-    give(point);
+    release(point);
     throw;
   }
   point->number = ++records_;
@@ -49,12 +49,12 @@ StreamPoint* StreamPoints::take_idle() {
   return point;
 }
 
-void StreamPoints::give(StreamPoint* point) noexcept {
+void StreamPoints::release(StreamPoint* point) noexcept {
   if (point == nullptr || --point->users > 0) return;
   idle_.push_back(point);
 }
 
-bool StreamPoints::is_over(const StreamPoint& point) const noexcept {
+bool StreamPoints::has_happened(const StreamPoint& point) const noexcept {
   try {
     return device_.has_happened(point.event);
   } catch (const std::exception&) {  // who waits for it gets the error

@@ -31,12 +31,13 @@ class StreamPoints {
  public:
   explicit StreamPoints(Device& device) : device_(device) {}
 
-  // A point after all work that the stream was given so far; null if that has ended.
-  StreamPoint* take(Stream stream);
+  // Records a point after all work that the stream was given so far. Returns null if that has
+  // ended.
+  StreamPoint* record(Stream stream);
   // Each user calls this once, when it does not need the point any more. null: does nothing.
-  void give(StreamPoint* point) noexcept;
+  void release(StreamPoint* point) noexcept;
   // Whether the work before it has ended.
-  bool is_over(const StreamPoint& point) const noexcept;
+  bool has_happened(const StreamPoint& point) const noexcept;
 
   size_t created() const { return all_.size(); }
   void destroy();

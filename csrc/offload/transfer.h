@@ -29,7 +29,7 @@ struct Transfer {
   JobList jobs;                     // in the order of submission
   std::vector<TransferPart> parts;  // in the order in which they are copied
   Event start = nullptr;
-  std::vector<Event> ends;  // one for each group of layers; the last is the end of all
+  std::vector<Event> ends;  // one for each layer group; the last is the end of all
   size_t entries = 0;       // of the driver's queue
   bool end_seen = false;
 

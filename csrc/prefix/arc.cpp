@@ -4,8 +4,8 @@
 
 namespace kvswap::prefix {
 
-Arc::Arc(Table& table, size_t most_pages) : table_(table) {
-  for (size_t i = most_pages; i < 2 * most_pages; ++i) {
+Arc::Arc(Table& table, size_t num_pages) : table_(table) {
+  for (size_t i = num_pages; i < 2 * num_pages; ++i) {
     free_ghosts_.append(table.nodes, static_cast<uint32_t>(i));
   }
 }

@@ -10,9 +10,9 @@ namespace kvswap::prefix {
 // room. sizes_ counts held pages too. If all pages of the side that should give one are held, the
 // other side gives it. In the table, the nodes of the pages come first, then the nodes of the
 // ghosts.
-class Arc final : public Policy {
+class Arc final : public EvictionPolicy {
  public:
-  Arc(Table& table, size_t most_pages);
+  Arc(Table& table, size_t num_pages);
 
   Admission admit(const Digest& key) override;
   uint32_t evict(const Admission& admission) override;

@@ -5,12 +5,13 @@
 
 namespace kvswap::prefix {
 
-size_t num_nodes(PolicyKind kind, size_t num_pages) {
-  return kind == PolicyKind::kArc ? 2 * num_pages : num_pages;
+size_t num_nodes(EvictionPolicyKind kind, size_t num_pages) {
+  return kind == EvictionPolicyKind::kArc ? 2 * num_pages : num_pages;
 }
 
-std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages) {
-  if (kind == PolicyKind::kArc) return std::make_unique<Arc>(table, num_pages);
+std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, Table& table,
+                                            size_t num_pages) {
+  if (kind == EvictionPolicyKind::kArc) return std::make_unique<Arc>(table, num_pages);
   return std::make_unique<Lru>(table);
 }
 

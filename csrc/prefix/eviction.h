@@ -21,11 +21,11 @@ struct Admission {
 // out. Node p of the table is page p. A policy may use the nodes after those of the pages for
 // itself.
 //
-// To add a policy: derive from Policy, add a PolicyKind, and extend num_nodes() and make_policy()
-// (arc.cpp). Raise kMaxLists if it has more lists.
-class Policy {
+// To add a policy: derive from EvictionPolicy, add an EvictionPolicyKind, and extend num_nodes()
+// and make_policy() (eviction.cpp). Raise kMaxLists if it has more lists.
+class EvictionPolicy {
  public:
-  virtual ~Policy() = default;
+  virtual ~EvictionPolicy() = default;
 
   // Called when a key without a page is to be stored; then evict(), if no page is free, and
   // add_page().
@@ -52,10 +52,11 @@ class Policy {
   virtual void grow(size_t num_pages) = 0;
 };
 
-enum class PolicyKind { kLru = 0, kArc = 1 };
+enum class EvictionPolicyKind { kLru = 0, kArc = 1 };
 
 // How many nodes the table of a policy with this many pages must have.
-size_t num_nodes(PolicyKind kind, size_t num_pages);
-std::unique_ptr<Policy> make_policy(PolicyKind kind, Table& table, size_t num_pages);
+size_t num_nodes(EvictionPolicyKind kind, size_t num_pages);
+std::unique_ptr<EvictionPolicy> make_policy(EvictionPolicyKind kind, Table& table,
+                                            size_t num_pages);
 
 }  // namespace kvswap::prefix

@@ -5,7 +5,7 @@
 namespace kvswap::prefix {
 
 // Evicts the page that has been idle for longest.
-class Lru final : public Policy {
+class Lru final : public EvictionPolicy {
  public:
   explicit Lru(Table& table) : table_(table) {}
 

@@ -9,7 +9,7 @@
 namespace kvswap::prefix {
 namespace {
 
-// Numbers of jobs and leases, unique among all managers: none takes another's for its own.
+// Numbers of reservations and leases, unique among all managers: none takes another's for its own.
 int64_t next_id() {
   static std::atomic<int64_t> last{0};
   return ++last;
@@ -19,45 +19,45 @@ constexpr size_t kAtOnce = 64;
 
 }  // namespace
 
-Manager::Manager(const std::vector<GroupOptions>& groups, const Options& options)
+BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
   for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
   if (store_threshold_ > 1) lookups_.emplace(options.lookup_capacity);
 }
 
-std::unique_ptr<Pages> Manager::make_pages(size_t group) {
+std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {
   const size_t num_pages = groups_[group].options.num_pages;
   return std::make_unique<Pages>(static_cast<int32_t>(group), num_pages, policy_, events_);
 }
 
-std::unique_lock<std::mutex> Manager::enter(size_t visits, bool wait) {
+std::unique_lock<std::mutex> BlockManager::lock_for(size_t visits, bool wait) {
   if (wait) return std::unique_lock(mutex_);
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (visits > kFewKeys || !lock) throw Busy{};
   return lock;
 }
 
-void Manager::grow(const int64_t* ready_pages) {
+void BlockManager::grow(const int64_t* ready_pages) {
   const std::lock_guard lock(mutex_);
   for (Group& group : groups_) group.pages->grow(static_cast<size_t>(*ready_pages++));
 }
 
-int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
-  const auto lock = enter(total(keys), wait);
-  find(keys, true);
-  Job job{false, {}};
-  job.pins.reserve(found_.size());
+int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
+  Reservation reservation{false, {}};
+  reservation.pins.reserve(found_pages_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (!groups_[g].pages->is_filled(found_[at])) return 0;
-      pages[at] = found_[at];
-      job.pins.push_back({g, found_[at], false});
+      if (!groups_[g].pages->is_filled(found_pages_[at])) return 0;
+      pages[at] = found_pages_[at];
+      reservation.pins.push_back({g, found_pages_[at], false});
     }
   }
   const int64_t id = next_id();
-  const Job& kept = jobs_.emplace(id, std::move(job)).first->second;
+  const Reservation& kept = reservations_.emplace(id, std::move(reservation)).first->second;
   for (const Pin& pin : kept.pins) {
     groups_[pin.group].pages->hold(pin.page);
     groups_[pin.group].pages->use(pin.page);
@@ -65,34 +65,34 @@ int64_t Manager::prepare_load(const Keys& keys, int64_t* pages, bool wait) {
   return id;
 }
 
-std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool keep,
-                                             int64_t* key_indices, int64_t* pages, int64_t* counts,
-                                             bool wait) {
-  const auto lock = enter(total(keys), wait);
+std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, bool keep,
+                                                  int64_t* key_indices, int64_t* pages,
+                                                  int64_t* counts, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
   expire(now, wait);
   check_distinct(keys);
-  find(keys, true);
+  find_pages(keys, true);
   if (!has_room(keys, keep)) return std::nullopt;
   // All memory is taken before anything is held or evicted.
-  placed_.resize(found_.size());
+  assigned_.resize(found_pages_.size());
   std::vector<Pin> pins, kept;
-  pins.reserve(found_.size());
-  if (keep) kept.reserve(found_.size());
+  pins.reserve(found_pages_.size());
+  if (keep) kept.reserve(found_pages_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
-  const auto job = jobs_.emplace(stored.job, Job{true, {}}).first;
+  const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
   try {
     if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
   } catch (...) {
-    jobs_.erase(job);
+    reservations_.erase(reservation);
     throw;
   }
   size_t at = 0, written = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     const std::vector<uint32_t>& wanted = groups_[g].wanted;
-    take_pages(g, keys.digests + at * kDigestBytes, found_.data() + at, keys.counts[g], pins);
+    take_pages(g, keys.digests + at * kDigestBytes, found_pages_.data() + at, keys.counts[g], pins);
     for (size_t i = 0; i < wanted.size(); ++i, ++written) {
       key_indices[written] = wanted[i];
-      pages[written] = placed_[i];
+      pages[written] = assigned_[i];
     }
     counts[g] = static_cast<int64_t>(wanted.size());
   }
@@ -101,21 +101,21 @@ std::optional<Stored> Manager::prepare_store(const Keys& keys, double now, bool 
     kept = pins;
     leases_.find(stored.lease)->second = std::move(kept);
   }
-  job->second.pins = std::move(pins);
+  reservation->second.pins = std::move(pins);
   if (written > 0) return stored;
-  release_all(job->second.pins);
-  jobs_.erase(job);
+  release_all(reservation->second.pins);
+  reservations_.erase(reservation);
   return Stored{0, stored.lease};
 }
 
-void Manager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
-                         std::vector<Pin>& pins) {
+void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
+                              std::vector<Pin>& pins) {
   Group& group = groups_[g];
   for (int64_t i = 0; i < count; ++i) {
     if (found[i] != kNone) group.pages->hold(found[i]);
   }
-  group.pages->place(digests, group.wanted, placed_.data());
-  for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = placed_[i];
+  group.pages->assign(digests, group.wanted, assigned_.data());
+  for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = assigned_[i];
   auto next = group.wanted.begin();
   for (int64_t i = 0; i < count; ++i) {
     const bool fills = next != group.wanted.end() && *next == i;
@@ -124,78 +124,78 @@ void Manager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, in
   }
 }
 
-void Manager::end(int64_t id, bool succeeded, bool wait) {
-  const auto lock = enter(0, wait);
-  const auto found = jobs_.find(id);
-  if (found == jobs_.end()) {
-    fail<ValueError>("job ", id, " has ended before, or is another manager's");
+void BlockManager::end(int64_t id, bool succeeded, bool wait) {
+  const auto lock = lock_for(0, wait);
+  const auto found = reservations_.find(id);
+  if (found == reservations_.end()) {
+    fail<ValueError>("reservation ", id, " has ended before, or is another manager's");
   }
-  const Job& job = found->second;
-  if (!wait && job.pins.size() > kFewKeys) throw Busy{};
-  for (const Pin& pin : job.pins) {
+  const Reservation& reservation = found->second;
+  if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
+  for (const Pin& pin : reservation.pins) {
     Group& group = groups_[pin.group];
     if (succeeded && pin.fills) {
-      group.counters.stored += group.pages->fill(pin.page);
+      group.counters.stored += group.pages->mark_filled(pin.page);
     } else if (succeeded) {
-      group.counters.loaded += !job.is_store;
-    } else if (pin.fills || !job.is_store) {
+      group.counters.loaded += !reservation.is_store;
+    } else if (pin.fills || !reservation.is_store) {
       group.pages->forget(pin.page);
       ++group.counters.failed;
     }
   }
-  release_all(job.pins);
-  jobs_.erase(found);
+  release_all(reservation.pins);
+  reservations_.erase(found);
 }
 
-void Manager::touch(const Keys& keys, bool wait) {
-  const auto lock = enter(total(keys), wait);
-  find(keys, true);
+void BlockManager::touch(const Keys& keys, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
   // The first block is the last one used: without it no other block is of use.
-  size_t end = found_.size();
+  size_t end = found_pages_.size();
   for (size_t g = groups_.size(); g-- > 0;) {
     for (int64_t i = keys.counts[g]; i-- > 0;) {
-      const uint32_t page = found_[--end];
+      const uint32_t page = found_pages_[--end];
       if (groups_[g].pages->is_filled(page)) groups_[g].pages->use(page);
     }
   }
 }
 
-void Manager::order(const Keys& keys, bool renew, bool wait) {
-  const auto lock = enter(total(keys), wait);
-  find(keys, true);
+void BlockManager::order(const Keys& keys, bool renew, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, true);
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     Pages& pages = *groups_[g].pages;
     const auto count = static_cast<size_t>(keys.counts[g]);
     for (size_t i = renew ? count : 0; i-- > 0;) {
-      if (!pages.is_idle(found_[at + i])) continue;
-      pages.hold(found_[at + i]);
-      pages.release(found_[at + i]);
+      if (!pages.is_idle(found_pages_[at + i])) continue;
+      pages.hold(found_pages_[at + i]);
+      pages.release(found_pages_[at + i]);
     }
-    if (!renew) pages.order(found_.data() + at, count);
+    if (!renew) pages.order(found_pages_.data() + at, count);
   }
 }
 
-int64_t Manager::lease(const Keys& keys, double now, double seconds, bool wait) {
-  const auto lock = enter(total(keys), wait);
+int64_t BlockManager::lease(const Keys& keys, double now, double seconds, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
   expire(now, wait);
-  find(keys, true);
-  if (std::find(found_.begin(), found_.end(), kNone) != found_.end()) return 0;
+  find_pages(keys, true);
+  if (std::find(found_pages_.begin(), found_pages_.end(), kNone) != found_pages_.end()) return 0;
   const int64_t id = next_id();
   std::vector<Pin> pins;
-  pins.reserve(found_.size());
+  pins.reserve(found_pages_.size());
   size_t at = 0;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_[at++], false});
+    for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_pages_[at++], false});
   }
-  if (std::isfinite(seconds)) ends_.push({now + seconds, id});
+  if (std::isfinite(seconds)) lease_ends_.push({now + seconds, id});
   const std::vector<Pin>& kept = leases_.emplace(id, std::move(pins)).first->second;
   for (const Pin& pin : kept) groups_[pin.group].pages->hold(pin.page);
   return id;
 }
 
-bool Manager::release(int64_t id, bool wait) {
-  const auto lock = enter(0, wait);
+bool BlockManager::release(int64_t id, bool wait) {
+  const auto lock = lock_for(0, wait);
   const auto found = leases_.find(id);
   if (found == leases_.end()) return false;
   if (!wait && found->second.size() > kFewKeys) throw Busy{};
@@ -204,33 +204,34 @@ bool Manager::release(int64_t id, bool wait) {
   return true;
 }
 
-void Manager::reset() {
+void BlockManager::reset() {
   // New pages are made, and the old ones freed, while other calls go on.
   std::vector<std::unique_ptr<Pages>> pages;
   for (size_t g = 0; g < groups_.size(); ++g) pages.push_back(make_pages(g));
   decltype(leases_) leases;
-  decltype(ends_) ends;
+  decltype(lease_ends_) ends;
   const std::lock_guard lock(mutex_);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    pages[g]->follow(*groups_[g].pages);
+    pages[g]->take_over(*groups_[g].pages);
     groups_[g].pages.swap(pages[g]);
   }
-  for (const auto& [id, job] : jobs_) {
-    for (const Pin& pin : job.pins) groups_[pin.group].pages->keep_held(pin.page);
+  for (const auto& [id, reservation] : reservations_) {
+    for (const Pin& pin : reservation.pins) groups_[pin.group].pages->keep_held(pin.page);
   }
   leases_.swap(leases);
-  ends_.swap(ends);
-  events_.record(EventKind::kCleared, -1, {});
+  lease_ends_.swap(ends);
+  events_.record(BlockEventKind::kCleared, -1, {});
 }
 
-void Manager::release_all(const std::vector<Pin>& pins) {
+void BlockManager::release_all(const std::vector<Pin>& pins) {
   // The first block is released last, and so evicted last: without it no other block is of use.
   for (size_t i = pins.size(); i-- > 0;) groups_[pins[i].group].pages->release(pins[i].page);
 }
 
-void Manager::expire(double now, bool wait) {
-  for (size_t visits = 0; !ends_.empty() && ends_.top().first <= now; ends_.pop()) {
-    const auto found = leases_.find(ends_.top().second);
+void BlockManager::expire(double now, bool wait) {
+  for (size_t visits = 0; !lease_ends_.empty() && lease_ends_.top().first <= now;
+       lease_ends_.pop()) {
+    const auto found = leases_.find(lease_ends_.top().second);
     visits += 1 + (found == leases_.end() ? 0 : found->second.size());
     if (!wait && visits > kFewKeys) throw Busy{};
     if (found == leases_.end()) continue;
@@ -239,14 +240,14 @@ void Manager::expire(double now, bool wait) {
   }
 }
 
-size_t Manager::total(const Keys& keys) const {
+size_t BlockManager::num_keys(const Keys& keys) const {
   size_t sum = 0;
   for (size_t g = 0; g < groups_.size(); ++g) sum += static_cast<size_t>(keys.counts[g]);
   return sum;
 }
 
-void Manager::find(const Keys& keys, bool all) {
-  found_.resize(total(keys));
+void BlockManager::find_pages(const Keys& keys, bool all) {
+  found_pages_.resize(num_keys(keys));
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -254,10 +255,10 @@ void Manager::find(const Keys& keys, bool all) {
     size_t step = all || group.options.window > 0 ? count : 1;  // most misses are at the front
     for (size_t start = 0; start < count;) {
       const size_t size = std::min(step, count - start);
-      uint32_t* found = found_.data() + at + start;
+      uint32_t* found = found_pages_.data() + at + start;
       group.pages->find_all(keys.digests + (at + start) * kDigestBytes, size, found);
       if (size < count && std::find(found, found + size, kNone) != found + size) {
-        std::fill(found + size, found_.data() + at + count, kNone);
+        std::fill(found + size, found_pages_.data() + at + count, kNone);
         break;
       }
       start += size;
@@ -267,13 +268,13 @@ void Manager::find(const Keys& keys, bool all) {
   }
 }
 
-std::pair<size_t, size_t> Manager::needed(const Group& group, int64_t units) const {
+std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_t units) const {
   const size_t end = static_cast<size_t>(units) * group.options.ratio;
   const size_t window = group.options.window;
   return {window == 0 || window > end ? 0 : end - window, end};
 }
 
-int64_t Manager::longest(const Keys& keys, bool ready) const {
+int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) const {
   int64_t units = INT64_MAX;
   for (size_t g = 0; g < groups_.size(); ++g) {
     units = std::min(units, keys.counts[g] / static_cast<int64_t>(groups_[g].options.ratio));
@@ -287,9 +288,10 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
     for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
       const Group& group = groups_[g];
       const auto lacks = [&](size_t j) {
-        return ready ? !group.pages->is_filled(found_[at + j]) : found_[at + j] == kNone;
+        return ready ? !group.pages->is_filled(found_pages_[at + j])
+                     : found_pages_[at + j] == kNone;
       };
-      auto [start, end] = needed(group, units);
+      auto [start, end] = needed_blocks(group, units);
       size_t missing = end;
       if (group.options.window == 0) {
         missing = start;
@@ -307,30 +309,30 @@ int64_t Manager::longest(const Keys& keys, bool ready) const {
   return units;
 }
 
-Found Manager::lookup(const Keys& keys, bool again, bool wait) {
-  const auto lock = enter(total(keys), wait);
-  find(keys, false);
-  Found found{longest(keys, false), longest(keys, true), 0};
+Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
+  const auto lock = lock_for(num_keys(keys), wait);
+  find_pages(keys, false);
+  Lookup found{longest_prefix(keys, false), longest_prefix(keys, true), 0};
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     Group& group = groups_[g];
-    const auto [start, end] = needed(group, found.found);
+    const auto [start, end] = needed_blocks(group, found.found);
     int64_t pending = 0;
-    for (size_t i = start; i < end; ++i) pending += !group.pages->is_filled(found_[at + i]);
+    for (size_t i = start; i < end; ++i) pending += !group.pages->is_filled(found_pages_[at + i]);
     found.pending += pending;
     if (again) continue;
-    const auto [first, last] = needed(group, found.ready);
+    const auto [first, last] = needed_blocks(group, found.ready);
     group.counters.asked += static_cast<uint64_t>(keys.counts[g]);
     group.counters.hits += last - first;
     group.counters.pending += static_cast<uint64_t>(pending);
   }
   if (lookups_ && !again) {
-    for (size_t i = 0; i < found_.size(); ++i) lookups_->add(digest_at(keys.digests, i));
+    for (size_t i = 0; i < found_pages_.size(); ++i) lookups_->add(digest_at(keys.digests, i));
   }
   return found;
 }
 
-void Manager::check_distinct(const Keys& keys) {
+void BlockManager::check_distinct(const Keys& keys) {
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     const auto count = static_cast<size_t>(keys.counts[g]);
@@ -350,7 +352,7 @@ void Manager::check_distinct(const Keys& keys) {
   }
 }
 
-bool Manager::has_room(const Keys& keys, bool keep) {
+bool BlockManager::has_room(const Keys& keys, bool keep) {
   size_t at = 0;
   bool fits = true;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -358,9 +360,9 @@ bool Manager::has_room(const Keys& keys, bool keep) {
     group.wanted.clear();
     size_t idle = group.pages->num_idle(), skipped = 0;
     for (int64_t i = 0; i < keys.counts[g]; ++i, ++at) {
-      if (found_[at] != kNone) {
-        idle -=
-            group.pages->is_idle(found_[at]);  // a page that the job holds cannot be evicted for it
+      if (found_pages_[at] != kNone) {
+        // A page that the reservation holds cannot be evicted for it.
+        idle -= group.pages->is_idle(found_pages_[at]);
       } else if (!keep && lookups_ &&
                  lookups_->count(digest_at(keys.digests, at)) < store_threshold_) {
         ++skipped;
@@ -377,13 +379,13 @@ bool Manager::has_room(const Keys& keys, bool keep) {
   return fits;
 }
 
-size_t Manager::take_events(Event* events, size_t capacity) {
+size_t BlockManager::take_events(BlockEvent* events, size_t capacity) {
   const std::lock_guard lock(mutex_);
   return events_.take(events, capacity);
 }
 
-void Manager::stats(size_t group, double now,
-                    const std::function<void(const Counters&, const Pages&)>& read) {
+void BlockManager::stats(size_t group, double now,
+                         const std::function<void(const Counters&, const Pages&)>& read) {
   const std::lock_guard lock(mutex_);
   expire(now, true);
   read(groups_.at(group).counters, *groups_.at(group).pages);

@@ -14,14 +14,15 @@
 
 namespace kvswap::prefix {
 
-// A group of layers. The length of a prefix is counted in units; one unit is `ratio` blocks of this
-// group. A hit needs the last `window` blocks before its end; 0: all blocks.
+// A group of layers that share their blocks. The length of a prefix is counted in units; one unit
+// is `ratio` blocks of this group. A hit needs the last `window` blocks before its end; 0: all
+// blocks.
 struct GroupOptions {
   size_t num_pages, ratio, window;
 };
 
 struct Options {
-  PolicyKind policy;
+  EvictionPolicyKind policy;
   uint32_t store_threshold;
   size_t lookup_capacity;  // keys with a counter of lookups
   int32_t events;          // bit 1 << kind for each kind to record
@@ -36,17 +37,17 @@ struct Keys {
 // found: length of the longest cached prefix, in units. ready: length of the longest prefix that
 // can be loaded now, in units. pending: blocks, not units, that `found` needs and that are not
 // ready.
-struct Found {
+struct Lookup {
   int64_t found, ready, pending;
 };
 
 struct Stored {
-  int64_t job = 0;    // 0: there is nothing to store
-  int64_t lease = 0;  // of all the keys, if they are to be kept; otherwise 0
+  int64_t reservation = 0;  // 0: there is nothing to store
+  int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
 };
 
 // Blocks of a group since the start, except refused: stores for which there was no room. skipped:
-// below the store threshold. failed: of jobs that failed.
+// below the store threshold. failed: of loads and stores that failed.
 struct Counters {
   uint64_t asked, hits, pending, stored, loaded, skipped, refused, failed;
 };
@@ -60,27 +61,28 @@ struct Busy {};
 // and visits at most kFewKeys keys or held pages. Otherwise it throws Busy, and its caller releases
 // the GIL and calls again. Releasing the GIL costs more than a small call: a thread that computes
 // in Python gives it back only after milliseconds.
-class Manager {
+class BlockManager {
  public:
   // With a million pages, a call for this many keys takes less than a millisecond.
   static constexpr size_t kFewKeys = 1024;
 
-  Manager(const std::vector<GroupOptions>& groups, const Options& options);
+  BlockManager(const std::vector<GroupOptions>& groups, const Options& options);
 
   // From now on the first ready_pages[g] pages of group g can be used; never fewer than before. A
   // new manager has none.
   void grow(const int64_t* ready_pages);
   // again: a repeated lookup, which is not counted.
-  Found lookup(const Keys& keys, bool again, bool wait);
-  // Holds the pages of all keys for a job. Returns the job; 0 if some key is not ready.
+  Lookup lookup(const Keys& keys, bool again, bool wait);
+  // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
   // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
   // and how many there are in each group. If there is no room, gives none and returns nullopt.
   // keep: ignores the store threshold, and leases all keys until release().
   std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
                                       int64_t* pages, int64_t* counts, bool wait);
-  // Ends a job. Without success, the keys that it was to store, or load, are forgotten.
-  void end(int64_t job, bool succeeded, bool wait);
+  // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
+  // loaded, are forgotten.
+  void end(int64_t reservation, bool succeeded, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
@@ -90,23 +92,24 @@ class Manager {
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);
   // Ends a lease. False if it had ended already.
   bool release(int64_t lease, bool wait);
-  // Forgets all keys. Pages of running jobs stay held; other calls wait only while those are
+  // Forgets all keys. Pages of reservations stay held; other calls wait only while those are
   // marked.
   void reset();
-  size_t take_events(Event* events, size_t capacity);
+  size_t take_events(BlockEvent* events, size_t capacity);
 
   // Calls read(counters, pages) of a group.
   void stats(size_t group, double now,
              const std::function<void(const Counters&, const Pages&)>& read);
 
  private:
-  // A page that a job or a lease holds.
+  // A page that a reservation or a lease holds.
   struct Pin {
     uint32_t group;
     uint32_t page;
-    bool fills;  // the job stores the page's bytes
+    bool fills;  // the store that it is reserved for writes the page
   };
-  struct Job {
+  // The pages of a load or a store, until its copy has ended.
+  struct Reservation {
     bool is_store;
     std::vector<Pin> pins;  // in the order of the keys
   };
@@ -118,15 +121,15 @@ class Manager {
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Takes the lock, for a call that visits this many keys or pages.
-  std::unique_lock<std::mutex> enter(size_t visits, bool wait);
-  size_t total(const Keys& keys) const;
-  // Sets `found_`, the page of each key or kNone. all: of every key; otherwise, in groups without a
-  // window, keys after the first miss may be left at kNone.
-  void find(const Keys& keys, bool all);
+  std::unique_lock<std::mutex> lock_for(size_t visits, bool wait);
+  size_t num_keys(const Keys& keys) const;
+  // Sets `found_pages_`, the page of each key or kNone. all: of every key; otherwise, in groups
+  // without a window, keys after the first miss may be left at kNone.
+  void find_pages(const Keys& keys, bool all);
   // The longest prefix, in units, whose needed blocks are all cached. ready: all ready.
-  int64_t longest(const Keys& keys, bool ready) const;
+  int64_t longest_prefix(const Keys& keys, bool ready) const;
   // The range [first, end) of a group's blocks that a prefix of this length needs.
-  std::pair<size_t, size_t> needed(const Group& group, int64_t units) const;
+  std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
   void check_distinct(const Keys& keys);
   // Sets `wanted` of each group. Returns whether there are pages for all of them.
@@ -140,19 +143,19 @@ class Manager {
   void expire(double now, bool wait);
 
   std::mutex mutex_;
-  Events events_;
-  const PolicyKind policy_;
+  BlockEventQueue events_;
+  const EvictionPolicyKind policy_;
   std::vector<Group> groups_;
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
-  std::unordered_map<int64_t, Job> jobs_;
+  std::unordered_map<int64_t, Reservation> reservations_;
   std::unordered_map<int64_t, std::vector<Pin>> leases_;
-  using End = std::pair<double, int64_t>;  // when a lease ends, and the lease
-  std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
+  using LeaseEnd = std::pair<double, int64_t>;  // when a lease ends, and the lease
+  std::priority_queue<LeaseEnd, std::vector<LeaseEnd>, std::greater<LeaseEnd>> lease_ends_;
   // Of the call that is running; kept for their memory.
-  std::vector<uint32_t> found_;  // the page of each key, or kNone
-  // placed_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
-  std::vector<uint32_t> placed_, seen_;
+  std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
+  // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().
+  std::vector<uint32_t> assigned_, seen_;
 };
 
 }  // namespace kvswap::prefix

@@ -4,7 +4,7 @@
 
 namespace kvswap::prefix {
 
-Pages::Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events)
+Pages::Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events)
     : group_(group),
       num_pages_(num_pages),
       events_(events),
@@ -17,14 +17,14 @@ void Pages::grow(size_t ready_pages) {
   policy_->grow(num_ready_pages_);
 }
 
-void Pages::follow(const Pages& before) {
+void Pages::take_over(const Pages& before) {
   grow(before.num_ready_pages_);
   num_evicted_ = before.num_evicted_;
 }
 
 void Pages::keep_held(uint32_t page) {
   Node& node = table_.nodes[page];
-  if (++node.count > 1) return;  // another job holds it, too
+  if (++node.count > 1) return;  // another reservation holds it, too
   set_state(page, PageState::kForgotten);
   ++num_kept_;
 }
@@ -32,7 +32,7 @@ void Pages::keep_held(uint32_t page) {
 void Pages::find_all(const uint8_t* digests, size_t count, uint32_t* pages) const {
   table_.find_all(digests, count, pages);
   for (size_t i = 0; i < count; ++i) {
-    if (pages[i] >= num_pages_) pages[i] = kNone;  // what the policy remembers of lost keys
+    if (pages[i] >= num_pages_) pages[i] = kNone;  // a ghost of the policy, without a page
   }
 }
 
@@ -67,8 +67,8 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
-                  uint32_t* pages) {
+void Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
+                   uint32_t* pages) {
   const size_t count = key_indices.size();
   for (size_t i = 0; i < count; ++i) {
     admissions_[i] = policy_->admit(digest_at(digests, key_indices[i]));
@@ -76,7 +76,7 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
       pages[i] = take_free();
     } else {
       pages[i] = policy_->evict(admissions_[i]);
-      events_.record(EventKind::kEvicted, group_, table_.nodes[pages[i]].key);
+      events_.record(BlockEventKind::kEvicted, group_, table_.nodes[pages[i]].key);
       ++num_evicted_;
     }
     policy_->add_page(admissions_[i]);
@@ -92,16 +92,16 @@ void Pages::place(const uint8_t* digests, const std::vector<uint32_t>& key_indic
   }
 }
 
-bool Pages::fill(uint32_t page) {
+bool Pages::mark_filled(uint32_t page) {
   if (state(page) != PageState::kFilling) return false;
   set_state(page, PageState::kFilled);
-  events_.record(EventKind::kStored, group_, table_.nodes[page].key);
+  events_.record(BlockEventKind::kStored, group_, table_.nodes[page].key);
   return true;
 }
 
 void Pages::forget(uint32_t page) {
   if (state(page) == PageState::kFilled) {
-    events_.record(EventKind::kEvicted, group_, table_.nodes[page].key);
+    events_.record(BlockEventKind::kEvicted, group_, table_.nodes[page].key);
   }
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
   if (is_idle(page)) policy_->remove_idle(page);
@@ -121,7 +121,7 @@ uint32_t Pages::take_free() {
   while (num_tried_ < num_ready_pages_) {
     const auto page = static_cast<uint32_t>(num_tried_++);
     if (state(page) == PageState::kFree) return page;
-    --num_kept_;  // in the list when it is released
+    --num_kept_;  // goes to free_ when it is released
   }
   return free_.take_oldest(table_.nodes);
 }

@@ -3,28 +3,27 @@
 #include <memory>
 #include <vector>
 
-#include "prefix/events.h"
+#include "prefix/block_events.h"
 #include "prefix/eviction.h"
 
 namespace kvswap::prefix {
 
-// kFree: the page has no key. kFilling: a job stores its key's bytes. kFilled: it has them.
+// kFree: the page has no key. kFilling: its key's bytes are being stored. kFilled: it has them.
 // kForgotten: its key is gone, but the page is still held.
 enum class PageState : uint8_t { kFree = 0, kFilling = 1, kFilled = 2, kForgotten = 3 };
 
-// The pages of one group of layers, and the key on each. Not thread safe: the manager's lock guards
-// it.
+// The pages of one group, and the key on each. Not thread safe: the manager's lock guards it.
 class Pages {
  public:
   // No page can be used before grow().
-  Pages(int32_t group, size_t num_pages, PolicyKind kind, Events& events);
+  Pages(int32_t group, size_t num_pages, EvictionPolicyKind kind, BlockEventQueue& events);
 
   // From now on the first `ready_pages` pages can be given to keys; never fewer than before.
   void grow(size_t ready_pages);
   // For a reset, on a new object: takes over from `before` the number of usable pages and the count
   // of evictions.
-  void follow(const Pages& before);
-  // For a reset, on a new object: a job from before the reset holds this page.
+  void take_over(const Pages& before);
+  // For a reset, on a new object: a reservation from before the reset holds this page.
   void keep_held(uint32_t page);
 
   // The page of each key, or kNone.
@@ -55,9 +54,9 @@ class Pages {
   // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
   // have no page, and there must be enough free and idle pages. The pages ascend, so that
   // neighbours are copied together. Allocates nothing, so it cannot fail halfway.
-  void place(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
+  void assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
   // Called when the page has its key's bytes. False if the key was forgotten meanwhile.
-  bool fill(uint32_t page);
+  bool mark_filled(uint32_t page);
   // Forgets the page's key.
   void forget(uint32_t page);
 
@@ -69,15 +68,15 @@ class Pages {
   const int32_t group_;
   const size_t num_pages_;
   size_t num_ready_pages_ = 0;
-  Events& events_;
+  BlockEventQueue& events_;
   Table table_;
   // Free pages are in free_, or were never given to a key. The latter are num_tried_ to
-  // num_ready_pages_, except num_kept_ pages that a job from before a reset still holds. So growing
-  // by a million pages touches none of them.
+  // num_ready_pages_, except num_kept_ pages that a reservation from before a reset still holds. So
+  // growing by a million pages touches none of them.
   List free_;
   size_t num_tried_ = 0, num_kept_ = 0;
-  std::unique_ptr<Policy> policy_;
-  std::vector<Admission> admissions_;  // used by place(); has room for every page
+  std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<Admission> admissions_;  // used by assign(); has room for every page
   size_t num_filling_ = 0;
   uint64_t num_evicted_ = 0;
 };

@@ -8,7 +8,7 @@
 namespace kvswap::prefix {
 namespace {
 
-constexpr size_t kAtOnce = 64;  // keys on their way from memory
+constexpr size_t kAtOnce = 64;  // keys that are prefetched together
 
 uint64_t mix(uint64_t a, uint64_t b) {
   const auto product = static_cast<unsigned __int128>(a) * b;

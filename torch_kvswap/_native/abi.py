@@ -205,8 +205,8 @@ class BlocksOptions(ctypes.Structure):
     )
 
 
-class BlocksFound(ctypes.Structure):
-    """kvswap_blocks_found"""
+class BlocksLookupResult(ctypes.Structure):
+    """kvswap_blocks_lookup_result"""
 
     _fields_ = (
         ("found", ctypes.c_int64),
@@ -297,7 +297,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
     "kvswap_blocks_release": (_Long, _Pointer, _Long, _Bool),
     "kvswap_blocks_reset": (_Bool, _Pointer),
-    "kvswap_blocks_events": (_Long, _Pointer, _Pointer, _Long),
+    "kvswap_blocks_take_events": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_blocks_stats_of": (_Bool, _Pointer, _Int, _Real, _Pointer),
 }
 # Functions that take microseconds and wait for no lock that is held longer. Releasing the GIL would

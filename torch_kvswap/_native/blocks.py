@@ -17,8 +17,8 @@ from torch_kvswap._native.loader import ForkGuard
 
 POLICIES = ("lru", "arc")  # by number
 
-# Calls that take keys or end jobs are first made with the GIL held. They return BLOCKS_BUSY if they
-# would have to wait or take long, and are then repeated without the GIL (csrc/capi.h).
+# Calls that take keys or end reservations are first made with the GIL held. They return BLOCKS_BUSY
+# if they would have to wait or take long, and are then repeated without the GIL (csrc/capi.h).
 _holding = loader.holding()
 _lookup, _prepare_load = _holding.kvswap_blocks_lookup, _holding.kvswap_blocks_prepare_load
 _prepare_store, _end = _holding.kvswap_blocks_prepare_store, _holding.kvswap_blocks_end
@@ -27,7 +27,7 @@ _release, _order = _holding.kvswap_blocks_release, _holding.kvswap_blocks_order
 _EVENTS_AT_ONCE = 1024
 
 
-class NativeBlocks(NotCopyable):
+class NativeBlockManager(NotCopyable):
     """Owns the native block manager.
 
     In all methods, `digests` has the digests of all groups in a row, and `counts` the number of
@@ -63,7 +63,7 @@ class NativeBlocks(NotCopyable):
 
     def lookup(self, digests: bytes, counts: array[int], again: bool) -> tuple[int, int, int]:
         """Returns found, ready and pending, as in Lookup."""
-        found = array("q", (0, 0, 0))  # laid out like abi.BlocksFound, but faster
+        found = array("q", (0, 0, 0))  # laid out like abi.BlocksLookupResult, but faster
         place, into = counts.buffer_info()[0], found.buffer_info()[0]
         answer = _lookup(self.pointer, digests, place, again, into, False)
         if answer < 0:
@@ -71,13 +71,15 @@ class NativeBlocks(NotCopyable):
         return found[0], found[1], found[2]
 
     def prepare_load(self, digests: bytes, counts: array[int]) -> tuple[int, Int64Array]:
-        """Returns the job, 0 for none, and its pages."""
+        """Returns the reservation, 0 for none, and its pages."""
         pages, into = _allocate(len(digests) // abi.DIGEST_BYTES)
         place = counts.buffer_info()[0]
-        job: int = _prepare_load(self.pointer, digests, place, into, False)
-        if job < 0:
-            job = _call_without_gil(job, "prepare_load", self.pointer, digests, place, into)
-        return job, pages
+        reservation: int = _prepare_load(self.pointer, digests, place, into, False)
+        if reservation < 0:
+            reservation = _call_without_gil(
+                reservation, "prepare_load", self.pointer, digests, place, into
+            )
+        return reservation, pages
 
     def prepare_store(
         self, digests: bytes, counts: array[int], now: float, keep: bool
@@ -85,26 +87,26 @@ class NativeBlocks(NotCopyable):
         """Prepares a store.
 
         Returns:
-            job and lease (0 for none), key indices and pages (valid up to the sum of the counts),
-                and the count of each group. None if there is no room.
+            reservation and lease (0 for none), key indices and pages (valid up to the sum of the
+                counts), and the count of each group. None if there is no room.
         """
         count = len(digests) // abi.DIGEST_BYTES
         numbers, into = _allocate(2 * count)
         new, ids = array("q", counts), array("q", (0, 0))
-        job = ids.buffer_info()[0]
+        reservation = ids.buffer_info()[0]
         arguments = (
             *(self.pointer, digests, counts.buffer_info()[0], now, keep, into, into + 8 * count),
-            *(new.buffer_info()[0], job, job + 8),
+            *(new.buffer_info()[0], reservation, reservation + 8),
         )
         done: int = _prepare_store(*arguments, False)
         if done < 0:
             done = _call_without_gil(done, "prepare_store", *arguments)
         return (ids[0], ids[1], numbers[:count], numbers[count:], new) if done else None
 
-    def end(self, job: int, succeeded: bool) -> None:
-        answer = _end(self.pointer, job, succeeded, False)
+    def end(self, reservation: int, succeeded: bool) -> None:
+        answer = _end(self.pointer, reservation, succeeded, False)
         if answer < 0:
-            _call_without_gil(answer, "end", self.pointer, job, succeeded)
+            _call_without_gil(answer, "end", self.pointer, reservation, succeeded)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
         place = counts.buffer_info()[0]
@@ -141,7 +143,7 @@ class NativeBlocks(NotCopyable):
         events = np.empty(_EVENTS_AT_ONCE, abi.BLOCKS_EVENT)
         while True:
             count = loader.call(
-                "kvswap_blocks_events", self.pointer, events.ctypes.data, len(events)
+                "kvswap_blocks_take_events", self.pointer, events.ctypes.data, len(events)
             )
             yield from events[:count].tolist()
             if count < len(events):

@@ -184,7 +184,7 @@ class OffloadEngine(NotCopyable):
     Attributes:
         handler (OffloadHandler): the handler.
         manager (BlockManager): the bookkeeping. Its stats(), events(), touch(), order(), lease()
-            and reset() may be used; leave its jobs to the engine.
+            and reset() may be used; leave reservations to the engine.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -223,8 +223,8 @@ class OffloadEngine(NotCopyable):
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
-        # By job id: the tag of a job is the caller's.
-        self._jobs: dict[int, Load | Store] = {}
+        # By job id, since the tag of a job is the caller's.
+        self._reservations: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
@@ -257,8 +257,8 @@ class OffloadEngine(NotCopyable):
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
             gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out.
-            prefix (int | None): only the blocks needed after a prefix of this length, such as
-                `Lookup.ready`.
+            prefix (int | None): only the blocks needed after a prefix of this length, in units,
+                such as `Lookup.ready`. None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
 
         Returns:
@@ -315,7 +315,7 @@ class OffloadEngine(NotCopyable):
                 raise TypeError(
                     'with store_policy="lazy", pass after and copy_engines_only to evict()'
                 )
-            self._note_computed(keys, gpu_block_ids)
+            self._record_computed(keys, gpu_block_ids)
             return None
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
@@ -449,13 +449,13 @@ class OffloadEngine(NotCopyable):
         results = self.handler._take_results()
         for result in results:
             with self._lock:
-                job = self._jobs.pop(result.job_id, None)
-            if job is None:
+                reservation = self._reservations.pop(result.job_id, None)
+            if reservation is None:
                 continue  # submitted to the handler directly
-            if result.ok or (result.state == "cancelled" and isinstance(job, Load)):
-                self.manager.complete(job)
+            if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
+                self.manager.complete(reservation)
             else:
-                self.manager.fail(job)
+                self.manager.fail(reservation)
         return results
 
     def _grow(self) -> None:
@@ -464,15 +464,15 @@ class OffloadEngine(NotCopyable):
             self._ready = self._pools.ready
             self.manager.grow(self._ready)
 
-    def _note_computed(self, keys: Any, gpu_block_ids: Any) -> None:
+    def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
         computed = self._read(keys, gpu_block_ids)
         with self._lock:
             for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
-                lazy.computed(digests, blocks)
+                lazy.record(digests, blocks)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """Checks all digests and GPU blocks of a store; the native side sees only new ones."""
+        """Reads the arguments of a store, and checks all blocks: the handler sees only new ones."""
         digests, several = self._pools.read(keys, gpu_block_ids)
         self._check_gpu_blocks(several)
         return digests, several
@@ -482,25 +482,28 @@ class OffloadEngine(NotCopyable):
         for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
             _check_blocks(self._pools.name(group), layout.num_blocks, blocks)
 
-    def _submit(self, job: Load | Store, blocks: Sequence[array[int]], **options: Any) -> Job:
-        """Submits a job that the manager has prepared, and records it for poll().
+    def _submit(
+        self, reservation: Load | Store, blocks: Sequence[array[int]], **options: Any
+    ) -> Job:
+        """Submits the job that the pages are reserved for, and records it for poll().
 
-        Ends the job in the manager if it cannot be submitted.
+        Ends the reservation if the job cannot be submitted.
 
         Args:
-            job (Load | Store): the prepared job.
+            reservation (Load | Store): from the manager.
             blocks: the GPU blocks of all keys, per pool.
             **options: of the handler's load() or store().
         """
-        submit = self.handler.load if isinstance(job, Load) else self.handler.store
+        is_load = isinstance(reservation, Load)
+        submit = self.handler.load if is_load else self.handler.store
         try:
-            selected = self._pools.select(blocks, job.key_indices)
-            pages = self._pools.in_pools(job.pages)
+            selected = self._pools.select(blocks, reservation.key_indices)
+            pages = self._pools.in_pools(reservation.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
-                submitted = submit(gpu_block_ids=selected, page_ids=pages, **options)
-                self._jobs[submitted.id] = job
+                job = submit(gpu_block_ids=selected, page_ids=pages, **options)
+                self._reservations[job.id] = reservation
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.
-            (self.manager.complete if isinstance(job, Load) else self.manager.fail)(job)
+            (self.manager.complete if is_load else self.manager.fail)(reservation)
             raise
-        return submitted
+        return job

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, read_int
 
-MOST_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
+MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class BlockGroup:
 
     Attributes:
         num_pages (int): host pages of the group.
-        block_tokens (int): tokens per block.
+        block_tokens (int): tokens per block, that is, per key.
         window_tokens (int | None): for sliding-window layers, the number of tokens that a token
             attends to, itself included. None is full attention.
         is_state (bool): the layers keep a state (Mamba): a block is the state after its last token,
@@ -51,7 +51,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
             the same token.
     """
     if isinstance(groups, SupportsIndex):
-        return (BlockGroup(read_int("groups", groups, 1, MOST_PAGES)),)
+        return (BlockGroup(read_int("groups", groups, 1, MAX_PAGES)),)
     if not isinstance(groups, BlockGroup | Sequence) or isinstance(groups, str | bytes):
         raise TypeError(
             f"groups is a {type(groups).__name__}; pass a number of pages, or a list with a "
@@ -74,10 +74,10 @@ def _read_group(index: int, group: object) -> BlockGroup:
     """Returns the group with checked fields."""
     if not isinstance(group, BlockGroup):
         raise TypeError(f"groups[{index}] is a {type(group).__name__}; pass a BlockGroup")
-    most = {"num_pages": MOST_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
+    limits = {"num_pages": MAX_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
     read: dict[str, Any] = {
-        name: read_int(f"{name} of group {index}", getattr(group, name), 1, most[name])
-        for name in most
+        name: read_int(f"{name} of group {index}", getattr(group, name), 1, limits[name])
+        for name in limits
         if name != "window_tokens" or group.window_tokens is not None
     }
     if not isinstance(group.is_state, bool):

@@ -39,11 +39,11 @@ class LazyStorePolicy:
         self._blocks: dict[bytes, list[int]] = {}  # GPU blocks, for each key on the GPU
         self._key: dict[int, bytes] = {}  # the key that a GPU block was last computed for
 
-    def computed(self, keys: bytes, gpu_block_ids: Sequence[int]) -> None:
-        """Records that a request's first blocks are full and have these keys.
+    def record(self, keys: bytes, gpu_block_ids: Sequence[int]) -> None:
+        """Records that a request's first blocks were computed and have these keys.
 
         Args:
-            keys (bytes): digests from the first block of the prompt on.
+            keys (bytes): digests from the first block of the prompt on, one per page.
             gpu_block_ids: their GPU blocks.
         """
         parent = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, read_int, read_seconds
-from torch_kvswap._native.blocks import POLICIES, NativeBlocks
+from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
 from torch_kvswap.prefix.groups import (
     BlockGroup,
     needed_blocks,
@@ -49,14 +49,14 @@ def event_bits(events: bool | Collection[EventKind]) -> int:
 class Lookup(NamedTuple):
     """The cached prefix of a prompt.
 
-    Lengths are in blocks, one per key; with several groups of layers, in units of `unit_tokens`
-    tokens.
+    Lengths are in units of BlockManager.unit_tokens tokens. With one group a unit is one key, which
+    stands for one block.
 
     Attributes:
-        found (int): length of the prefix that is stored or being stored.
-        ready (int): length of the prefix that can be loaded now.
-        pending (int): blocks of `found` that are still being stored. If it is not 0, a later lookup
-            may find more ready.
+        found (int): length of the prefix that is stored or being stored, in units.
+        ready (int): length of the prefix that can be loaded now, in units.
+        pending (int): blocks, of all groups, that `found` needs and that are still being stored. If
+            it is not 0, a later lookup may find more ready.
     """
 
     found: int
@@ -66,12 +66,12 @@ class Lookup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Pages to load. They are held until complete() or fail() is called.
+    """A reservation of pages to load. They are held until complete() or fail() is called.
 
     With several groups, key_indices and pages are lists with one entry per group.
 
     Attributes:
-        id (int): number of the job.
+        id (int): number of the reservation.
         key_indices (range): index of each page's key in the given keys.
         pages (np.ndarray): int64, the pages.
     """
@@ -83,12 +83,14 @@ class Load:
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """Pages to store, for the keys that have none. They are held until complete() or fail().
+    """A reservation of pages to store, for the keys that have none.
+
+    They are held until complete() or fail() is called.
 
     With several groups, key_indices and pages are lists with one entry per group.
 
     Attributes:
-        id (int): number of the job; 0 if there is nothing to store.
+        id (int): number of the reservation; 0 if there is nothing to store.
         key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
         pages (np.ndarray): int64, the pages to write.
         lease (int): the lease of preempt(), which lasts until release(); 0 for none.
@@ -128,7 +130,7 @@ class BlockStats:
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
         refused (int): stores that found no room.
-        failed (int): blocks of failed jobs.
+        failed (int): blocks of failed loads and stores.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
@@ -161,9 +163,9 @@ __all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lo
 class BlockManager(NotCopyable):
     """Keeps track of which prefix blocks are on which host pages. Copies nothing.
 
-    A caller that copies blocks asks for pages first (prepare_load(), prepare_store()), and reports
+    A caller that copies blocks reserves pages first (prepare_load(), prepare_store()), and reports
     the end of the copy with complete() or fail(). Until then nobody else gets these pages. Every
-    job must be ended after its copy, even after reset().
+    reservation must be ended after its copy, even after reset().
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
     a prompt are the digests of PrefixHasher.keys() in a row, or a list of keys (see key_digest()).
@@ -223,7 +225,7 @@ class BlockManager(NotCopyable):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        self._native = NativeBlocks(native_groups, policy, threshold, event_bits(events))
+        self._native = NativeBlockManager(native_groups, policy, threshold, event_bits(events))
         self._native.grow(ready)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
@@ -256,8 +258,8 @@ class BlockManager(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks.
-            prefix (int | None): only the blocks needed after a prefix of this length, such as
-                `Lookup.ready`. None is all keys.
+            prefix (int | None): only the blocks needed after a prefix of this length, in units,
+                such as `Lookup.ready`. None is all keys.
 
         Returns:
             Load | None: None, with nothing held, if a block is not ready.
@@ -270,10 +272,11 @@ class BlockManager(NotCopyable):
         if prefix is not None:
             needed = needed_blocks(self.groups, read_int("prefix", prefix))
             digests, counts = cut_digests(digests, counts, needed)
-        job, pages = self._native.prepare_load(digests, counts)
-        if job == 0:
+        reservation, pages = self._native.prepare_load(digests, counts)
+        if reservation == 0:
             return None
-        return Load(job, needed if self._is_list else needed[0], self._split(pages, counts))
+        key_indices = needed if self._is_list else needed[0]
+        return Load(reservation, key_indices, self._split(pages, counts))
 
     def prepare_store(self, keys: Keys | Sequence[Keys]) -> Store | None:
         """Assigns pages to the keys that have none, evicting other blocks if needed.
@@ -308,31 +311,31 @@ class BlockManager(NotCopyable):
         """
         return self._store(keys, keep=True)
 
-    def complete(self, job: Load | Store) -> None:
-        """Ends a job whose copy succeeded, or a load that was cancelled.
+    def complete(self, reservation: Load | Store) -> None:
+        """Ends a reservation whose copy succeeded, or a load that was cancelled.
 
         Stored blocks become ready, loaded blocks can be evicted again.
 
         Args:
-            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+            reservation (Load | Store): from prepare_load(), prepare_store() or preempt().
 
         Raises:
-            ValueError: the job has already ended.
+            ValueError: the reservation has already ended.
         """
-        self._end(job, True)
+        self._end(reservation, True)
 
-    def fail(self, job: Load | Store) -> None:
-        """Ends a job whose copy failed, or a store that was cancelled. Its blocks are forgotten.
+    def fail(self, reservation: Load | Store) -> None:
+        """Ends a reservation whose copy failed, or a store that was cancelled.
 
-        The blocks of a failed load are forgotten because their pages may be invalid.
+        Its blocks are forgotten, those of a failed load because their pages may be invalid.
 
         Args:
-            job (Load | Store): from prepare_load(), prepare_store() or preempt().
+            reservation (Load | Store): from prepare_load(), prepare_store() or preempt().
 
         Raises:
-            ValueError: the job has already ended.
+            ValueError: the reservation has already ended.
         """
-        self._end(job, False)
+        self._end(reservation, False)
 
     def touch(self, keys: Keys | Sequence[Keys]) -> None:
         """Counts a use of the blocks, such as a hit in the GPU cache.
@@ -352,7 +355,7 @@ class BlockManager(NotCopyable):
 
         Args:
             keys: part of a prompt, in order. Each block is evicted before the block in front of it.
-                Blocks that are not cached, or are held by a job, are skipped.
+                Blocks that are not cached, or are reserved, are skipped.
             renew (bool): evict these blocks after all others. False keeps the position of the first
                 block, so that the blocks stored last are evicted first.
         """
@@ -392,7 +395,7 @@ class BlockManager(NotCopyable):
     def reset(self) -> None:
         """Forgets all blocks and leases.
 
-        Pages of unfinished jobs become free when the jobs end. Needs the memory of a second manager
+        Reserved pages become free when their reservations end. Needs the memory of a second manager
         for a moment.
 
         Raises:
@@ -420,18 +423,20 @@ class BlockManager(NotCopyable):
         native = self._native.stats(group, self._clock())
         return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
 
-    def _end(self, job: Load | Store, succeeded: bool) -> None:
-        if not isinstance(job, Load | Store):
-            raise TypeError(f"job is a {type(job).__name__}; pass a Load or a Store")
-        if job.id:
-            self._native.end(job.id, succeeded)
+    def _end(self, reservation: Load | Store, succeeded: bool) -> None:
+        if not isinstance(reservation, Load | Store):
+            kind = type(reservation).__name__
+            raise TypeError(f"reservation is a {kind}; pass a Load or a Store")
+        if reservation.id:
+            self._native.end(reservation.id, succeeded)
 
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
             return None
-        job, lease, key_indices, pages, counts = stored
-        return Store(job, self._split(key_indices, counts), self._split(pages, counts), lease)
+        reservation, lease, key_indices, pages, counts = stored
+        split = self._split(key_indices, counts), self._split(pages, counts)
+        return Store(reservation, *split, lease)
 
     def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
         if not self._is_list:

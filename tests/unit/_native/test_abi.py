@@ -35,7 +35,7 @@ STRUCTURES = {
     "kvswap_metrics": abi.Metrics,
     "kvswap_blocks_group": abi.BlocksGroup,
     "kvswap_blocks_options": abi.BlocksOptions,
-    "kvswap_blocks_found": abi.BlocksFound,
+    "kvswap_blocks_lookup_result": abi.BlocksLookupResult,
     "kvswap_blocks_event": abi.BLOCKS_EVENT,
     "kvswap_blocks_stats": abi.BlocksStats,
 }

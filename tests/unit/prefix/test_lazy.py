@@ -34,8 +34,8 @@ def evicting(storing, blocks):
 
 def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
     storing = LazyStorePolicy()
-    storing.computed(keys_of(1), [5, 6, 7, 8])
-    storing.computed(keys_of(2), [5, 6, 9, 10])
+    storing.record(keys_of(1), [5, 6, 7, 8])
+    storing.record(keys_of(2), [5, 6, 9, 10])
     assert evicting(storing, [8]) == [Chain(keys_of(1), [5, 6, 7, 8])]
     assert evicting(storing, [7, 10]) == [
         Chain(keys_of(1)[: 3 * DIGEST_BYTES], [5, 6, 7]),
@@ -46,35 +46,35 @@ def test_lazy_storing_names_what_leaves_with_the_prefix_that_stays():
 
 def test_blocks_that_leave_together_are_one_chain():
     storing = LazyStorePolicy()
-    storing.computed(keys_of(1), [5, 6, 7, 8])
+    storing.record(keys_of(1), [5, 6, 7, 8])
     assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
     assert evicting(storing, [8, 7]) == []
 
 
 def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
     storing = LazyStorePolicy()
-    storing.computed(keys_of(1), [5, 6, 7, 8])
-    storing.computed(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
+    storing.record(keys_of(1), [5, 6, 7, 8])
+    storing.record(keys_of(2), [15, 16, 7, 9])  # nobody said that 7 would go
     assert evicting(storing, [8]) == [Chain(keys_of(1)[3 * DIGEST_BYTES :], [8])]
-    storing.computed(keys_of(3), [15, 16, 20, 21])
+    storing.record(keys_of(3), [15, 16, 20, 21])
     evicting(storing, [20])
     assert evicting(storing, [21]) == [Chain(keys_of(3)[3 * DIGEST_BYTES :], [21])]
 
 
 def test_of_two_copies_of_a_block_one_may_leave():
     storing = LazyStorePolicy()
-    storing.computed(keys_of(1), [5, 6, 7, 8])
-    storing.computed(keys_of(1), [15, 16, 17, 18])
+    storing.record(keys_of(1), [5, 6, 7, 8])
+    storing.record(keys_of(1), [15, 16, 17, 18])
     assert evicting(storing, [6]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [15, 16])]
     assert evicting(storing, [18]) == [Chain(keys_of(1), [15, 16, 17, 18])]
 
 
 def test_a_page_leaves_with_the_first_of_its_blocks():
     storing = LazyStorePolicy(2)
-    storing.computed(keys_of(1, 0), [1, 2, 3])  # the last one is part full
+    storing.record(keys_of(1, 0), [1, 2, 3])  # the last one is part full
     assert evicting(storing, [3, 2]) == [Chain(keys_of(1, 0), [1, 2, 3])]
     assert evicting(storing, [1]) == []
-    storing.computed(keys_of(1), [1, 2, 3, 4, 5, 6, 7, 8])
+    storing.record(keys_of(1), [1, 2, 3, 4, 5, 6, 7, 8])
     assert evicting(storing, [4]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4])]
 
 

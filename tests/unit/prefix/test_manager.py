@@ -526,7 +526,7 @@ def test_errors_say_what_was_wrong():
         error_text(two.lookup, ["a"]),
         error_text(two.lookup, [["a"], b"x"]),
     ]
-    numbered = re.sub(r"job \d+", "job ~", "\n".join(errors))
+    numbered = re.sub(r"reservation \d+", "reservation ~", "\n".join(errors))
     assert_expected_inline(
         numbered,
         """\
@@ -548,8 +548,8 @@ float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
 ValueError: the prefix needs 2 blocks of group 0, which has 1 keys
 ValueError: prefix is -1; it must be 0 to 9223372036854775807
-ValueError: job ~ has ended before, or is another manager's
-ValueError: job ~ has ended before, or is another manager's
+ValueError: reservation ~ has ended before, or is another manager's
+ValueError: reservation ~ has ended before, or is another manager's
 ValueError: seconds is 0; a lease must last longer
 ValueError: keys must be a list with one entry for each of 2 groups
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
@@ -668,8 +668,8 @@ TypeError: keys is a dict; pass a list with the keys of each group
 TypeError: keys[1] is a NoneType; pass bytes of digests or a list
 TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
-TypeError: job is a NoneType; pass a Load or a Store
-TypeError: job is a int; pass a Load or a Store
+TypeError: reservation is a NoneType; pass a Load or a Store
+TypeError: reservation is a int; pass a Load or a Store
 TypeError: seconds is a str; it must be a number of seconds
 TypeError: seconds is a NoneType; it must be a number of seconds
 ValueError: seconds is nan; it must be 0 seconds or more

@@ -202,16 +202,16 @@ class KVSwapManager(base.OffloadingManager):
                     del self._states[key], self._keys[self._digests.pop(key)]
 
     def reset_cache(self) -> None:
-        """Forgets all chunks and ends all open jobs.
+        """Forgets all chunks and ends all reservations.
 
-        vLLM does not report these jobs any more. Their pages can be free at once, because the
+        vLLM does not report their jobs any more. Their pages can be free at once, because the
         workers wait for the jobs before they do what vLLM decides later.
         """
         self._blocks.reset()
-        open_jobs: list[Load | Store] = [*chain.from_iterable(self._loads.values())]
-        open_jobs += {id(one): one.store for one in self._stores.values()}.values()
-        for job in open_jobs:
-            self._blocks.fail(job)
+        reservations: list[Load | Store] = [*chain.from_iterable(self._loads.values())]
+        reservations += {id(one): one.store for one in self._stores.values()}.values()
+        for reservation in reservations:
+            self._blocks.fail(reservation)
         for known in (self._states, self._digests, self._keys, self._stores, self._loads):
             known.clear()
         self._cache = object()

@@ -9,32 +9,32 @@
 
 namespace kvswap::prefix {
 
-enum class EventKind : int32_t { kStored = 0, kEvicted = 1, kCleared = 2, kLost = 3 };
+enum class BlockEventKind : int32_t { kStored = 0, kEvicted = 1, kCleared = 2, kLost = 3 };
 
-struct Event {
-  EventKind kind;
+struct BlockEvent {
+  BlockEventKind kind;
   int32_t group;
   Digest key;
 };
 
 // A queue of events, of the kinds that the caller asked for. When it is full, all events are
 // dropped and a kLost takes their place. Not thread safe: the manager's lock guards it.
-class Events {
+class BlockEventQueue {
  public:
   // kinds: bit 1 << kind for each. Reserves room for kLimit events, so that record() cannot fail
   // and never moves them. The system backs this with memory only as events come.
-  explicit Events(int32_t kinds) : kinds_(kinds) {
+  explicit BlockEventQueue(int32_t kinds) : kinds_(kinds) {
     if (kinds_ != 0) events_.reserve(kLimit);
   }
 
-  void record(EventKind kind, int32_t group, const Digest& key) noexcept {
+  void record(BlockEventKind kind, int32_t group, const Digest& key) noexcept {
     if ((kinds_ >> static_cast<int32_t>(kind) & 1) == 0) return;
-    if (events_.size() == kLimit) lose();
+    if (events_.size() == kLimit) drop_all();
     events_.push_back({kind, group, key});
   }
 
   // Takes the oldest events, up to `capacity`.
-  size_t take(Event* events, size_t capacity) {
+  size_t take(BlockEvent* events, size_t capacity) {
     size_t taken = 0;
     while (taken < capacity && taken_ < events_.size()) events[taken++] = events_[taken_++];
     if (taken_ == events_.size()) {
@@ -47,14 +47,14 @@ class Events {
  private:
   static constexpr size_t kLimit = 1 << 20;
 
-  void lose() noexcept {
+  void drop_all() noexcept {
     events_.clear();
     taken_ = 0;
-    events_.push_back({EventKind::kLost, -1, {}});
+    events_.push_back({BlockEventKind::kLost, -1, {}});
   }
 
   const int32_t kinds_;
-  std::vector<Event> events_;
+  std::vector<BlockEvent> events_;
   size_t taken_ = 0;
 };
 
