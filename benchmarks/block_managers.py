@@ -38,7 +38,7 @@ class OfDigests:
     """Ours, that gets a prompt as one bytes object."""
 
     def __init__(self, pages: int, policy: str) -> None:
-        manager = self.manager = BlockManager(pages, policy=policy)
+        manager = self.manager = BlockManager(pages, eviction_policy=policy)
         self.touch, self.prepare_load = manager.touch, manager.prepare_load
         self.prepare_store = manager.prepare_store
         self.complete_store = self.complete_load = manager.complete

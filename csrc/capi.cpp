@@ -174,10 +174,9 @@ bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse
       [&] { kvswap::touch_host(address, bytes, {threads, collapse, cpus, cpu_count}); });
 }
 
-void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t last_page,
-                                int64_t chunk_blocks) {
+void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page, int64_t chunk_blocks) {
   __atomic_store_n(&range->chunk_blocks, chunk_blocks, __ATOMIC_RELAXED);
-  __atomic_store_n(&range->last_page, last_page, __ATOMIC_RELEASE);
+  __atomic_store_n(&range->end_page, end_page, __ATOMIC_RELEASE);
 }
 
 // Handlers, jobs and gates.

@@ -64,17 +64,17 @@ KVSWAP_API void kvswap_cache_release(void* watched);
 // functions that return a pointer return null, and functions that return a bool return false.
 
 // The pages of a pool that jobs may use. kvswap_ready_range_publish changes it while the pool is
-// being pinned: `last_page` grows, after `chunk_blocks` got smaller.
+// being pinned: `end_page` grows, after `chunk_blocks` got smaller.
 struct kvswap_ready_range {
-  int64_t first_page, last_page;  // last_page is not in the range
+  int64_t first_page, end_page;  // from first_page to end_page - 1
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces.
   int64_t chunk_blocks;
 };
-// Lets jobs use the pages before `last_page`. A thread that reads last_page with acquire order, as
+// Lets jobs use the pages before `end_page`. A thread that reads end_page with acquire order, as
 // each submission does, also sees these pages registered and this chunk_blocks. A plain store from
 // Python would not promise that on machines that reorder stores (arm64).
-KVSWAP_API void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t last_page,
+KVSWAP_API void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page,
                                            int64_t chunk_blocks);
 
 // A layout and its host pool. The lists have `num_slabs` entries. gpu_storages: where the storage

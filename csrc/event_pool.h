@@ -40,7 +40,7 @@ class EventPool {
   }
 
   // How many exist, idle or not. Any thread may call.
-  size_t created() const { return created_; }
+  size_t num_created() const { return created_; }
 
   void destroy_idle() {
     for (void* const event : idle_) destroy_(event);

@@ -37,7 +37,7 @@ class StagingBuffer {
   // Forgets all pieces, also those of a copy that failed halfway. None runs any more.
   void forget() noexcept;
   // How many events exist. Any thread may call.
-  size_t events() const { return events_.created(); }
+  size_t num_events() const { return events_.num_created(); }
   void destroy();
 
  private:

@@ -45,8 +45,8 @@ class CudaCopier : public Copier {
   void use_staging(uint64_t begin, uint64_t bytes);
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) override;
   bool synchronize() noexcept override;
-  size_t streams() const override { return kernels_ == nullptr ? 0 : 1; }
-  size_t events() const override { return staging_ == nullptr ? 0 : staging_->events(); }
+  size_t num_streams() const override { return kernels_ == nullptr ? 0 : 1; }
+  size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
 
  private:
   void stage(const PartCopy& part, Event start, const BatchOptions& options);

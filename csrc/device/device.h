@@ -95,8 +95,8 @@ class Copier {
   virtual bool synchronize() noexcept = 0;
 
   // How many streams and events the copier has, not counting the channel's own.
-  virtual size_t streams() const { return 0; }
-  virtual size_t events() const { return 0; }
+  virtual size_t num_streams() const { return 0; }
+  virtual size_t num_events() const { return 0; }
 };
 
 // Words of host memory that streams can write and wait for, also in a captured graph. For gates.

@@ -79,7 +79,7 @@ class QueuedCopier : public Copier {
     return is_alive;
   }
 
-  size_t events() const override { return 1; }
+  size_t num_events() const override { return 1; }
 
  private:
   QueuedDevice::Commands make(int kind, Event start) const {

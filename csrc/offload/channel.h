@@ -84,9 +84,10 @@ class Channel {
   // Whether the device still answers.
   bool is_alive() const { return device_.is_alive(stream_); }
 
-  size_t streams() const { return stream_ == nullptr ? 0 : 2 + copier_->streams(); }
-  size_t events() const {
-    return points_.created() + events_.created() + (copier_ == nullptr ? 0 : copier_->events());
+  size_t num_streams() const { return stream_ == nullptr ? 0 : 2 + copier_->num_streams(); }
+  size_t num_events() const {
+    return points_.num_created() + events_.num_created() +
+           (copier_ == nullptr ? 0 : copier_->num_events());
   }
   // Frees streams and events. Nothing runs any more, or the device is lost.
   void close();

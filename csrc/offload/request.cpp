@@ -20,11 +20,11 @@ void check_ids(const std::string& list, const int64_t* ids, int64_t count, int64
 // The driver cannot copy pages that are not pinned yet, or are pinned by another process only.
 void check_ready(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
   const int64_t first = group.ready_range->first_page;
-  const int64_t last = __atomic_load_n(&group.ready_range->last_page, __ATOMIC_ACQUIRE);
+  const int64_t end = __atomic_load_n(&group.ready_range->end_page, __ATOMIC_ACQUIRE);
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] >= first && ids[i] < last) continue;
+    if (ids[i] >= first && ids[i] < end) continue;
     fail<IndexError>(list, "[", i, "] is ", ids[i], "; of the ", group.num_pages,
-                     " host pages those from ", first, " to ", last - 1,
+                     " host pages those from ", first, " to ", end - 1,
                      " can be used: the others are not pinned yet, or another rank has them");
   }
 }

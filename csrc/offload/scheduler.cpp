@@ -62,8 +62,8 @@ kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
   kvswap_metrics metrics = table_.metrics(channel);
   metrics.queued = queue.num_queued;
   metrics.running = queue.channel.num_running_jobs();
-  metrics.streams = queue.channel.streams();
-  metrics.events = queue.channel.events();
+  metrics.streams = queue.channel.num_streams();
+  metrics.events = queue.channel.num_events();
   return metrics;
 }
 

@@ -39,7 +39,7 @@ class StreamPoints {
   // Whether the work before it has ended.
   bool has_happened(const StreamPoint& point) const noexcept;
 
-  size_t created() const { return all_.size(); }
+  size_t num_created() const { return all_.size(); }
   void destroy();
 
  private:

@@ -39,7 +39,7 @@ class Server:
             self.handler,
             [BlockGroup(self.pool.num_pages)] if self.is_list else None,
             store_policy="lazy" if self.is_lazy else "eager",
-            policy=self.rng.choice(["lru", "arc"]),
+            eviction_policy=self.rng.choice(["lru", "arc"]),
         )
         (self.stream,) = device.streams(1)[:1]
         # Prompts share beginnings; a key is the number of its first prompt, and how far in it is.

@@ -144,8 +144,8 @@ def test_only_the_native_side_writes_which_pages_are_usable(module):
 
 def test_which_pages_are_usable_is_released_and_acquired():
     stores = re.findall(r"__atomic_store_n\(&range->(\w+), \w+, (\w+)\)", source_of("capi.cpp"))
-    assert stores == [("chunk_blocks", "__ATOMIC_RELAXED"), ("last_page", "__ATOMIC_RELEASE")]
-    reads = [read for path in NATIVE for read in re.findall(r".*[>.]last_page.*", path.read_text())]
+    assert stores == [("chunk_blocks", "__ATOMIC_RELAXED"), ("end_page", "__ATOMIC_RELEASE")]
+    reads = [read for path in NATIVE for read in re.findall(r".*[>.]end_page.*", path.read_text())]
     assert len(reads) == 2  # the store above, and this one
     assert [read for read in reads if "__atomic_load_n" in read and "__ATOMIC_ACQUIRE" in read]
 

@@ -45,7 +45,7 @@ class ReadyRange(ctypes.Structure):
 
     _fields_ = (
         ("first_page", ctypes.c_int64),
-        ("last_page", ctypes.c_int64),
+        ("end_page", ctypes.c_int64),
         ("chunk_blocks", ctypes.c_int64),
     )
 

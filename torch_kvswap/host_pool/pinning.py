@@ -15,13 +15,13 @@ from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import read_int
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
-from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, Registration
+from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
 from torch_kvswap.layout import PagedLayout
 
 DEFAULT_CHUNK_BYTES = 1 << 30
-MOST_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one call
+MAX_CHUNK_BYTES = 64 << 30  # drivers refuse 512 GiB in one call
 _LEAST_CHUNK_BYTES = 16 << 20
 ONE_CHUNK = 1 << 62  # ReadyRange.chunk_blocks of memory that is not registered in chunks
 Progress = Callable[[int, int], object]  # called with the ready pages and all pages
@@ -118,13 +118,13 @@ class Pinning:
         """
 
         def is_over() -> bool:
-            return self._ready_range.last_page >= page or self._error is not None or self._stopping
+            return self._ready_range.end_page >= page or self._error is not None or self._stopping
 
         if timeout is not None:
             timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout)
-        if in_time and self._ready_range.last_page < page:
+        if in_time and self._ready_range.end_page < page:
             why = "the pool was closed" if self._error is None else _text_of(self._error)
             raise RuntimeError(f"{self._state()}, and no more will be: {why}") from self._error
         return in_time
@@ -158,14 +158,14 @@ class Pinning:
                     on_progress(begin - own.start, len(own))
                 yield
 
-    def _publish(self, last_page: int, chunk_blocks: int | None = None) -> None:
-        """Lets jobs use the pages before last_page, registered in pieces of chunk_blocks blocks.
+    def _publish(self, end_page: int, chunk_blocks: int | None = None) -> None:
+        """Lets jobs use the pages before end_page, registered in pieces of chunk_blocks blocks.
 
         Native, because only a native release store orders it behind the registrations on every CPU.
         """
         blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
         ready_range = ctypes.byref(self._ready_range)
-        loader.library().kvswap_ready_range_publish(ready_range, last_page, blocks)
+        loader.library().kvswap_ready_range_publish(ready_range, end_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""
@@ -215,8 +215,8 @@ class Pinning:
         )
 
     def _state(self) -> str:
-        own, last = self._pages.local, self._ready_range.last_page
-        return f"{last - own.start} of {len(own)} host pages are pinned"
+        own, end = self._pages.local, self._ready_range.end_page
+        return f"{end - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
         nbytes = len(self._pages.local_bytes)
@@ -267,6 +267,6 @@ def read_pinning(
     if on_progress is not None and not callable(on_progress):
         raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
     if numa_node is not None:
-        numa_node = read_int("numa_node", numa_node, 0, MOST_NODES - 1)
-    chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)
+        numa_node = read_int("numa_node", numa_node, 0, MAX_NODES - 1)
+    chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
     return PinningOptions(pinned, bool(in_background), on_progress, numa_node, chunk_bytes)

@@ -346,7 +346,7 @@ class HostPool(NotCopyable):
     @property
     def num_ready_pages(self) -> int:
         """How many of local_pages, from the front, can be used now."""
-        return int(self._ready_range.last_page - self._ready_range.first_page)
+        return int(self._ready_range.end_page - self._ready_range.first_page)
 
     @property
     def is_ready(self) -> bool:

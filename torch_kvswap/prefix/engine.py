@@ -179,7 +179,7 @@ class OffloadEngine(NotCopyable):
             per layout; num_pages must be the number of the pool's local_pages.
         store_policy (str): "eager" stores at once; "lazy" stores blocks when evict() says that they
             leave the GPU cache.
-        policy, store_threshold, events, clock: see BlockManager.
+        eviction_policy, store_threshold, events, clock: see BlockManager.
 
     Attributes:
         handler (OffloadHandler): the handler.
@@ -199,7 +199,7 @@ class OffloadEngine(NotCopyable):
         groups: Sequence[BlockGroup] | None = None,
         *,
         store_policy: Literal["eager", "lazy"] = "eager",
-        policy: str = "lru",
+        eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool | Collection[EventKind] = False,
         clock: Callable[[], float] = time.monotonic,
@@ -215,7 +215,7 @@ class OffloadEngine(NotCopyable):
         self.manager = BlockManager(
             self._pools.counts[0] if groups is None else groups,
             num_ready_pages=self._ready,
-            policy=policy,
+            eviction_policy=eviction_policy,
             store_threshold=store_threshold,
             events=events,
             clock=clock,

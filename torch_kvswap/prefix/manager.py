@@ -184,7 +184,7 @@ class BlockManager(NotCopyable):
             group of layers. Keys, key_indices and pages are then lists with one entry per group.
         num_ready_pages (int | Sequence[int] | None): pages of each group, from the first one on,
             that can be used already; None is all. grow() adds more.
-        policy (str): eviction policy, "lru" or "arc".
+        eviction_policy (str): "lru" or "arc".
         store_threshold (int): number of lookups before a block is stored.
         events (bool | Collection[str]): record events for events(): all, none, or these kinds.
             "cleared" and "lost" are always recorded with any other kind.
@@ -204,15 +204,17 @@ class BlockManager(NotCopyable):
         groups: int | Sequence[BlockGroup],
         *,
         num_ready_pages: int | Sequence[int] | None = None,
-        policy: str = "lru",
+        eviction_policy: str = "lru",
         store_threshold: int = 1,
         events: bool | Collection[EventKind] = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = read_groups(groups)
         self.unit_tokens = unit_tokens(self.groups)
-        if policy not in POLICIES:
-            raise ValueError(f"policy is {policy!r}; it can be {' or '.join(POLICIES)}")
+        if eviction_policy not in POLICIES:
+            raise ValueError(
+                f"eviction_policy is {eviction_policy!r}; it can be {' or '.join(POLICIES)}"
+            )
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         if not callable(clock):
             raise TypeError(
@@ -225,7 +227,9 @@ class BlockManager(NotCopyable):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        self._native = NativeBlockManager(native_groups, policy, threshold, event_bits(events))
+        self._native = NativeBlockManager(
+            native_groups, eviction_policy, threshold, event_bits(events)
+        )
         self._native.grow(ready)
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:

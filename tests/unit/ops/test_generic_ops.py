@@ -1,6 +1,6 @@
 """The kernels for any device of PyTorch, run on tensors of the CPU and of the meta device.
 
-tests/devices/test_generic_ops.py runs them on an accelerator.
+tests/devices/test_ops_on_device.py runs them on an accelerator.
 """
 
 import pytest

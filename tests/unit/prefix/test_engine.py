@@ -140,7 +140,7 @@ def test_an_engine_that_was_refused_does_not_keep_the_handler() -> None:
     with engine.handler as handler:
         del engine
         with pytest.raises(ValueError, match="policy"):
-            OffloadEngine(handler, policy="never")
+            OffloadEngine(handler, eviction_policy="never")
         OffloadEngine(handler)
 
 

@@ -81,7 +81,7 @@ class PlainLru:
 
 def hits(policy: str, trace: Sequence[int], manager: BlockManager | None = None) -> list[bool]:
     """Which requests of the trace find their block; those that do not store it."""
-    manager = manager or BlockManager(CAPACITY, policy=policy)
+    manager = manager or BlockManager(CAPACITY, eviction_policy=policy)
     found = []
     for x in trace:
         found.append(manager.lookup([x]).ready == 1)
@@ -127,7 +127,7 @@ def test_arc_hits_when_its_plain_algorithm_does(name):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=30, max_size=200))
 def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, trace):
-    reference, manager = PlainArc(capacity), BlockManager(capacity, policy="arc")
+    reference, manager = PlainArc(capacity), BlockManager(capacity, eviction_policy="arc")
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     cached = {x for x in range(13) if manager.lookup([x]).ready}
     assert cached == {*reference.t1, *reference.t2}
@@ -136,7 +136,7 @@ def test_arc_does_what_its_plain_algorithm_does_on_any_small_trace(capacity, tra
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(0, 12), min_size=30, max_size=200))
 def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
-    manager = BlockManager(7, num_ready_pages=ready, policy="arc")
+    manager = BlockManager(7, num_ready_pages=ready, eviction_policy="arc")
     reference = PlainArc(ready)
     assert hits("arc", trace, manager) == [reference.request(x) for x in trace]
     manager.grow()
@@ -145,7 +145,7 @@ def test_arc_with_few_of_its_pages_ready_is_one_with_few_pages(ready, trace):
 
 
 def test_after_a_reset_arc_knows_nothing_of_what_was_there():
-    manager = BlockManager(CAPACITY, policy="arc")
+    manager = BlockManager(CAPACITY, eviction_policy="arc")
     trace = TRACES["random"]
     hits("arc", trace, manager)
     manager.reset()
@@ -165,7 +165,7 @@ def test_arc_keeps_what_is_asked_for_again_through_scans_that_empty_an_lru():
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning(policy):
-    manager = BlockManager(4, policy=policy)
+    manager = BlockManager(4, eviction_policy=policy)
     manager.complete(manager.prepare_store([1, 2, 3, 4]))
     manager.complete(manager.prepare_store([5, 6]))
     assert manager.lookup([1, 2, 3, 4]).ready == 2
@@ -173,7 +173,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(policy):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_new_tail_is_evicted_before_the_prefix_that_was_there(policy):
-    manager = BlockManager(4, policy=policy)
+    manager = BlockManager(4, eviction_policy=policy)
     manager.complete(manager.prepare_store([1, 2]))
     manager.complete(manager.prepare_store([1, 2, 3, 4]))
     manager.complete(manager.prepare_store([5, 6]))
@@ -182,7 +182,7 @@ def test_a_new_tail_is_evicted_before_the_prefix_that_was_there(policy):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_held_pages_stay_although_it_was_their_turn(policy):
-    manager = BlockManager(4, policy=policy)
+    manager = BlockManager(4, eviction_policy=policy)
     manager.complete(manager.prepare_store([1, 2]))
     load = manager.prepare_load([1, 2])
     for key in range(10, 20):
@@ -192,7 +192,7 @@ def test_held_pages_stay_although_it_was_their_turn(policy):
 
 
 def test_arc_survives_sides_of_which_all_pages_are_held():
-    manager, rng = BlockManager(8, policy="arc"), np.random.default_rng(5)
+    manager, rng = BlockManager(8, eviction_policy="arc"), np.random.default_rng(5)
     held = []
     for _ in range(3000):
         keys = rng.choice(30, 3, replace=False).tolist()
@@ -207,7 +207,7 @@ def test_arc_survives_sides_of_which_all_pages_are_held():
 
 
 def test_arc_knows_nothing_of_stores_that_failed():
-    manager = BlockManager(CAPACITY, policy="arc")
+    manager = BlockManager(CAPACITY, eviction_policy="arc")
     for key in range(1000, 1000 + 2 * CAPACITY):
         manager.fail(manager.prepare_store([key]))
     trace = TRACES["random"]
@@ -215,7 +215,7 @@ def test_arc_knows_nothing_of_stores_that_failed():
 
 
 def test_arc_has_room_to_remember_an_eviction_while_a_forgotten_page_is_held():
-    manager = BlockManager(2, policy="arc")
+    manager = BlockManager(2, eviction_policy="arc")
     for key in ("a", "b", "c", "d"):  # all of them used again: "a" and "b" are remembered
         fill(manager, [key])
         manager.complete(manager.prepare_load([key]))
@@ -244,7 +244,7 @@ def evicted_by(manager: BlockManager, count: int) -> list[int]:
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("names", ["all keys so far", "new keys, then their order"])
 def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names):
-    manager = BlockManager(6, policy=policy, events=["evicted"])
+    manager = BlockManager(6, eviction_policy=policy, events=["evicted"])
     prompt = list(range(6))
     for first in (0, 2, 4):
         last = first + 2
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_stored_in_steps_is_evicted_from_its_end(policy, names)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
     """The control of the test above."""
-    manager = BlockManager(6, policy=policy, events=["evicted"])
+    manager = BlockManager(6, eviction_policy=policy, events=["evicted"])
     prompt = list(range(6))
     for first in (0, 2, 4):
         fill(manager, prompt[first : first + 2])
@@ -266,7 +266,7 @@ def test_new_keys_alone_are_newer_than_those_in_front_of_them(policy):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
-    manager = BlockManager(6, policy=policy, events=["evicted"])
+    manager = BlockManager(6, eviction_policy=policy, events=["evicted"])
     prompt, other = [0, 1, 2], [10, 11, 12]
     fill(manager, prompt)
     fill(manager, other)

@@ -161,7 +161,7 @@ def test_each_group_has_its_own_number_of_pages_that_are_ready():
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free(policy):
-    manager = BlockManager(2, events=True, policy=policy)
+    manager = BlockManager(2, events=True, eviction_policy=policy)
     store = manager.prepare_store(["a", "b"])
     manager.fail(store)
     assert manager.lookup(["a"]).found == 0
@@ -171,7 +171,7 @@ def test_blocks_of_a_store_that_failed_are_not_found_and_their_pages_are_free(po
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_other_loads(policy):
-    manager = BlockManager(2, policy=policy)
+    manager = BlockManager(2, eviction_policy=policy)
     stored(manager, ["a", "b"])
     first, second = manager.prepare_load(["a"]), manager.prepare_load(["a"])
     manager.fail(first)
@@ -509,7 +509,7 @@ def test_errors_say_what_was_wrong():
         error_text(BlockManager, 1 << 40),
         error_text(BlockManager, [BlockGroup(1, 0)]),
         error_text(BlockManager, [BlockGroup(1), BlockGroup(1, window_tokens=4, is_state=True)]),
-        error_text(BlockManager, 1, policy="lfu"),
+        error_text(BlockManager, 1, eviction_policy="lfu"),
         error_text(BlockManager, 1, store_threshold=0),
         error_text(BlockManager, 4, num_ready_pages=5),
         error_text(two.grow, 4),
@@ -535,7 +535,7 @@ ValueError: groups is empty; pass at least one BlockGroup
 ValueError: groups is 1099511627776; it must be 1 to 536870912
 ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
 ValueError: group 1 has a state and a window; it can have one of them
-ValueError: policy is 'lfu'; it can be lru or arc
+ValueError: eviction_policy is 'lfu'; it can be lru or arc
 ValueError: store_threshold is 0; it must be 1 to 4294967295
 ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
 ValueError: num_ready_pages is 4; the groups have [4, 4] pages
@@ -579,7 +579,7 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(BlockManager, 4, num_ready_pages="4"),
         error_text(BlockManager, 4, num_ready_pages=1.5),
         error_text(BlockManager, 4, num_ready_pages=2**64),
-        error_text(BlockManager, 4, policy=None),
+        error_text(BlockManager, 4, eviction_policy=None),
         error_text(BlockManager, 4, store_threshold=2**32),
         error_text(BlockManager, 4, store_threshold="2"),
         error_text(BlockManager, 4, events=5),
@@ -638,7 +638,7 @@ block_tokens that divide each other
 TypeError: num_ready_pages is a str; pass a number for each group
 TypeError: num_ready_pages is a float; pass a number for each group
 ValueError: num_ready_pages of group 0 is 18446744073709551616; it must be 0 to 4
-ValueError: policy is None; it can be lru or arc
+ValueError: eviction_policy is None; it can be lru or arc
 ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 TypeError: store_threshold is a str; it must be an integer
 TypeError: events is a int; pass True, False or a list of kinds

@@ -242,7 +242,7 @@ def share_of_a_reset_in_one_lookup(manager: BlockManager, key: bytes) -> float:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_pages_that_jobs_held_at_a_reset_are_free_again_when_these_have_ended(policy: str) -> None:
-    manager = BlockManager(8, num_ready_pages=6, policy=policy)
+    manager = BlockManager(8, num_ready_pages=6, eviction_policy=policy)
     store = manager.prepare_store(list("abcd"))  # pages 0 to 3
     manager.complete(store)
     first, second = manager.prepare_load(["b", "d"]), manager.prepare_load(["d"])

@@ -39,7 +39,11 @@ class Machine(RuleBasedStateMachine):
     def make(self, policy: str, ready: int) -> None:
         self.now = 0.0
         self.manager = BlockManager(
-            PAGES, num_ready_pages=ready, policy=policy, events=True, clock=lambda: self.now
+            PAGES,
+            num_ready_pages=ready,
+            eviction_policy=policy,
+            events=True,
+            clock=lambda: self.now,
         )
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
@@ -190,7 +194,7 @@ def test_random_calls_do_what_the_model_does():
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_in_a_million_operations_every_block_is_found_with_its_own_content(policy):
     rng, pages = np.random.default_rng(1), 4_000
-    manager = BlockManager(pages, policy=policy)
+    manager = BlockManager(pages, eviction_policy=policy)
     prompts = [rng.bytes(32 * 100) for _ in range(200)]
     number = {
         prompt[32 * i : 32 * i + 32]: i + 100 * p

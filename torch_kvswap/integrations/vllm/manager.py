@@ -62,7 +62,7 @@ class KVSwapManager(base.OffloadingManager):
     def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
         threshold = max(store_threshold, 1)
         self._blocks = BlockManager(
-            num_pages, policy=policy, store_threshold=threshold, events=["evicted"]
+            num_pages, eviction_policy=policy, store_threshold=threshold, events=["evicted"]
         )
         self._counts_offers = threshold > 1
         self._states: dict[Key, base.LookupResult] = {}  # keys that have a page
