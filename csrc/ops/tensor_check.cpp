@@ -46,7 +46,7 @@ std::string stride_text(const Tensor& tensor) { return list_text(tensor.strides(
 
 TensorDevice device_of(const Tensor& tensor) {
   int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   // "cpu:0" is the same as "cpu".
   return {type, type == aoti_torch_device_type_cpu() ? -1 : tensor.get_device_index()};
 }
