@@ -6,6 +6,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 
+from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -51,7 +52,6 @@ def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_
 def test_what_does_not_belong_together_is_refused() -> None:
     one, two, other = layout(6), layout(6, 6), layout(6, 5)
     pool = HostPool(one, 1)
-    meta = PagedLayout([torch.zeros(4, 6, device="meta")])
     calls = [
         lambda: Groups(pool, one),  # type: ignore[arg-type]
         lambda: Groups(list(one.tensors), pool),  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: Groups(two, pool),
         lambda: Groups(other, HostPool(layout(6, 7), 1)),
         lambda: Groups([one, two], [pool, pool]),
-        lambda: Groups(meta, HostPool(meta, 1)),
+        lambda: queue_of(torch.device("meta")),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),

@@ -41,6 +41,17 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
     return number
 
 
+def read_switch(name: str, value: object) -> bool | None:
+    """Checks an option that is True, False or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"{name} is {value!r}; it must be True, False or None")
+
+
 def read_seconds(name: str, value: object) -> float:
     """Converts a time in seconds: 0 or more, infinity allowed.
 
