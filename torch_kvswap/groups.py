@@ -146,9 +146,16 @@ class Groups:
         ):
             wanted = f"list of {len(self.layouts)} PagedLayouts" if self.is_list else "PagedLayout"
             raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
+        for layout, pool in zip(several, self.pools, strict=True):
+            if layout.device != self.device:
+                raise ValueError(
+                    f"the cache was on {self.device}, the new one is on {layout.device}; make a "
+                    "new handler and pool for it"
+                )
+            layout.check_same_blocks(
+                pool.layout, "pass a layout with the block sizes of the handler's pool"
+            )
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
-        if groups.device != self.device:
-            raise ValueError(f"the cache was on {self.device}, the new one is on {groups.device}")
         if groups.num_layers != self.num_layers:
             raise ValueError(
                 f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
@@ -199,4 +206,4 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 f"the cache is on {layout.device}, the host pool was made for {pool.device}; make "
                 "the pool from this layout"
             )
-        layout.check_same_blocks(pool.layout)
+        layout.check_same_blocks(pool.layout, "make the pool from this layout")

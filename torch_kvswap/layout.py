@@ -37,23 +37,26 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host: Slabs) -> None:
+    def check_same_blocks(self, host: Slabs, advice: str) -> None:
         """Checks that a block here has the slab sizes of a block in a host pool.
+
+        Args:
+            host (Slabs): the slabs of the pool.
+            advice (str): what to do if they differ.
 
         Raises:
             ValueError: the number of slabs or a slab size differs.
         """
         if len(self.sizes) != len(host.sizes):
             raise ValueError(
-                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; make "
-                "the pool from this layout"
+                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; {advice}"
             )
         different = np.flatnonzero(self.sizes != host.sizes)
         if different.size:
             slab = int(different[0])
             raise ValueError(
                 f"a block has {self.sizes[slab]} bytes in slab {slab} of the cache and "
-                f"{host.sizes[slab]} in the host pool; make the pool from this layout"
+                f"{host.sizes[slab]} in the host pool; {advice}"
             )
 
 

@@ -90,13 +90,22 @@ ValueError: a cache on meta is not supported: torch has no streams or events for
 def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     groups = Groups(layout(6), HostPool(layout(6), 1))
     assert groups.moved_to(layout(6, blocks=9)).structures[0].num_blocks == 9
-    calls = [lambda: groups.moved_to(layout(5)), lambda: groups.moved_to(layout(6, 6))]
+    elsewhere = layout(6)
+    elsewhere.device = torch.device("cuda", 1)
+    calls = [
+        lambda: groups.moved_to(layout(5)),
+        lambda: groups.moved_to(layout(6, 6)),
+        lambda: groups.moved_to(elsewhere),
+    ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; make
-the pool from this layout
-ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
+ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; pass a
+layout with the block sizes of the handler's pool
+ValueError: the cache has 2 slabs, the host pool 1; pass a layout with the block sizes
+of the handler's pool
+ValueError: the cache was on cpu, the new one is on cuda:1; make a new handler and pool
+for it""",
     )
 
 
