@@ -215,10 +215,23 @@ def cache_file(gpu: str) -> Path:
     Raises:
         RuntimeError: there is no home directory.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = loader.library().kvswap_driver_version()
-    return folder / "torch_kvswap" / f"copy-method-costs-{name}-{driver}.json"
+    return _cache_folder() / f"copy-method-costs-{name}-{driver}.json"
+
+
+def cache_files() -> list[Path]:
+    """The existing cache files, of every GPU and driver.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
+    return sorted(_cache_folder().glob("copy-method-costs-*.json"))
+
+
+def _cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "torch_kvswap"
 
 
 def _read(file: Path, content: bytes) -> Costs:
