@@ -472,7 +472,8 @@ class OffloadHandler(NotCopyable):
 
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
-        is invalid until it is stored again.
+        is invalid until it is stored again. A page that was never stored is copied as it is: zeros
+        in a new pool.
 
         Args:
             page_ids: host pages, as in store().

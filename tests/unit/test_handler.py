@@ -820,3 +820,14 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
     assert handler_of_nobody() is None
     assert kept() is not None
     close()
+
+
+def test_a_page_that_was_never_stored_is_loaded_as_it_is() -> None:
+    rows = torch.ones(4, 6)
+    layout = PagedLayout([rows])
+    with HostPool(layout, 2) as pool, OffloadHandler(layout, pool) as handler:
+        pool.pages[1].fill_(7)
+        handler.synchronize(handler.load(page_ids=[0, 1], gpu_block_ids=[2, 3]))
+        assert not rows[2].any()
+        assert rows[3].view(torch.uint8).unique().tolist() == [7]
+        assert rows[:2].eq(1).all()
