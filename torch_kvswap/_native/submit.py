@@ -47,7 +47,8 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     if device.type == "cpu":
         raise TypeError(
             f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
-            "the call and cannot wait for a stream; wait on the host first, and pass None or ()"
+            "the call and cannot wait for a stream; wait on the host first, and pass None or "
+            "AFTER_NOTHING"
         )
     if isinstance(after, torch.cuda.Event):
         if not after.cuda_event:  # created when first recorded; CUDA would ignore a wait before
@@ -59,7 +60,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     if not isinstance(after, torch.cuda.Stream):
         raise TypeError(
             "after= must be None (the current stream), a torch.cuda.Stream, a "
-            f"torch.cuda.Event or () for nothing, not {type(after).__name__}"
+            f"torch.cuda.Event or AFTER_NOTHING, not {type(after).__name__}"
         )
     if after.device != device:
         raise ValueError(

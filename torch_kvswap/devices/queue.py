@@ -193,7 +193,7 @@ class DeviceQueue:
         if not isinstance(stream, torch.Stream):
             raise TypeError(
                 f"{name} must be None (the current stream), a torch.Stream"
-                + (", a torch.Event or () for nothing" if name == "after=" else "")
+                + (", a torch.Event or AFTER_NOTHING" if name == "after=" else "")
                 + f", not {type(stream).__name__}"
             )
         if stream.device != self.device:
