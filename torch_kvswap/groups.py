@@ -13,6 +13,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.submit import resolve_after
 from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.host_pool.pool import HostPool
@@ -169,11 +170,10 @@ class Groups:
 
 
 def _describe(value: object) -> str:
-    kind = type(value).__name__
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        return f"a {kind}"
+        return kind_of(value)
     kinds = {type(item).__name__ for item in value}
-    return f"a {kind} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
+    return f"{kind_of(value)} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
 
 
 def _check_no_tensors(gpu: object) -> None:
@@ -189,7 +189,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             if not isinstance(item, kind):
                 raise TypeError(
                     "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
-                    f"each; got a {type(item).__name__} instead of a {kind.__name__}"
+                    f"each; got {kind_of(item)} instead of a {kind.__name__}"
                 )
     if not layouts or len(layouts) != len(pools):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, read_timeout
+from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, kind_of, read_int, read_timeout
 from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
@@ -699,9 +699,7 @@ class OffloadHandler(NotCopyable):
     def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
         """The number of layer groups of a load, checked against its gate."""
         if gate is not None and not isinstance(gate, Gate):
-            raise TypeError(
-                f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
-            )
+            raise TypeError(f"gate is {kind_of(gate)}; pass what OffloadHandler.gate() returns")
         if gate is not None and gate._handler is not self._native:
             raise ValueError("the gate belongs to another handler; make one with this handler")
         if layer_groups is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT64_MIN, read_int
+from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
 
 
 class Slabs:
@@ -94,16 +94,16 @@ class PagedLayout(Slabs):
 
     def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-            kind = type(tensors).__name__
-            raise TypeError(f"tensors is a {kind}; pass a list, [tensor] for a single tensor")
+            raise TypeError(
+                f"tensors is {kind_of(tensors)}; pass a list, [tensor] for a single tensor"
+            )
         self.tensors = tuple(tensors)
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
         block_dim = read_int("block_dim", block_dim, INT64_MIN)
         for index, tensor in enumerate(self.tensors):
             if not isinstance(tensor, Tensor):
-                kind = type(tensor).__name__
-                raise TypeError(f"tensors[{index}] is a {kind}; it must be a tensor")
+                raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; it must be a tensor")
             if tensor.layout != torch.strided:
                 raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
             problem = _problem(tensor, self.tensors[0], block_dim)

@@ -403,7 +403,7 @@ each; got a HostPool instead of a PagedLayout""",
     )
     assert_expected_inline(
         error_text(HostPool, [torch.zeros(4, 6)], 1),
-        """TypeError: a host pool is made from a PagedLayout, not list""",
+        """TypeError: a host pool is made from a PagedLayout, not a list""",
     )
 
 

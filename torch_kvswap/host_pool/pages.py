@@ -8,7 +8,7 @@ import os
 import numpy as np
 from torch import Tensor
 
-from torch_kvswap._native.arguments import INT64_MAX, read_int
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -48,7 +48,7 @@ class Pages:
         replicated: bool = False,
     ) -> None:
         if not isinstance(layout, PagedLayout):
-            raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
+            raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
         if layout.device.type == "meta":
             raise ValueError(
                 "the layout is on meta, where tensors have no memory; make it from tensors of a "

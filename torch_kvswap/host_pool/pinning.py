@@ -12,7 +12,7 @@ import torch
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
-from torch_kvswap._native.arguments import read_int, read_switch
+from torch_kvswap._native.arguments import kind_of, read_int, read_switch
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.memory import MOST_NODES, Mapping, Registration
@@ -263,7 +263,7 @@ def read_pinning(
     """
     pinned = read_switch("pinned", pinned)
     if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
+        raise TypeError(f"on_progress is {kind_of(on_progress)}; it must be callable")
     if numa_node is not None:
         numa_node = read_int("numa_node", numa_node, 0, MOST_NODES - 1)
     chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MOST_CHUNK_BYTES)

@@ -166,7 +166,7 @@ ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; u
 empty list for a group without blocks
 ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
 empty list for a group without blocks
-TypeError: gpu_block_ids[1] is a int; pass a list, numpy array or CPU tensor
+TypeError: gpu_block_ids[1] is an int; pass a list, numpy array or CPU tensor
 ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
 ValueError: first_block has 1 entries for 2 groups""",
     )
