@@ -168,8 +168,8 @@ class PrefixHasher:
 
         Raises:
             TypeError: tokens is not a sequence of integers, or an item is not a MultiModalItem.
-            IndexError: a token is not in 0 to 2**32 - 1.
-            ValueError: an item begins outside the tokens, or tokens is not 1-D.
+            ValueError: a token is not in 0 to 2**32 - 1, an item begins outside the tokens, or
+                tokens is not 1-D.
         """
         content = _token_bytes(tokens)
         return self._digests(content, multi_modal_items, len(content) // 4 // self.block_tokens)
@@ -188,7 +188,7 @@ class PrefixHasher:
             bytes: DIGEST_BYTES per block, one digest after another.
 
         Raises:
-            TypeError, IndexError, ValueError: see keys().
+            TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
         return self._digests(
@@ -209,7 +209,7 @@ class PrefixHasher:
             bytes: DIGEST_BYTES, or b"" if the last block is full.
 
         Raises:
-            TypeError, IndexError, ValueError: see keys().
+            TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
         num_tokens = len(content) // 4
@@ -294,7 +294,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
                     f"tokens[{place}] is {kind_of(token)}; a token is an integer"
                 ) from None
             if not 0 <= token <= UINT32_MAX:
-                raise IndexError(
+                raise ValueError(
                     f"tokens[{place}] is {token}; a token is 0 to {UINT32_MAX}"
                 ) from None
         raise

@@ -215,9 +215,9 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         "\n".join(errors),
         """\
-IndexError: tokens[2] is -1; a token is 0 to 4294967295
-IndexError: tokens[1] is 4294967296; a token is 0 to 4294967295
-IndexError: tokens[1] is -1; a token is 0 to 4294967295
+ValueError: tokens[2] is -1; a token is 0 to 4294967295
+ValueError: tokens[1] is 4294967296; a token is 0 to 4294967295
+ValueError: tokens[1] is -1; a token is 0 to 4294967295
 TypeError: tokens[0] is a float; a token is an integer
 TypeError: tokens is an array of float64; tokens must be integers
 ValueError: an item begins at token 64 of a prompt of 64
@@ -247,7 +247,7 @@ TypeError: tokens is None; pass a list or an array of integers
 TypeError: tokens is a list_iterator; pass a list or an array of integers
 TypeError: tokens[1] is a str; a token is an integer
 TypeError: tokens[20000] is None; a token is an integer
-IndexError: tokens[20000] is -1; a token is 0 to 4294967295
+ValueError: tokens[20000] is -1; a token is 0 to 4294967295
 ValueError: tokens has shape (2, 2); it must have one dimension
 TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
 TypeError: multi_modal_items is None; pass a list of MultiModalItem
