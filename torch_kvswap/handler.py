@@ -393,6 +393,32 @@ class OffloadHandler(NotCopyable):
         for pool in groups.pools:
             pool._register_user(self)
 
+    def __repr__(self) -> str:
+        groups = self._native.groups
+        blocks = [layout.num_blocks for layout in groups.layouts]
+        pages = [pool.num_pages for pool in groups.pools]
+        return (
+            f"OffloadHandler(device={groups.device}, "
+            f"num_blocks={blocks if groups.is_list else blocks[0]}, "
+            f"num_pages={pages if groups.is_list else pages[0]}, {self._describe_state()})"
+        )
+
+    def _describe_state(self) -> str:
+        try:
+            metrics = self.metrics()
+        except RuntimeError:  # a fork has nothing of the handler
+            return "unknown"
+        channels = metrics.stores, metrics.loads, metrics.expedited
+        left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
+        state = f"{left} job{'' if left == 1 else 's'} outstanding"
+        try:
+            self._native.check_open()
+        except DeviceLostError:
+            return "device lost"
+        except RuntimeError:
+            return f"closed, {state}" if left else "closed"
+        return state
+
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
         """The layouts of the cache; after rebind(), the new ones."""

@@ -228,6 +228,12 @@ class OffloadEngine(NotCopyable):
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"OffloadEngine(store_policy={'lazy' if self._lazy else 'eager'!r}, "
+            f"handler={self.handler!r}, manager={self.manager!r})"
+        )
+
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """Finds the longest cached prefix.
 

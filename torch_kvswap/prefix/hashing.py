@@ -156,6 +156,10 @@ class PrefixHasher:
         fields = ("torch_kvswap", 1, model, dtype, self.block_tokens, adapter, salt, group, extra)
         self._root = sha256(_ROOT + encode(fields)).digest()
 
+    def __repr__(self) -> str:
+        # The digest is equal for equal settings only, and does not give away the salt.
+        return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
+
     def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> bytes:
         """The keys of all full blocks of a prompt: what can be stored.
 

@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
+from processes import in_child
 from simulated_driver import Driver, cache, place, simulated
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
@@ -466,3 +467,17 @@ pass it by reference, or make another one
 TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one""",
     )
+
+
+def test_a_printed_engine_has_the_pages_in_use():
+    engine, _ = make(store_policy="lazy")
+    with engine.handler:
+        engine.manager.complete(engine.manager.prepare_store(["a", "b"]))
+        assert in_child(lambda: repr(engine.manager).endswith(", used_pages=unknown)")) == 1
+        assert_expected_inline(
+            repr(engine).replace(", manager", ",\nmanager").replace(", handler", ",\nhandler"),
+            """\
+OffloadEngine(store_policy='lazy',
+handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
+manager=BlockManager(num_pages=6, used_pages=2))""",
+        )

@@ -257,3 +257,12 @@ ValueError: num_tokens is 18446744073709551616; it must be 0 to 1844674407370955
 TypeError: first_token is a float; it must be an integer
 TypeError: key is a str; it must be bytes""",
     )
+
+
+def test_a_printed_hasher_differs_by_its_settings() -> None:
+    one, equal, other = (PrefixHasher("m", "bf16", 16, salt=salt) for salt in ("a", "a", "b"))
+    assert_expected_inline(
+        repr(one),
+        """PrefixHasher(block_tokens=16, settings=52d23f21)""",
+    )
+    assert repr(one) == repr(equal) != repr(other)
