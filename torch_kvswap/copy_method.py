@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MAX, read_int
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.metrics import COPY_METHODS
 
@@ -215,10 +215,23 @@ def cache_file(gpu: str) -> Path:
     Raises:
         RuntimeError: there is no home directory.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
     driver = loader.library().kvswap_driver_version()
-    return folder / "torch_kvswap" / f"copy-method-costs-{name}-{driver}.json"
+    return _cache_folder() / f"copy-method-costs-{name}-{driver}.json"
+
+
+def cache_files() -> list[Path]:
+    """The existing cache files, of every GPU and driver.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
+    return sorted(_cache_folder().glob("copy-method-costs-*.json"))
+
+
+def _cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "torch_kvswap"
 
 
 def _read(file: Path, content: bytes) -> Costs:
@@ -255,7 +268,7 @@ def _check_keys(
 ) -> None:
     """Refuses what is no JSON object with these keys; without keys, an object with any."""
     if not isinstance(content, dict):
-        raise TypeError(f"{name} is a {type(content).__name__}; it must be an object")
+        raise TypeError(f"{name} is {kind_of(content)}; it must be an object")
     for key in required:
         if key not in content:
             raise ValueError(f"{name} lacks {key!r}")
@@ -267,7 +280,7 @@ def _check_keys(
 
 def _read_microseconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of microseconds")
+        raise TypeError(f"{name} is {kind_of(value)}; it must be a number of microseconds")
     if not 0 <= value <= _MOST_MICROSECONDS:  # also rejects NaN
         raise ValueError(f"{name} is {value}; it must be 0 to {_MOST_MICROSECONDS:g} microseconds")
     return float(value)

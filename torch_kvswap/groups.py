@@ -13,6 +13,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.submit import resolve_after
 from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.host_pool.pool import HostPool
@@ -146,9 +147,16 @@ class Groups:
         ):
             wanted = f"list of {len(self.layouts)} PagedLayouts" if self.is_list else "PagedLayout"
             raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
+        for layout, pool in zip(several, self.pools, strict=True):
+            if layout.device != self.device:
+                raise ValueError(
+                    f"the cache was on {self.device}, the new one is on {layout.device}; make a "
+                    "new handler and pool for it"
+                )
+            layout.check_same_blocks(
+                pool.layout, "pass a layout with the block sizes of the handler's pool"
+            )
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
-        if groups.device != self.device:
-            raise ValueError(f"the cache was on {self.device}, the new one is on {groups.device}")
         if groups.num_layers != self.num_layers:
             raise ValueError(
                 f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
@@ -162,11 +170,10 @@ class Groups:
 
 
 def _describe(value: object) -> str:
-    kind = type(value).__name__
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        return f"a {kind}"
+        return kind_of(value)
     kinds = {type(item).__name__ for item in value}
-    return f"a {kind} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
+    return f"{kind_of(value)} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
 
 
 def _check_no_tensors(gpu: object) -> None:
@@ -182,7 +189,7 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             if not isinstance(item, kind):
                 raise TypeError(
                     "a handler takes a PagedLayout and a HostPool, in this order, or a list of "
-                    f"each; got a {type(item).__name__} instead of a {kind.__name__}"
+                    f"each; got {kind_of(item)} instead of a {kind.__name__}"
                 )
     if not layouts or len(layouts) != len(pools):
         raise ValueError(
@@ -199,4 +206,4 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 f"the cache is on {layout.device}, the host pool was made for {pool.device}; make "
                 "the pool from this layout"
             )
-        layout.check_same_blocks(pool.layout)
+        layout.check_same_blocks(pool.layout, "make the pool from this layout")

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, read_int, read_timeout
+from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, kind_of, read_int, read_timeout
 from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
 from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
@@ -393,6 +393,32 @@ class OffloadHandler(NotCopyable):
         for pool in groups.pools:
             pool._register_user(self)
 
+    def __repr__(self) -> str:
+        groups = self._native.groups
+        blocks = [layout.num_blocks for layout in groups.layouts]
+        pages = [pool.num_pages for pool in groups.pools]
+        return (
+            f"OffloadHandler(device={groups.device}, "
+            f"num_blocks={blocks if groups.is_list else blocks[0]}, "
+            f"num_pages={pages if groups.is_list else pages[0]}, {self._describe_state()})"
+        )
+
+    def _describe_state(self) -> str:
+        try:
+            metrics = self.metrics()
+        except RuntimeError:  # a fork has nothing of the handler
+            return "unknown"
+        channels = metrics.stores, metrics.loads, metrics.expedited
+        left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
+        state = f"{left} job{'' if left == 1 else 's'} outstanding"
+        try:
+            self._native.check_open()
+        except DeviceLostError:
+            return "device lost"
+        except RuntimeError:
+            return f"closed, {state}" if left else "closed"
+        return state
+
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
         """The layouts of the cache; after rebind(), the new ones."""
@@ -472,7 +498,8 @@ class OffloadHandler(NotCopyable):
 
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
-        is invalid until it is stored again.
+        is invalid until it is stored again. A page that was never stored is copied as it is: zeros
+        in a new pool.
 
         Args:
             page_ids: host pages, as in store().
@@ -698,9 +725,7 @@ class OffloadHandler(NotCopyable):
     def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
         """The number of layer groups of a load, checked against its gate."""
         if gate is not None and not isinstance(gate, Gate):
-            raise TypeError(
-                f"gate is a {type(gate).__name__}; pass what OffloadHandler.gate() returns"
-            )
+            raise TypeError(f"gate is {kind_of(gate)}; pass what OffloadHandler.gate() returns")
         if gate is not None and gate._handler is not self._native:
             raise ValueError("the gate belongs to another handler; make one with this handler")
         if layer_groups is None:

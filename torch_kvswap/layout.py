@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT64_MIN, read_int
+from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
 
 
 class Slabs:
@@ -37,23 +37,26 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host: Slabs) -> None:
+    def check_same_blocks(self, host: Slabs, advice: str) -> None:
         """Checks that a block here has the slab sizes of a block in a host pool.
+
+        Args:
+            host (Slabs): the slabs of the pool.
+            advice (str): what to do if they differ.
 
         Raises:
             ValueError: the number of slabs or a slab size differs.
         """
         if len(self.sizes) != len(host.sizes):
             raise ValueError(
-                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; make "
-                "the pool from this layout"
+                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; {advice}"
             )
         different = np.flatnonzero(self.sizes != host.sizes)
         if different.size:
             slab = int(different[0])
             raise ValueError(
                 f"a block has {self.sizes[slab]} bytes in slab {slab} of the cache and "
-                f"{host.sizes[slab]} in the host pool; make the pool from this layout"
+                f"{host.sizes[slab]} in the host pool; {advice}"
             )
 
 
@@ -91,16 +94,16 @@ class PagedLayout(Slabs):
 
     def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-            kind = type(tensors).__name__
-            raise TypeError(f"tensors is a {kind}; pass a list, [tensor] for a single tensor")
+            raise TypeError(
+                f"tensors is {kind_of(tensors)}; pass a list, [tensor] for a single tensor"
+            )
         self.tensors = tuple(tensors)
         if not self.tensors:
             raise ValueError("a layout needs at least one tensor; the list is empty")
         block_dim = read_int("block_dim", block_dim, INT64_MIN)
         for index, tensor in enumerate(self.tensors):
             if not isinstance(tensor, Tensor):
-                kind = type(tensor).__name__
-                raise TypeError(f"tensors[{index}] is a {kind}; it must be a tensor")
+                raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; it must be a tensor")
             if tensor.layout != torch.strided:
                 raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
             problem = _problem(tensor, self.tensors[0], block_dim)

@@ -123,6 +123,9 @@ class Metrics:
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
         """Formats the metrics for a Prometheus server (text format 0.0.4).
 
+        Every sample has the labels "direction" ("store" or "load") and "channel" ("stores", "loads"
+        or "expedited"). Expedited loads have the direction "load".
+
         Args:
             labels (Mapping[str, str] | None): labels to add to every sample.
 
@@ -130,7 +133,7 @@ class Metrics:
             TypeError: a label name or value is not a string.
             ValueError: a label name is invalid or already in use.
         """
-        channels = {"store": self.stores, "load": self.loads, "expedited": self.expedited}
+        channels = {"stores": self.stores, "loads": self.loads, "expedited": self.expedited}
         return prometheus.text_of(channels, labels or {})
 
 

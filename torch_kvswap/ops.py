@@ -21,6 +21,7 @@ tracing breaks the graph at the call, and ``fullgraph=True`` and ``torch.export`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -71,11 +72,13 @@ _library.define(
 )
 
 
-def _fake_write(*operands: Any, out: Any = None) -> None:
+def _fake_write(op: str, *operands: Any, out: Any = None) -> None:
     """The fake of an op that writes an operand and returns nothing."""
     tensors = [t for t in pytree.tree_leaves((operands, out)) if isinstance(t, Tensor)]
     if len({tensor.is_meta for tensor in tensors}) > 1:  # a real destination would stay unwritten
-        raise RuntimeError("some operands are meta tensors and some are not; expected all or none")
+        raise RuntimeError(
+            f"{op}: some operands are meta tensors and some are not; expected all or none"
+        )
 
 
 def _fake_expand(
@@ -146,7 +149,8 @@ def _register_write(name: str, written: int | str) -> None:
         op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *operands, **named)
 
     _library.impl(name, count_version, "ADInplaceOrView", with_keyset=True)
-    _torch.library.register_fake(f"torch_kvswap::{name}", _fake_write, lib=_library)
+    fake = partial(_fake_write, f"torch_kvswap::{name}")
+    _torch.library.register_fake(f"torch_kvswap::{name}", fake, lib=_library)
 
 
 _check_torch()

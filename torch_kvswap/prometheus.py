@@ -15,7 +15,7 @@ def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -
     """Formats the samples of all channels.
 
     Args:
-        channels (Mapping[str, ChannelMetrics]): by the value of the label "direction".
+        channels (Mapping[str, ChannelMetrics]): by name: "stores", "loads" and "expedited".
         labels (Mapping[str, str]): labels to add to every sample.
 
     Raises:
@@ -33,16 +33,19 @@ def text_of(channels: Mapping[str, ChannelMetrics], labels: Mapping[str, str]) -
     lines: list[str] = []
     for name, kind, text, samples in _FAMILIES:
         lines += [f"# HELP kvswap_{name} {text}", f"# TYPE kvswap_{name} {kind}"]
-        for direction, channel in channels.items():
+        for of_channel, channel in channels.items():
+            places = {"direction": _DIRECTIONS[of_channel], "channel": of_channel}
             for suffix, own, value in samples(channel):
-                shown = _labels({"direction": direction, **labels, **own})
+                shown = _labels({**places, **labels, **own})
                 lines.append(f"kvswap_{name}{suffix}{{{shown}}} {value}")
     return "\n".join(lines) + "\n"
 
 
 Sample = tuple[str, dict[str, str], float]  # suffix of the metric's name, extra labels, value
 Samples = Callable[["ChannelMetrics"], Iterator[Sample]]
-_TAKEN = ("direction", "state", "copy_method", "le")
+# As in Result.direction, so that sums over a direction have the expedited loads too.
+_DIRECTIONS = {"stores": "store", "loads": "load", "expedited": "load"}
+_TAKEN = ("direction", "channel", "state", "copy_method", "le")
 
 
 def _one(field: str) -> Samples:

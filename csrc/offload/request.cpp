@@ -7,6 +7,10 @@
 namespace kvswap {
 namespace {
 
+std::string count_of(int64_t count, const char* noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
 void check_ids(const std::string& list, const int64_t* ids, int64_t count, int64_t limit,
                const char* noun) {
   for (int64_t i = 0; i < count; ++i) {
@@ -93,8 +97,9 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   }
   const int64_t needed = num_blocks ? (first_block + num_blocks + per_page - 1) / per_page : 0;
   if (num_pages != needed) {
-    fail<ValueError>(num_blocks, " blocks from first_block=", first_block, " on need ", needed,
-                     " pages of ", per_page, " blocks, ", page_list, " has ", num_pages);
+    fail<ValueError>(page_list, " has ", count_of(num_pages, "page"), " of ",
+                     count_of(per_page, "block"), "; for ", count_of(num_blocks, "block"),
+                     " from first_block=", first_block, " on, pass ", count_of(needed, "page"));
   }
   if (job.channel == kStores) {
     refuse_duplicates(page_seen_[group.slot_space], page_list, pages, num_pages);

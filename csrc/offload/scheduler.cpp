@@ -163,6 +163,10 @@ bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
 }
 
 // Submitting.
+//
+// submit_transfer(), end_submission() and fail_unsubmitted() return whether all jobs are on the
+// device or have ended. They return false if one transfer of several jobs failed: then `jobs` has
+// all of them, and the caller tries them one at a time.
 
 // Submits jobs as one transfer, or each by itself if that fails.
 void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
@@ -184,7 +188,7 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
   progress_.notify_all();
 }
 
-// False, with the jobs, when they are worth trying one at a time.
+// Submits jobs as one transfer.
 bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept {
   if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
@@ -239,8 +243,7 @@ Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   return made;
 }
 
-// The copies were submitted, or could not be. Takes the lock. False, with the jobs, when they are
-// worth trying one at a time.
+// Takes the lock, and records that the copies were submitted, or why they were not.
 bool Scheduler::end_submission(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
                                JobList& jobs) noexcept {
   bool alive = true;
@@ -257,7 +260,7 @@ bool Scheduler::end_submission(Lock& lock, Queue& queue, Transfers made, Reason 
   return fail_unsubmitted(jobs, device_loss_.empty() ? error : device_loss_);
 }
 
-// True when that is the end of the jobs; false when they are worth trying one at a time.
+// Ends a single job as failed; on a lost device, all jobs.
 bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   if (device_loss_.empty() && jobs.size() > 1) return false;
   while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, error);
@@ -327,7 +330,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
     queue.wake_worker.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
     if (queue.jobs.empty()) return;
     advance(lock);
-    // The first must be one that will be submitted: whether it may start is asked next.
+    // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.
     if (!drop_ended(queue)) continue;
     if (can_submit(queue, queue.jobs.front())) {
       submit_jobs(lock, queue, take_jobs(queue));

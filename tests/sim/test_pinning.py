@@ -320,7 +320,7 @@ def test_smaller_chunks_in_the_background_keep_copies_apart(driver: Driver) -> N
 
 @simulated
 def test_a_cache_on_the_cpu_is_ready_at_once(driver: Driver) -> None:
-    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4, pin_in_background=True)
+    pool = HostPool(PagedLayout([torch.zeros(2, 8)]), 4)
     assert (pool.num_ready_pages, pool.is_ready, pool.wait_ready(0)) == (4, True, True)
 
 

@@ -52,17 +52,17 @@ nothing; record it behind the work it stands for, or pass that stream
 ValueError: after= is a stream of cuda:1, the transfer is on cuda:0; record an event on
 that stream and pass the event
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or () for nothing, not int
+torch.cuda.Event or AFTER_NOTHING, not an int
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or () for nothing, not list
+torch.cuda.Event or AFTER_NOTHING, not a list
 TypeError: after= must be None (the current stream), a torch.cuda.Stream, a
-torch.cuda.Event or () for nothing, not tuple
+torch.cuda.Event or AFTER_NOTHING, not a tuple
 TypeError: after= is a Stream, but transfers of a cache on the CPU run inside the call
-and cannot wait for a stream; wait on the host first, and pass None or ()
-TypeError: after= is a Event, but transfers of a cache on the CPU run inside the call
-and cannot wait for a stream; wait on the host first, and pass None or ()
-TypeError: after= is a int, but transfers of a cache on the CPU run inside the call and
-cannot wait for a stream; wait on the host first, and pass None or ()
-TypeError: stream is a int; pass a torch.cuda.Stream or None
-TypeError: stream is a Event; pass a torch.cuda.Stream or None""",
+and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+TypeError: after= is an Event, but transfers of a cache on the CPU run inside the call
+and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+TypeError: after= is an int, but transfers of a cache on the CPU run inside the call and
+cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
+TypeError: stream is an int; pass a torch.cuda.Stream or None
+TypeError: stream is an Event; pass a torch.cuda.Stream or None""",
     )

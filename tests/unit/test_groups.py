@@ -6,6 +6,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 
+from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -51,7 +52,6 @@ def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_
 def test_what_does_not_belong_together_is_refused() -> None:
     one, two, other = layout(6), layout(6, 6), layout(6, 5)
     pool = HostPool(one, 1)
-    meta = PagedLayout([torch.zeros(4, 6, device="meta")])
     calls = [
         lambda: Groups(pool, one),  # type: ignore[arg-type]
         lambda: Groups(list(one.tensors), pool),  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: Groups(two, pool),
         lambda: Groups(other, HostPool(layout(6, 7), 1)),
         lambda: Groups([one, two], [pool, pool]),
-        lambda: Groups(meta, HostPool(meta, 1)),
+        lambda: queue_of(torch.device("meta")),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -90,13 +90,22 @@ ValueError: a cache on meta is not supported: torch has no streams or events for
 def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     groups = Groups(layout(6), HostPool(layout(6), 1))
     assert groups.moved_to(layout(6, blocks=9)).structures[0].num_blocks == 9
-    calls = [lambda: groups.moved_to(layout(5)), lambda: groups.moved_to(layout(6, 6))]
+    elsewhere = layout(6)
+    elsewhere.device = torch.device("cuda", 1)
+    calls = [
+        lambda: groups.moved_to(layout(5)),
+        lambda: groups.moved_to(layout(6, 6)),
+        lambda: groups.moved_to(elsewhere),
+    ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
-ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; make
-the pool from this layout
-ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
+ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; pass a
+layout with the block sizes of the handler's pool
+ValueError: the cache has 2 slabs, the host pool 1; pass a layout with the block sizes
+of the handler's pool
+ValueError: the cache was on cpu, the new one is on cuda:1; make a new handler and pool
+for it""",
     )
 
 

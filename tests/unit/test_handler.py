@@ -20,7 +20,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
 from patience import PATIENCE, in_time
-from processes import run_script
+from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
@@ -63,6 +63,46 @@ PagedLayout(tensors=1, num_blocks=8, block_bytes=12, device=cpu)
 HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, 4 of 4 pages ready)
 HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, closed)""",
     )
+
+
+@simulated
+def test_a_printed_handler_has_its_pages_and_outstanding_jobs(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    printed = [repr(handler)]
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    printed.append(repr(handler))
+    handler.store(gpu_block_ids=[0], page_ids=[1])
+    printed.append(repr(handler))
+    driver.run()
+    handler.synchronize()
+    printed.append(repr(handler))
+    handler.close()
+    printed.append(repr(handler))
+    layouts = [PagedLayout([torch.zeros(blocks, 6)]) for blocks in (8, 9)]
+    with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as hybrid:
+        printed.append(repr(hybrid))
+        assert in_child(lambda: repr(hybrid).endswith(", unknown)")) == 1
+    assert_expected_inline(
+        "\n".join(printed),
+        """\
+OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 0 jobs outstanding)
+OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 1 job outstanding)
+OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 2 jobs outstanding)
+OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, 0 jobs outstanding)
+OffloadHandler(device=cuda:0, num_blocks=8, num_pages=4, closed)
+OffloadHandler(device=cpu, num_blocks=[8, 9], num_pages=[4, 4], 0 jobs outstanding)""",
+    )
+
+
+@simulated
+def test_a_printed_handler_says_that_its_device_is_lost(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    with logged() as messages:
+        driver.lose()
+        assert repr(handler).endswith(", device lost)")
+        handler.pools[0].close()
+    assert "did not unpin" in messages[0]
 
 
 # Bytes
@@ -403,7 +443,7 @@ each; got a HostPool instead of a PagedLayout""",
     )
     assert_expected_inline(
         error_text(HostPool, [torch.zeros(4, 6)], 1),
-        """TypeError: a host pool is made from a PagedLayout, not list""",
+        """TypeError: a host pool is made from a PagedLayout, not a list""",
     )
 
 
@@ -820,3 +860,14 @@ def test_a_dropped_handler_that_cannot_wait_keeps_its_memory(
     assert handler_of_nobody() is None
     assert kept() is not None
     close()
+
+
+def test_a_page_that_was_never_stored_is_loaded_as_it_is() -> None:
+    rows = torch.ones(4, 6)
+    layout = PagedLayout([rows])
+    with HostPool(layout, 2) as pool, OffloadHandler(layout, pool) as handler:
+        pool.pages[1].fill_(7)
+        handler.synchronize(handler.load(page_ids=[0, 1], gpu_block_ids=[2, 3]))
+        assert not rows[2].any()
+        assert rows[3].view(torch.uint8).unique().tolist() == [7]
+        assert rows[:2].eq(1).all()

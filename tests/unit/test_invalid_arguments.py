@@ -191,7 +191,7 @@ def test_a_truth_value_is_not_truncated(handler: OffloadHandler, option: str, va
         ([0, 1.0], TypeError, rf"\[1\] is a float; {INTEGER}"),
         ([0, "1"], TypeError, rf"\[1\] is a str; {INTEGER}"),
         ([0, [1]], ValueError, r"\[1\] is a list; the ids must have one dimension"),
-        (None, TypeError, " is a NoneType; pass a list, numpy array or CPU tensor"),
+        (None, TypeError, " is None; pass a list, numpy array or CPU tensor"),
         ("01", TypeError, " is a str; pass a list, numpy array or CPU tensor"),
         (np.array([0.5]), TypeError, " is of float64; ids must be integers"),
         ([True, False], TypeError, rf"\[0\] is a bool; {INTEGER}"),
@@ -261,7 +261,7 @@ def test_what_is_no_stream_or_event_is_refused_as_after(handler: OffloadHandler)
 def test_what_is_no_stream_is_refused_by_wait(handler: OffloadHandler) -> None:
     job = handler.store(gpu_block_ids=[0], page_ids=[0])
     for wait in (job.wait, lambda stream: job.wait(stream, layer_group=job.layer_group_of(0))):
-        with pytest.raises(TypeError, match=r"stream is a int; pass a torch\.cuda\.Stream"):
+        with pytest.raises(TypeError, match=r"stream is an int; pass a torch\.cuda\.Stream"):
             wait(5)
 
 
@@ -317,10 +317,10 @@ def test_a_wrong_integer_is_refused_by_a_handle(
 
 def test_what_has_no_blocks_is_refused_by_a_layout() -> None:
     for tensors in (5, None, torch.zeros(4, 4)):
-        with pytest.raises(TypeError, match=r"^tensors is a .*; pass a list, "):
+        with pytest.raises(TypeError, match=r"^tensors is .*; pass a list, "):
             PagedLayout(tensors)  # type: ignore[arg-type]
     for tensors in ([torch.zeros(4, 4), 1], (torch.zeros(4, 4), "x"), [torch.zeros(4, 4), None]):
-        with pytest.raises(TypeError, match=r"^tensors\[1\] is a .*; it must be a tensor"):
+        with pytest.raises(TypeError, match=r"^tensors\[1\] is .*; it must be a tensor"):
             PagedLayout(tensors)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^tensors\[0\] .* has no dimension that counts blocks"):
         PagedLayout([torch.zeros(())])

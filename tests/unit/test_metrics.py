@@ -141,107 +141,110 @@ def test_the_text_has_every_number_with_its_unit_and_labels() -> None:
         """\
 # HELP kvswap_jobs_submitted_total Jobs submitted.
 # TYPE kvswap_jobs_submitted_total counter
-kvswap_jobs_submitted_total{direction="store",rank="1"} 9
-kvswap_jobs_submitted_total{direction="load",rank="1"} 0
-kvswap_jobs_submitted_total{direction="expedited",rank="1"} 0
+kvswap_jobs_submitted_total{direction="store",channel="stores",rank="1"} 9
+kvswap_jobs_submitted_total{direction="load",channel="loads",rank="1"} 0
+kvswap_jobs_submitted_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_jobs_ended_total Jobs ended, by how they ended.
 # TYPE kvswap_jobs_ended_total counter
-kvswap_jobs_ended_total{direction="store",rank="1",state="done"} 4
-kvswap_jobs_ended_total{direction="store",rank="1",state="failed"} 1
-kvswap_jobs_ended_total{direction="store",rank="1",state="cancelled"} 2
-kvswap_jobs_ended_total{direction="load",rank="1",state="done"} 0
-kvswap_jobs_ended_total{direction="load",rank="1",state="failed"} 0
-kvswap_jobs_ended_total{direction="load",rank="1",state="cancelled"} 0
-kvswap_jobs_ended_total{direction="expedited",rank="1",state="done"} 0
-kvswap_jobs_ended_total{direction="expedited",rank="1",state="failed"} 0
-kvswap_jobs_ended_total{direction="expedited",rank="1",state="cancelled"} 0
+kvswap_jobs_ended_total{direction="store",channel="stores",rank="1",state="done"} 4
+kvswap_jobs_ended_total{direction="store",channel="stores",rank="1",state="failed"} 1
+kvswap_jobs_ended_total{direction="store",channel="stores",rank="1",state="cancelled"} 2
+kvswap_jobs_ended_total{direction="load",channel="loads",rank="1",state="done"} 0
+kvswap_jobs_ended_total{direction="load",channel="loads",rank="1",state="failed"} 0
+kvswap_jobs_ended_total{direction="load",channel="loads",rank="1",state="cancelled"} 0
+kvswap_jobs_ended_total{direction="load",channel="expedited",rank="1",state="done"} 0
+kvswap_jobs_ended_total{direction="load",channel="expedited",rank="1",state="failed"} 0
+kvswap_jobs_ended_total{direction="load",channel="expedited",rank="1",state="cancelled"} 0
 # HELP kvswap_jobs_copied_total Jobs done, by copy method.
 # TYPE kvswap_jobs_copied_total counter
-kvswap_jobs_copied_total{direction="store",rank="1",copy_method="batch"} 4
-kvswap_jobs_copied_total{direction="load",rank="1",copy_method="batch"} 0
-kvswap_jobs_copied_total{direction="expedited",rank="1",copy_method="batch"} 0
+kvswap_jobs_copied_total{direction="store",channel="stores",rank="1",copy_method="batch"} 4
+kvswap_jobs_copied_total{direction="load",channel="loads",rank="1",copy_method="batch"} 0
+kvswap_jobs_copied_total{direction="load",channel="expedited",rank="1",copy_method="batch"} 0
 # HELP kvswap_copied_bytes_total Bytes of the jobs done.
 # TYPE kvswap_copied_bytes_total counter
-kvswap_copied_bytes_total{direction="store",rank="1"} 4096
-kvswap_copied_bytes_total{direction="load",rank="1"} 0
-kvswap_copied_bytes_total{direction="expedited",rank="1"} 0
+kvswap_copied_bytes_total{direction="store",channel="stores",rank="1"} 4096
+kvswap_copied_bytes_total{direction="load",channel="loads",rank="1"} 0
+kvswap_copied_bytes_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_transfers_total Copies given to the device.
 # TYPE kvswap_transfers_total counter
-kvswap_transfers_total{direction="store",rank="1"} 3
-kvswap_transfers_total{direction="load",rank="1"} 0
-kvswap_transfers_total{direction="expedited",rank="1"} 0
+kvswap_transfers_total{direction="store",channel="stores",rank="1"} 3
+kvswap_transfers_total{direction="load",channel="loads",rank="1"} 0
+kvswap_transfers_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_jobs_queued Jobs in the software queue.
 # TYPE kvswap_jobs_queued gauge
-kvswap_jobs_queued{direction="store",rank="1"} 1
-kvswap_jobs_queued{direction="load",rank="1"} 0
-kvswap_jobs_queued{direction="expedited",rank="1"} 0
+kvswap_jobs_queued{direction="store",channel="stores",rank="1"} 1
+kvswap_jobs_queued{direction="load",channel="loads",rank="1"} 0
+kvswap_jobs_queued{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_jobs_running Jobs on the device.
 # TYPE kvswap_jobs_running gauge
-kvswap_jobs_running{direction="store",rank="1"} 1
-kvswap_jobs_running{direction="load",rank="1"} 0
-kvswap_jobs_running{direction="expedited",rank="1"} 0
+kvswap_jobs_running{direction="store",channel="stores",rank="1"} 1
+kvswap_jobs_running{direction="load",channel="loads",rank="1"} 0
+kvswap_jobs_running{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_streams Existing CUDA streams.
 # TYPE kvswap_streams gauge
-kvswap_streams{direction="store",rank="1"} 2
-kvswap_streams{direction="load",rank="1"} 0
-kvswap_streams{direction="expedited",rank="1"} 0
+kvswap_streams{direction="store",channel="stores",rank="1"} 2
+kvswap_streams{direction="load",channel="loads",rank="1"} 0
+kvswap_streams{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_events Existing CUDA events.
 # TYPE kvswap_events gauge
-kvswap_events{direction="store",rank="1"} 5
-kvswap_events{direction="load",rank="1"} 0
-kvswap_events{direction="expedited",rank="1"} 0
+kvswap_events{direction="store",channel="stores",rank="1"} 5
+kvswap_events{direction="load",channel="loads",rank="1"} 0
+kvswap_events{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_submit_seconds Host time in the submitting call.
 # TYPE kvswap_submit_seconds histogram
-kvswap_submit_seconds_bucket{direction="store",rank="1",le="1e-06"} 3
-kvswap_submit_seconds_bucket{direction="store",rank="1",le="2e-06"} 8
-kvswap_submit_seconds_bucket{direction="store",rank="1",le="+Inf"} 9
-kvswap_submit_seconds_sum{direction="store",rank="1"} 1.5e-05
-kvswap_submit_seconds_count{direction="store",rank="1"} 9
-kvswap_submit_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
-kvswap_submit_seconds_sum{direction="load",rank="1"} 0.0
-kvswap_submit_seconds_count{direction="load",rank="1"} 0
-kvswap_submit_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
-kvswap_submit_seconds_sum{direction="expedited",rank="1"} 0.0
-kvswap_submit_seconds_count{direction="expedited",rank="1"} 0
+kvswap_submit_seconds_bucket{direction="store",channel="stores",rank="1",le="1e-06"} 3
+kvswap_submit_seconds_bucket{direction="store",channel="stores",rank="1",le="2e-06"} 8
+kvswap_submit_seconds_bucket{direction="store",channel="stores",rank="1",le="+Inf"} 9
+kvswap_submit_seconds_sum{direction="store",channel="stores",rank="1"} 1.5e-05
+kvswap_submit_seconds_count{direction="store",channel="stores",rank="1"} 9
+kvswap_submit_seconds_bucket{direction="load",channel="loads",rank="1",le="+Inf"} 0
+kvswap_submit_seconds_sum{direction="load",channel="loads",rank="1"} 0.0
+kvswap_submit_seconds_count{direction="load",channel="loads",rank="1"} 0
+kvswap_submit_seconds_bucket{direction="load",channel="expedited",rank="1",le="+Inf"} 0
+kvswap_submit_seconds_sum{direction="load",channel="expedited",rank="1"} 0.0
+kvswap_submit_seconds_count{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_queue_seconds Time in the software queue.
 # TYPE kvswap_queue_seconds histogram
-kvswap_queue_seconds_bucket{direction="store",rank="1",le="+Inf"} 0
-kvswap_queue_seconds_sum{direction="store",rank="1"} 0.0
-kvswap_queue_seconds_count{direction="store",rank="1"} 0
-kvswap_queue_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
-kvswap_queue_seconds_sum{direction="load",rank="1"} 0.0
-kvswap_queue_seconds_count{direction="load",rank="1"} 0
-kvswap_queue_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
-kvswap_queue_seconds_sum{direction="expedited",rank="1"} 0.0
-kvswap_queue_seconds_count{direction="expedited",rank="1"} 0
+kvswap_queue_seconds_bucket{direction="store",channel="stores",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="store",channel="stores",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="store",channel="stores",rank="1"} 0
+kvswap_queue_seconds_bucket{direction="load",channel="loads",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="load",channel="loads",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="load",channel="loads",rank="1"} 0
+kvswap_queue_seconds_bucket{direction="load",channel="expedited",rank="1",le="+Inf"} 0
+kvswap_queue_seconds_sum{direction="load",channel="expedited",rank="1"} 0.0
+kvswap_queue_seconds_count{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_copy_seconds Copy time, without the waits.
 # TYPE kvswap_copy_seconds histogram
-kvswap_copy_seconds_bucket{direction="store",rank="1",le="+Inf"} 0
-kvswap_copy_seconds_sum{direction="store",rank="1"} 0.0
-kvswap_copy_seconds_count{direction="store",rank="1"} 0
-kvswap_copy_seconds_bucket{direction="load",rank="1",le="+Inf"} 0
-kvswap_copy_seconds_sum{direction="load",rank="1"} 0.0
-kvswap_copy_seconds_count{direction="load",rank="1"} 0
-kvswap_copy_seconds_bucket{direction="expedited",rank="1",le="+Inf"} 0
-kvswap_copy_seconds_sum{direction="expedited",rank="1"} 0.0
-kvswap_copy_seconds_count{direction="expedited",rank="1"} 0
+kvswap_copy_seconds_bucket{direction="store",channel="stores",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="store",channel="stores",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="store",channel="stores",rank="1"} 0
+kvswap_copy_seconds_bucket{direction="load",channel="loads",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="load",channel="loads",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="load",channel="loads",rank="1"} 0
+kvswap_copy_seconds_bucket{direction="load",channel="expedited",rank="1",le="+Inf"} 0
+kvswap_copy_seconds_sum{direction="load",channel="expedited",rank="1"} 0.0
+kvswap_copy_seconds_count{direction="load",channel="expedited",rank="1"} 0
 """,
     )
 
 
 def test_without_labels_only_our_own_are_there() -> None:
     text = Metrics(IDLE, BUSY, IDLE).prometheus()
-    assert 'kvswap_jobs_queued{direction="load"} 1\n' in text
+    assert 'kvswap_jobs_queued{direction="load",channel="loads"} 1\n' in text
     assert text.endswith("\n")
 
 
 def test_a_label_value_is_escaped() -> None:
     text = Metrics(IDLE, IDLE, IDLE).prometheus({"model": 'a\\b "c"\nd'})
-    assert r'kvswap_streams{direction="store",model="a\\b \"c\"\nd"} 0' in text.splitlines()
+    assert (
+        r'kvswap_streams{direction="store",channel="stores",model="a\\b \"c\"\nd"} 0'
+        in text.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a-b", "1a", "__a", "ä", "direction", "le", "copy_method", "state"]
+    "name", ["", "a-b", "1a", "__a", "ä", "direction", "channel", "le", "copy_method", "state"]
 )
 def test_a_label_name_that_a_scraper_refuses_or_that_is_ours_raises(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot be named {name!r}")):

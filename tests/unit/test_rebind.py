@@ -94,9 +94,10 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
                 for moved in (wider, halves, [layout, layout], [cache], cache, handler.pools[0])
             ),
             """\
-ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; make
-the pool from this layout
-ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
+ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; pass a
+layout with the block sizes of the handler's pool
+ValueError: the cache has 2 slabs, the host pool 1; pass a layout with the block sizes
+of the handler's pool
 TypeError: gpu is a list of 2 PagedLayouts; rebind() takes a PagedLayout for this
 handler
 TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)

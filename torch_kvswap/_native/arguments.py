@@ -13,6 +13,15 @@ INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
 
+_AN = ("A", "E", "I", "O", "a", "e", "i", "o", "ndarray")
+
+
+def kind_of(value: object) -> str:
+    """The type of a wrong argument, for a message: "an int", "a list", "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name.startswith(_AN) else 'a'} {name}"
+
+
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
     """Converts an integer argument to an int that the native side can hold.
 
@@ -31,7 +40,7 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
     if type(value) is int and least <= value <= most:  # the common case, fast
         return value
     if not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be an integer")
+        raise TypeError(f"{name} is {kind_of(value)}; it must be an integer")
     try:
         number = operator.index(value)
     except (TypeError, ValueError) as error:  # every tensor has __index__, whatever it holds
@@ -39,6 +48,17 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be {least} to {most}")
     return number
+
+
+def read_switch(name: str, value: object) -> bool | None:
+    """Checks an option that is True, False or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"{name} is {value!r}; it must be True, False or None")
 
 
 def read_seconds(name: str, value: object) -> float:
@@ -49,7 +69,7 @@ def read_seconds(name: str, value: object) -> float:
         ValueError: the value is negative or NaN.
     """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number of seconds")
+        raise TypeError(f"{name} is {kind_of(value)}; it must be a number of seconds")
     try:
         seconds = float(value)
     except OverflowError:

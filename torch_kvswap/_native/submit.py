@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import INT64_MIN, read_int
+from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
 
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
@@ -46,8 +46,9 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
         return abi.AFTER_NOTHING, None
     if device.type == "cpu":
         raise TypeError(
-            f"after= is a {type(after).__name__}, but transfers of a cache on the CPU run inside "
-            "the call and cannot wait for a stream; wait on the host first, and pass None or ()"
+            f"after= is {kind_of(after)}, but transfers of a cache on the CPU run inside "
+            "the call and cannot wait for a stream; wait on the host first, and pass None or "
+            "AFTER_NOTHING"
         )
     if isinstance(after, torch.cuda.Event):
         if not after.cuda_event:  # created when first recorded; CUDA would ignore a wait before
@@ -59,7 +60,7 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     if not isinstance(after, torch.cuda.Stream):
         raise TypeError(
             "after= must be None (the current stream), a torch.cuda.Stream, a "
-            f"torch.cuda.Event or () for nothing, not {type(after).__name__}"
+            f"torch.cuda.Event or AFTER_NOTHING, not {kind_of(after)}"
         )
     if after.device != device:
         raise ValueError(
@@ -85,7 +86,7 @@ def resolve_waiting(stream: object) -> tuple[int | None, int]:
     if stream is None:
         return None, CURRENT
     if not isinstance(stream, torch.cuda.Stream):  # torch would take any object as a stream
-        raise TypeError(f"stream is a {type(stream).__name__}; pass a torch.cuda.Stream or None")
+        raise TypeError(f"stream is {kind_of(stream)}; pass a torch.cuda.Stream or None")
     return stream.cuda_stream, stream.device.index
 
 
@@ -112,8 +113,7 @@ def read_ids(name: str, ids: Ids) -> array[int]:
         if isinstance(ids, np.ndarray):
             return _from_numpy(name, ids)
         if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | str):
-            kind = type(ids).__name__
-            raise TypeError(f"{name} is a {kind}; pass a list, numpy array or CPU tensor")
+            raise TypeError(f"{name} is {kind_of(ids)}; pass a list, numpy array or CPU tensor")
     try:
         if len(ids) < _FEW:
             packed = array("q", ids)
@@ -143,7 +143,7 @@ def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
 
 def _read_id(name: str, value: object) -> int:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        raise ValueError(f"{name} is a {type(value).__name__}; the ids must have one dimension")
+        raise ValueError(f"{name} is {kind_of(value)}; the ids must have one dimension")
     if isinstance(value, bool):  # part of a mask
         raise TypeError(f"{name} is a bool; it must be an integer")
     try:

@@ -14,25 +14,32 @@ import torch
 
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.copy_method import CopyMethodCosts, cache_file, write_figures
+from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_figures
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code; 1 if it fails, 2 if there is no GPU."""
+    """Runs the command and returns its exit code; 1 if it fails, 2 if there is no such GPU."""
     parser = argparse.ArgumentParser("python -m torch_kvswap calibrate", description=__doc__)
-    parser.add_argument("--device", type=int, default=0, help="number of the GPU")
-    parser.add_argument("--forget", action="store_true", help="remove what was measured before")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--device", type=int, default=0, help="number of the GPU")
+    either.add_argument(
+        "--forget", action="store_true", help="only remove what was measured before, on any GPU"
+    )
     options = parser.parse_args(arguments)
+    if options.forget:
+        return _forget()
     if not torch.cuda.is_available():
         print("there is no GPU to measure", file=sys.stderr)
         return 2
+    gpus = torch.cuda.device_count()
+    if not 0 <= options.device < gpus:
+        there = "the only one is 0" if gpus == 1 else f"there are 0 to {gpus - 1}"
+        print(f"there is no GPU {options.device}; {there}", file=sys.stderr)
+        return 2
     device = torch.device("cuda", options.device)
     gpu = torch.cuda.get_device_name(device)
-    if options.forget:
-        cache_file(gpu).unlink(missing_ok=True)
-        return 0
     progress = Progress("measurements", STEPS, True, sys.stderr)
     machine = Machine(device)
     try:
@@ -45,6 +52,18 @@ def main(arguments: list[str]) -> int:
     for direction, of_direction in costs.items():
         print(_table(direction, of_direction))
     print(f"kept in {write_figures(gpu, costs)}")
+    return 0
+
+
+def _forget() -> int:
+    """Removes the measurements of all GPUs, and returns the exit code."""
+    try:
+        for file in cache_files():
+            file.unlink(missing_ok=True)
+            print(f"removed {file}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.errors import DeviceLostError
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
@@ -193,8 +194,8 @@ class DeviceQueue:
         if not isinstance(stream, torch.Stream):
             raise TypeError(
                 f"{name} must be None (the current stream), a torch.Stream"
-                + (", a torch.Event or () for nothing" if name == "after=" else "")
-                + f", not {type(stream).__name__}"
+                + (", a torch.Event or AFTER_NOTHING" if name == "after=" else "")
+                + f", not {kind_of(stream)}"
             )
         if stream.device != self.device:
             raise ValueError(

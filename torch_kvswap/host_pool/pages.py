@@ -8,8 +8,8 @@ import os
 import numpy as np
 from torch import Tensor
 
-from torch_kvswap._native.arguments import INT64_MAX, read_int
-from torch_kvswap.layout import Slabs
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
+from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -18,7 +18,7 @@ class Pages:
     """The shape of a pool.
 
     Args:
-        layout (Slabs): the cache whose blocks the pages hold.
+        layout (PagedLayout): the cache whose blocks the pages hold.
         count (int): number of pages.
         blocks_per_page (int): blocks per page.
         rank (int): this process.
@@ -35,20 +35,25 @@ class Pages:
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the layout is on meta.
     """
 
     def __init__(
         self,
-        layout: Slabs,
+        layout: PagedLayout,
         count: int,
         blocks_per_page: int,
         rank: int = 0,
         world: int = 1,
         replicated: bool = False,
     ) -> None:
-        if not isinstance(layout, Slabs):
-            raise TypeError(f"a host pool is made from a PagedLayout, not {type(layout).__name__}")
+        if not isinstance(layout, PagedLayout):
+            raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
+        if layout.device.type == "meta":
+            raise ValueError(
+                "the layout is on meta, where tensors have no memory; make it from tensors of a "
+                "device or of the CPU"
+            )
         count = read_int("num_pages", count, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         world = read_int("world", world, 1)

@@ -12,7 +12,7 @@ import torch
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
-from torch_kvswap._native.arguments import read_int
+from torch_kvswap._native.arguments import kind_of, read_int, read_switch
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
@@ -258,15 +258,24 @@ def read_pinning(
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: pinned=True for a cache on the CPU, or a number is out of range.
+        ValueError: an option needs pinned pages but the cache is on the CPU, or a number is out of
+            range.
     """
-    if pinned and layout.device.type == "cpu":
-        raise ValueError(
-            f"pinned=True needs a cache on a device, this one is on {layout.device}; leave it out"
-        )
+    pinned = read_switch("pinned", pinned)
     if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress is a {type(on_progress).__name__}; it must be callable")
+        raise TypeError(f"on_progress is {kind_of(on_progress)}; it must be callable")
     if numa_node is not None:
         numa_node = read_int("numa_node", numa_node, 0, MAX_NODES - 1)
     chunk_bytes = read_int("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
+    if layout.device.type == "cpu":
+        for given, is_given in (
+            ("pinned=True", pinned),
+            ("pin_in_background=True", in_background),
+            (f"numa_node={numa_node}", numa_node is not None),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{given} needs a cache on a device, this one is on {layout.device}, where "
+                    "pages are not pinned; leave it out"
+                )
     return PinningOptions(pinned, bool(in_background), on_progress, numa_node, chunk_bytes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import NotCopyable, read_int, read_timeout
+from torch_kvswap._native.arguments import NotCopyable, read_int, read_switch, read_timeout
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.memory import (
@@ -100,11 +100,12 @@ class HostPool(NotCopyable):
         num_pages (int): at least 1.
         blocks_per_page (int): at least 1.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
-            driver refuses; True raises then; False uses pageable memory. For devices other than
-            CUDA, PyTorch allocates and pins the memory, or their backend pins it.
+            driver refuses; True raises then, and is refused for a cache on the CPU; False uses
+            pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory, or
+            their backend pins it.
         pin_in_background (bool): return when the first chunk is pinned; a thread pins the rest.
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
-            that is not ready raises IndexError.
+            that is not ready raises IndexError. Refused for a cache on the CPU.
         on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
             that pins. Held until all pages are pinned. If it raises, pinning stops and wait_ready()
             raises.
@@ -112,7 +113,7 @@ class HostPool(NotCopyable):
             uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
             is refused, if PyTorch pins.
         numa_node (int | None): NUMA node of pinned pages; None is the GPU's node. Refused if
-            PyTorch pins.
+            PyTorch pins, and for a cache on the CPU.
         chunk_bytes (int): upper bound of the bytes that the driver registers in one call.
 
     Attributes:
@@ -126,7 +127,8 @@ class HostPool(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a number is out of range, or the machine does not have this much memory.
+        ValueError: a number is out of range, an option is not possible for the device, the layout
+            is on meta, or the machine does not have this much memory.
         RuntimeError: the driver does not pin the memory. Nothing stays mapped.
     """
 
@@ -144,6 +146,7 @@ class HostPool(NotCopyable):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
         pages = Pages(layout, num_pages, blocks_per_page)
+        huge_pages = read_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -184,6 +187,7 @@ class HostPool(NotCopyable):
             TypeError, ValueError, RuntimeError: see HostPool.
         """
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
+        huge_pages = read_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -364,11 +368,12 @@ class HostPool(NotCopyable):
             bool: False if the timeout passed first.
 
         Raises:
+            ValueError: `pages` is more than local_pages has, or a number is negative.
             RuntimeError: pinning has stopped, because the driver refused or the pool was closed.
         """
         self._memory.process.check("host pool")
         own = self.local_pages
-        wanted = len(own) if pages is None else min(read_int("pages", pages), len(own))
+        wanted = len(own) if pages is None else read_int("pages", pages, 0, len(own))
         timeout = read_timeout("timeout", timeout)
         pinning = self._memory.pinning
         return pinning is None or pinning.wait(own.start + wanted, timeout)

@@ -8,7 +8,7 @@ import socket
 import struct
 import weakref
 
-from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, read_int
+from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, kind_of, read_int
 from torch_kvswap.host_pool.pages import Pages
 
 _NUMBERS = struct.Struct("=6q")
@@ -136,7 +136,7 @@ def check_handle(handle: object) -> PoolHandle:
     """Returns the handle; raises TypeError if it is not a PoolHandle."""
     if not isinstance(handle, PoolHandle):
         raise TypeError(
-            f"handle is a {type(handle).__name__}; it must be the PoolHandle that share() or "
+            f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
             "receive() returned"
         )
     return handle

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import NotCopyable
+from torch_kvswap._native.arguments import NotCopyable, kind_of
 from torch_kvswap._native.submit import After, Ids, read_ids
 from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
@@ -205,7 +205,7 @@ class OffloadEngine(NotCopyable):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not hasattr(handler, "pools"):
-            raise TypeError(f"handler is a {type(handler).__name__}; pass an OffloadHandler")
+            raise TypeError(f"handler is {kind_of(handler)}; pass an OffloadHandler")
         if store_policy not in ("eager", "lazy"):
             raise ValueError(f"store_policy is {store_policy!r}; it can be eager or lazy")
         self.handler = handler
@@ -227,6 +227,12 @@ class OffloadEngine(NotCopyable):
         self._reservations: dict[int, Load | Store] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"OffloadEngine(store_policy={'lazy' if self._lazy else 'eager'!r}, "
+            f"handler={self.handler!r}, manager={self.manager!r})"
+        )
 
     def lookup(self, keys: Keys | Sequence[Keys], *, again: bool = False) -> Lookup:
         """Finds the longest cached prefix.
@@ -437,8 +443,7 @@ class OffloadEngine(NotCopyable):
             TypeError: preempted is something else.
         """
         if not isinstance(preempted, Preempted):
-            kind = type(preempted).__name__
-            raise TypeError(f"preempted is a {kind}; pass what preempt() returned")
+            raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
         return self.manager.release(preempted.lease)
 
     def poll(self) -> list[Result]:

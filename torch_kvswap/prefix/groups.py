@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, read_int
+from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, kind_of, read_int
 
 MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 32 bits
 
@@ -54,7 +54,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
         return (BlockGroup(read_int("groups", groups, 1, MAX_PAGES)),)
     if not isinstance(groups, BlockGroup | Sequence) or isinstance(groups, str | bytes):
         raise TypeError(
-            f"groups is a {type(groups).__name__}; pass a number of pages, or a list with a "
+            f"groups is {kind_of(groups)}; pass a number of pages, or a list with a "
             "BlockGroup for each group of layers"
         )
     several = [groups] if isinstance(groups, BlockGroup) else groups
@@ -73,7 +73,7 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
 def _read_group(index: int, group: object) -> BlockGroup:
     """Returns the group with checked fields."""
     if not isinstance(group, BlockGroup):
-        raise TypeError(f"groups[{index}] is a {type(group).__name__}; pass a BlockGroup")
+        raise TypeError(f"groups[{index}] is {kind_of(group)}; pass a BlockGroup")
     limits = {"num_pages": MAX_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
     read: dict[str, Any] = {
         name: read_int(f"{name} of group {index}", getattr(group, name), 1, limits[name])
@@ -81,8 +81,9 @@ def _read_group(index: int, group: object) -> BlockGroup:
         if name != "window_tokens" or group.window_tokens is not None
     }
     if not isinstance(group.is_state, bool):
-        kind = type(group.is_state).__name__
-        raise TypeError(f"is_state of group {index} is a {kind}; it must be True or False")
+        raise TypeError(
+            f"is_state of group {index} is {kind_of(group.is_state)}; it must be True or False"
+        )
     if group.is_state and group.window_tokens is not None:
         raise ValueError(f"group {index} has a state and a window; it can have one of them")
     return replace(group, **read)
@@ -100,9 +101,7 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
         return every
     several = [ready] if isinstance(ready, SupportsIndex) else ready
     if not isinstance(several, Sequence) or isinstance(several, str | bytes):
-        raise TypeError(
-            f"num_ready_pages is a {type(ready).__name__}; pass a number for each group"
-        )
+        raise TypeError(f"num_ready_pages is {kind_of(ready)}; pass a number for each group")
     if len(several) != len(every):
         raise ValueError(f"num_ready_pages is {ready}; the groups have {every} pages")
     return [

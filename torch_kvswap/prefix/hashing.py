@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, read_int
+from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, kind_of, read_int
 
 DIGEST_BYTES = abi.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
@@ -105,7 +105,7 @@ class MultiModalItem:
         read_int("first_token", self.first_token)
         read_int("num_tokens", self.num_tokens, 0, UINT64_MAX)
         if not isinstance(self.key, bytes):
-            raise TypeError(f"key is a {type(self.key).__name__}; it must be bytes")
+            raise TypeError(f"key is {kind_of(self.key)}; it must be bytes")
 
 
 class PrefixHasher:
@@ -145,9 +145,9 @@ class PrefixHasher:
         group = int(read_int("group", group))
         for name, value in (("model", model), ("dtype", dtype)):
             if not isinstance(value, str):
-                raise TypeError(f"{name} is a {type(value).__name__}; it must be a str")
+                raise TypeError(f"{name} is {kind_of(value)}; it must be a str")
         if not isinstance(salt, str | bytes | None):
-            raise TypeError(f"salt is a {type(salt).__name__}; it must be a str, bytes or None")
+            raise TypeError(f"salt is {kind_of(salt)}; it must be a str, bytes or None")
         for name, part in (("adapter", adapter), ("extra", extra)):
             try:
                 encode(part)
@@ -155,6 +155,10 @@ class PrefixHasher:
                 raise TypeError(f"{name}: {error}") from error
         fields = ("torch_kvswap", 1, model, dtype, self.block_tokens, adapter, salt, group, extra)
         self._root = sha256(_ROOT + encode(fields)).digest()
+
+    def __repr__(self) -> str:
+        # The digest is equal for equal settings only, and does not give away the salt.
+        return f"PrefixHasher(block_tokens={self.block_tokens}, settings={self._root[:4].hex()})"
 
     def keys(self, tokens: Tokens, multi_modal_items: Sequence[MultiModalItem] = ()) -> bytes:
         """The keys of all full blocks of a prompt: what can be stored.
@@ -168,8 +172,8 @@ class PrefixHasher:
 
         Raises:
             TypeError: tokens is not a sequence of integers, or an item is not a MultiModalItem.
-            IndexError: a token is not in 0 to 2**32 - 1.
-            ValueError: an item begins outside the tokens, or tokens is not 1-D.
+            ValueError: a token is not in 0 to 2**32 - 1, an item begins outside the tokens, or
+                tokens is not 1-D.
         """
         content = _token_bytes(tokens)
         return self._digests(content, multi_modal_items, len(content) // 4 // self.block_tokens)
@@ -188,7 +192,7 @@ class PrefixHasher:
             bytes: DIGEST_BYTES per block, one digest after another.
 
         Raises:
-            TypeError, IndexError, ValueError: see keys().
+            TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
         return self._digests(
@@ -209,7 +213,7 @@ class PrefixHasher:
             bytes: DIGEST_BYTES, or b"" if the last block is full.
 
         Raises:
-            TypeError, IndexError, ValueError: see keys().
+            TypeError, ValueError: see keys().
         """
         content = _token_bytes(tokens)
         num_tokens = len(content) // 4
@@ -246,13 +250,12 @@ class PrefixHasher:
         of_block: dict[int, list[bytes]] = {}
         if not isinstance(multi_modal_items, Sequence):
             raise TypeError(
-                f"multi_modal_items is a {type(multi_modal_items).__name__}; "
-                "pass a list of MultiModalItem"
+                f"multi_modal_items is {kind_of(multi_modal_items)}; pass a list of MultiModalItem"
             )
         for place, item in enumerate(multi_modal_items):
             if not isinstance(item, MultiModalItem):
                 raise TypeError(
-                    f"multi_modal_items[{place}] is a {type(item).__name__}; pass a MultiModalItem"
+                    f"multi_modal_items[{place}] is {kind_of(item)}; pass a MultiModalItem"
                 )
         for item in sorted(
             multi_modal_items, key=lambda its: (its.first_token, its.num_tokens, its.key)
@@ -280,7 +283,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
             return tokens.astype("<u4").tobytes()
         tokens = tokens.tolist()
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
-        raise TypeError(f"tokens is a {type(tokens).__name__}; pass a list or an array of integers")
+        raise TypeError(f"tokens is {kind_of(tokens)}; pass a list or an array of integers")
     try:
         if len(tokens) <= _TOKEN_SLICE:
             return array("I", tokens).tobytes()
@@ -291,10 +294,11 @@ def _token_bytes(tokens: Tokens) -> bytes:
     except (TypeError, OverflowError):
         for place, token in enumerate(tokens):
             if not isinstance(token, SupportsIndex):
-                kind = type(token).__name__
-                raise TypeError(f"tokens[{place}] is a {kind}; a token is an integer") from None
+                raise TypeError(
+                    f"tokens[{place}] is {kind_of(token)}; a token is an integer"
+                ) from None
             if not 0 <= token <= UINT32_MAX:
-                raise IndexError(
+                raise ValueError(
                     f"tokens[{place}] is {token}; a token is 0 to {UINT32_MAX}"
                 ) from None
         raise
@@ -334,7 +338,7 @@ def read_digests(name: str, keys: Keys) -> bytes:
             )
         return keys
     if isinstance(keys, str) or not isinstance(keys, Sequence):
-        raise TypeError(f"{name} is a {type(keys).__name__}; pass bytes of digests or a list")
+        raise TypeError(f"{name} is {kind_of(keys)}; pass bytes of digests or a list")
     try:
         if len(keys) <= SLICE:
             return _digests_of(keys)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, read_int, read_seconds
+from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, kind_of, read_int, read_seconds
 from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
 from torch_kvswap.prefix.groups import (
     BlockGroup,
@@ -36,7 +36,7 @@ def event_bits(events: bool | Collection[EventKind]) -> int:
     if isinstance(events, bool):
         events = EVENT_KINDS if events else ()
     if not isinstance(events, Iterable):
-        raise TypeError(f"events is a {type(events).__name__}; pass True, False or a list of kinds")
+        raise TypeError(f"events is {kind_of(events)}; pass True, False or a list of kinds")
     wanted: list[str] = [events] if isinstance(events, str) else list(events)
     unknown = sorted(repr(kind) for kind in wanted if kind not in EVENT_KINDS)
     if unknown:
@@ -217,9 +217,7 @@ class BlockManager(NotCopyable):
             )
         threshold = read_int("store_threshold", store_threshold, 1, UINT32_MAX)
         if not callable(clock):
-            raise TypeError(
-                f"clock is a {type(clock).__name__}; pass a function that returns seconds"
-            )
+            raise TypeError(f"clock is {kind_of(clock)}; pass a function that returns seconds")
         ready = read_ready_pages(self.groups, num_ready_pages)
         self._is_list = not isinstance(groups, SupportsIndex)
         self._clock = clock
@@ -231,6 +229,19 @@ class BlockManager(NotCopyable):
             native_groups, eviction_policy, threshold, event_bits(events)
         )
         self._native.grow(ready)
+
+    def __repr__(self) -> str:
+        pages = [group.num_pages for group in self.groups]
+        try:
+            stats = [self.stats(group) for group in range(len(self.groups))]
+            used = str(self._of_groups([of.pages - of.free_pages for of in stats]))
+        except RuntimeError:  # a fork has nothing of the manager
+            used = "unknown"
+        return f"BlockManager(num_pages={self._of_groups(pages)}, used_pages={used})"
+
+    def _of_groups(self, numbers: list[int]) -> int | list[int]:
+        """The numbers as the caller passed the groups: a list, or one."""
+        return numbers if self._is_list else numbers[0]
 
     def grow(self, num_ready_pages: int | Sequence[int] | None = None) -> None:
         """Makes more pages usable.
@@ -429,8 +440,7 @@ class BlockManager(NotCopyable):
 
     def _end(self, reservation: Load | Store, succeeded: bool) -> None:
         if not isinstance(reservation, Load | Store):
-            kind = type(reservation).__name__
-            raise TypeError(f"reservation is a {kind}; pass a Load or a Store")
+            raise TypeError(f"reservation is {kind_of(reservation)}; pass a Load or a Store")
         if reservation.id:
             self._native.end(reservation.id, succeeded)
 
@@ -447,8 +457,7 @@ class BlockManager(NotCopyable):
             digests = read_digests("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
         if isinstance(keys, bytes | bytearray | memoryview | str) or not isinstance(keys, Sequence):
-            kind = type(keys).__name__
-            raise TypeError(f"keys is a {kind}; pass a list with the keys of each group")
+            raise TypeError(f"keys is {kind_of(keys)}; pass a list with the keys of each group")
         if len(keys) != len(self.groups):
             raise ValueError(
                 f"keys must be a list with one entry for each of {len(self.groups)} groups"

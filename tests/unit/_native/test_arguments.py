@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from torch_kvswap._native.arguments import NotCopyable, read_int, read_seconds, read_timeout
+from torch_kvswap._native.arguments import (
+    NotCopyable,
+    kind_of,
+    read_int,
+    read_seconds,
+    read_timeout,
+)
 
 
 @pytest.mark.parametrize("value", [3, np.uint8(3), torch.tensor(3)])
@@ -42,7 +48,7 @@ def test_a_time_that_is_none_is_refused(value):
 
 @pytest.mark.parametrize("value", ["1", None, [1], b"1"])
 def test_a_time_that_is_no_number_is_refused(value):
-    with pytest.raises(TypeError, match=r"^lease is a .*; it must be a number of seconds$"):
+    with pytest.raises(TypeError, match=r"^lease is (a |None).*; it must be a number of seconds$"):
         read_seconds("lease", value)
 
 
@@ -62,3 +68,18 @@ class Owner(NotCopyable):
 def test_what_owns_memory_is_not_copied(duplicate):
     with pytest.raises(TypeError, match=r"^Owner cannot be copied or pickled: it owns memory"):
         duplicate(Owner())
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "None"),
+        (5, "an int"),
+        (np.zeros(1), "an ndarray"),
+        (Owner(), "an Owner"),
+        ([], "a list"),
+        (np.uint8(1), "a uint8"),
+    ],
+)
+def test_a_message_says_what_an_argument_is(value, kind):
+    assert kind_of(value) == kind

@@ -91,7 +91,7 @@ TypeError: page_ids[0] is a str; it must be an integer
 ValueError: page_ids[0] is a list; the ids must have one dimension
 ValueError: page_ids[0] is a list; the ids must have one dimension
 ValueError: page_ids has shape []; it must have one dimension
-TypeError: page_ids is a int; pass a list, numpy array or CPU tensor
+TypeError: page_ids is an int; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a set; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a bytes; pass a list, numpy array or CPU tensor
 TypeError: page_ids is a str; pass a list, numpy array or CPU tensor
@@ -100,7 +100,7 @@ IndexError: page_ids[0] is 9223372036854775808; no block has such a number
 IndexError: page_ids[1] is 18446744073709551616; no block has such a number
 IndexError: page_ids[0] is -9223372036854775809; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number
-TypeError: page_ids[1] is a NoneType; it must be an integer""",
+TypeError: page_ids[1] is None; it must be an integer""",
     )
 
 
@@ -110,11 +110,16 @@ def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
     for kind in (list, tuple):
         assert read_ids("page_ids", kind(ids)).tolist() == [int(number) for number in ids]
     for wrong in (0.0, None, "1", 2**63, [1]):
-        assert error_text(read_ids, "page_ids", [*ids, wrong]).startswith(
-            tuple(f"{kind}: page_ids[{len(ids)}] is a" for kind in ("TypeError", "ValueError"))
-            if wrong != 2**63
-            else f"IndexError: page_ids[{len(ids)}] is {2**63}; no block has such a number"
-        )
+        kinds = {0.0: "a float", None: "None", "1": "a str"}
+        if wrong == 2**63:
+            expected = f"IndexError: page_ids[{len(ids)}] is {2**63}; no block has such a number"
+        elif wrong == [1]:
+            expected = (
+                f"ValueError: page_ids[{len(ids)}] is a list; the ids must have one dimension"
+            )
+        else:
+            expected = f"TypeError: page_ids[{len(ids)}] is {kinds[wrong]}; it must be an integer"
+        assert error_text(read_ids, "page_ids", [*ids, wrong]) == expected
 
 
 @pytest.mark.gpu

@@ -124,8 +124,10 @@ ValueError: page_ids[1] and page_ids[3] are both 3: it would be written twice; p
 destination once
 ValueError: gpu_block_ids[1] and gpu_block_ids[2] are both 0: it would be written twice;
 pass each destination once
-ValueError: 2 blocks from first_block=1 on need 2 pages of 2 blocks, page_ids has 1
-ValueError: 2 blocks from first_block=0 on need 1 pages of 2 blocks, page_ids has 2
+ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_block=1 on, pass 2
+pages
+ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_block=0 on, pass 1
+page
 ValueError: first_block=2 is outside of the first page, whose blocks are 0 to 1
 ValueError: first_block=-1 is outside of the first page, whose blocks are 0 to 1
 TypeError: first_block is a float; it must be an integer
@@ -161,12 +163,13 @@ ValueError: page_ids[1][0] and page_ids[1][1] are both 3: it would be written tw
 pass each destination once
 ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be written
 twice; pass each destination once
-ValueError: 1 blocks from first_block=0 on need 1 pages of 1 blocks, page_ids[1] has 0
+ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_block=0 on, pass
+1 page
 ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
 empty list for a group without blocks
 ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
 empty list for a group without blocks
-TypeError: gpu_block_ids[1] is a int; pass a list, numpy array or CPU tensor
+TypeError: gpu_block_ids[1] is an int; pass a list, numpy array or CPU tensor
 ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
 ValueError: first_block has 1 entries for 2 groups""",
     )

@@ -36,6 +36,7 @@ class FakeMachine:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
     monkeypatch.setattr(command, "Machine", FakeMachine)
 
@@ -73,3 +74,42 @@ def test_a_calibration_that_fails_says_why_and_keeps_nothing(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("submitting a store by copy_method='strided' seemed to take no time")
     assert not cache_file("Imaginary 9000").exists()
+
+
+@pytest.mark.parametrize(("gpus", "there"), [(1, "the only one is 0"), (2, "there are 0 to 1")])
+@pytest.mark.parametrize("device", ["9", "-1"])
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: int,
+    there: str,
+    device: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert command.main(["--device", device]) == 2
+    assert capsys.readouterr() == ("", f"there is no GPU {device}; {there}\n")
+
+
+def test_measurements_are_forgotten_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [cache_file(gpu) for gpu in ("Imaginary 8000", "Imaginary 9000")]
+    other = files[0].with_name("other.json")
+    other.parent.mkdir()
+    for file in (*files, other):
+        file.write_text("{}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([]) == 2
+    assert all(file.exists() for file in files)
+    assert command.main(["--forget"]) == 0
+    assert capsys.readouterr().out == "".join(f"removed {file}\n" for file in files)
+    assert list(other.parent.iterdir()) == [other]
+    assert command.main(["--forget"]) == 0
+
+
+def test_measurements_that_cannot_be_removed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache_file("Imaginary 9000").mkdir(parents=True)
+    assert command.main(["--forget"]) == 1
+    assert str(cache_file("Imaginary 9000")) in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_ranks_and_parts_that_cannot_be_are_refused() -> None:
         error_text(Pages, layout(), 3, 1, 0, 4),
         """ValueError: num_pages=3 for world=4: each process needs at least one page""",
     )
-    with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not str"):
+    with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not a str"):
         Pages("layout", 1, 1)  # type: ignore[arg-type]
 
 

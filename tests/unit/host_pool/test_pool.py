@@ -130,10 +130,50 @@ ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are av
     )
 
 
-def test_pinning_for_a_cache_on_the_cpu_is_refused() -> None:
+def test_options_of_pinned_pages_are_refused_for_a_cache_on_the_cpu() -> None:
+    options = ({"pinned": True}, {"pin_in_background": True}, {"numa_node": 99})
     assert_expected_inline(
-        error_text(HostPool, make_layout(), 1, pinned=True),
-        """ValueError: pinned=True needs a cache on a device, this one is on cpu; leave it out""",
+        "\n".join(error_text(HostPool, make_layout(), 1, **option) for option in options),
+        """\
+ValueError: pinned=True needs a cache on a device, this one is on cpu, where pages are
+not pinned; leave it out
+ValueError: pin_in_background=True needs a cache on a device, this one is on cpu, where
+pages are not pinned; leave it out
+ValueError: numa_node=99 needs a cache on a device, this one is on cpu, where pages are
+not pinned; leave it out""",
+    )
+
+
+@pytest.mark.parametrize("name", ["huge_pages", "pinned"])
+@pytest.mark.parametrize("value", ["yes", 1, "no"])
+def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
+    name: str, value: object
+) -> None:
+    expected = f"TypeError: {name} is {value!r}; it must be True, False or None"
+    shared = functools.partial(HostPool.create_shared, world=2)
+    for make in (HostPool, shared):
+        assert error_text(make, make_layout(), 2, **{name: value}) == expected
+
+
+def test_a_layout_without_memory_is_refused() -> None:
+    meta = make_layout(device="meta")
+    assert_expected_inline(
+        error_text(HostPool, meta, 1),
+        """\
+ValueError: the layout is on meta, where tensors have no memory; make it from tensors of
+a device or of the CPU""",
+    )
+    shared = error_text(HostPool.create_shared, meta, 2, world=2)
+    view = error_text(HostPool(make_layout(), 1).view_for, meta)
+    assert shared == view == error_text(HostPool, meta, 1)
+
+
+def test_a_pool_has_no_more_pages_to_wait_for() -> None:
+    pool = HostPool(make_layout(), 4)
+    assert pool.wait_ready(0, pages=4)
+    assert_expected_inline(
+        error_text(pool.wait_ready, 0, pages=5),
+        """ValueError: pages is 5; it must be 0 to 4""",
     )
 
 

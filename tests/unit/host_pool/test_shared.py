@@ -186,15 +186,17 @@ def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
     assert not other.share().huge_pages
 
 
-def test_the_pages_of_a_replicated_pool_are_placed_by_its_maker() -> None:
-    handle = HostPool.create_shared(layout(), 4, world=2, replicated=True, numa_node=0).share()
+@simulated
+def test_the_pages_of_a_replicated_pool_are_placed_by_its_maker(driver: Driver) -> None:
+    handle = HostPool.create_shared(layout(), 4, world=2, replicated=True).share()
+    cache = place(driver, layout())
     assert_expected_inline(
-        error_text(HostPool.attach, layout(), handle, rank=1, numa_node=0),
+        error_text(HostPool.attach, cache, handle, rank=1, numa_node=0),
         """\
 ValueError: numa_node is 0, but the process that made the replicated pool has placed its
 pages; leave it out, or give it to create_shared()""",
     )
-    assert HostPool.attach(layout(), handle, rank=1).local_pages == range(4)
+    assert HostPool.attach(cache, handle, rank=1).local_pages == range(4)
 
 
 def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:

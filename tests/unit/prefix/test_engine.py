@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
+from processes import in_child
 from simulated_driver import Driver, cache, place, simulated
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
@@ -201,7 +202,7 @@ def test_gpu_blocks_of_each_group_are_checked_whatever_the_host_has() -> None:
                 call(keys, [[0, 7], [0, 1]])
             with pytest.raises(ValueError, match=r"^gpu_block_ids\[1\] has 3 ids for 2 keys"):
                 call(keys, [[0, 1], [0, 1, 2]])
-            with pytest.raises(TypeError, match=r"^keys\[1\] is a NoneType; pass bytes"):
+            with pytest.raises(TypeError, match=r"^keys\[1\] is None; pass bytes"):
                 call([["a"], None], [[0], [0]])
 
 
@@ -446,18 +447,18 @@ ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
 ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
 IndexError: gpu_block_ids[0] is -1; there are 16 GPU blocks, 0 to 15
-TypeError: handler is a NoneType; pass an OffloadHandler
+TypeError: handler is None; pass an OffloadHandler
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'num_ready_pages'
-TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: groups[0] is an int; pass a BlockGroup
 TypeError: OffloadEngine.store() got an unexpected keyword argument 'first_block'
 TypeError: OffloadEngine.load() got an unexpected keyword argument 'first_block'
 TypeError: OffloadEngine.preempt() got an unexpected keyword argument 'first_block'
 TypeError: OffloadEngine.evict() got an unexpected keyword argument 'first_block'
-TypeError: gpu_block_ids is a NoneType; pass a list, numpy array or CPU tensor
-TypeError: keys is a NoneType; pass bytes of digests or a list
+TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
+TypeError: keys is None; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list
-TypeError: preempted is a int; pass what preempt() returned
+TypeError: preempted is an int; pass what preempt() returned
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
 TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
@@ -466,3 +467,17 @@ pass it by reference, or make another one
 TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one""",
     )
+
+
+def test_a_printed_engine_has_the_pages_in_use():
+    engine, _ = make(store_policy="lazy")
+    with engine.handler:
+        engine.manager.complete(engine.manager.prepare_store(["a", "b"]))
+        assert in_child(lambda: repr(engine.manager).endswith(", used_pages=unknown)")) == 1
+        assert_expected_inline(
+            repr(engine).replace(", manager", ",\nmanager").replace(", handler", ",\nhandler"),
+            """\
+OffloadEngine(store_policy='lazy',
+handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
+manager=BlockManager(num_pages=6, used_pages=2))""",
+        )

@@ -215,9 +215,9 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         "\n".join(errors),
         """\
-IndexError: tokens[2] is -1; a token is 0 to 4294967295
-IndexError: tokens[1] is 4294967296; a token is 0 to 4294967295
-IndexError: tokens[1] is -1; a token is 0 to 4294967295
+ValueError: tokens[2] is -1; a token is 0 to 4294967295
+ValueError: tokens[1] is 4294967296; a token is 0 to 4294967295
+ValueError: tokens[1] is -1; a token is 0 to 4294967295
 TypeError: tokens[0] is a float; a token is an integer
 TypeError: tokens is an array of float64; tokens must be integers
 ValueError: an item begins at token 64 of a prompt of 64
@@ -228,10 +228,10 @@ TypeError: block_tokens is a float; it must be an integer
 ValueError: block_tokens is 4294967296; it must be 1 to 4294967295
 TypeError: group is a str; it must be an integer
 ValueError: group is -1; it must be 0 to 9223372036854775807
-TypeError: salt is a int; it must be a str, bytes or None
+TypeError: salt is an int; it must be a str, bytes or None
 TypeError: extra: a key, or a part of one, is of type dict; make it of None, bool, int,
 float, str, bytes and tuples of them
-TypeError: model is a NoneType; it must be a str
+TypeError: model is None; it must be a str
 TypeError: dtype is a type; it must be a str
 TypeError: tokens is a bytes; pass a list or an array of integers
 TypeError: tokens is a dict; pass a list or an array of integers
@@ -243,17 +243,26 @@ TypeError: tokens is a bytearray; pass a list or an array of integers
 TypeError: tokens is a memoryview; pass a list or an array of integers
 TypeError: tokens is a str; pass a list or an array of integers
 TypeError: tokens is a set; pass a list or an array of integers
-TypeError: tokens is a NoneType; pass a list or an array of integers
+TypeError: tokens is None; pass a list or an array of integers
 TypeError: tokens is a list_iterator; pass a list or an array of integers
 TypeError: tokens[1] is a str; a token is an integer
-TypeError: tokens[20000] is a NoneType; a token is an integer
-IndexError: tokens[20000] is -1; a token is 0 to 4294967295
+TypeError: tokens[20000] is None; a token is an integer
+ValueError: tokens[20000] is -1; a token is 0 to 4294967295
 ValueError: tokens has shape (2, 2); it must have one dimension
 TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
-TypeError: multi_modal_items is a NoneType; pass a list of MultiModalItem
+TypeError: multi_modal_items is None; pass a list of MultiModalItem
 TypeError: multi_modal_items is a MultiModalItem; pass a list of MultiModalItem
 ValueError: first_token is -1; it must be 0 to 9223372036854775807
 ValueError: num_tokens is 18446744073709551616; it must be 0 to 18446744073709551615
 TypeError: first_token is a float; it must be an integer
 TypeError: key is a str; it must be bytes""",
     )
+
+
+def test_a_printed_hasher_differs_by_its_settings() -> None:
+    one, equal, other = (PrefixHasher("m", "bf16", 16, salt=salt) for salt in ("a", "a", "b"))
+    assert_expected_inline(
+        repr(one),
+        """PrefixHasher(block_tokens=16, settings=52d23f21)""",
+    )
+    assert repr(one) == repr(equal) != repr(other)

@@ -618,11 +618,11 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         """\
 TypeError: groups is a str; pass a number of pages, or a list with a BlockGroup for each
 group of layers
-TypeError: groups is a NoneType; pass a number of pages, or a list with a BlockGroup for
-each group of layers
+TypeError: groups is None; pass a number of pages, or a list with a BlockGroup for each
+group of layers
 TypeError: groups is a float; pass a number of pages, or a list with a BlockGroup for
 each group of layers
-TypeError: groups[0] is a int; pass a BlockGroup
+TypeError: groups[0] is an int; pass a BlockGroup
 TypeError: groups[0] is a str; pass a BlockGroup
 ValueError: groups is 18446744073709551620; it must be 1 to 536870912
 ValueError: block_tokens of group 0 is 18446744073709551616; it must be 1 to 2147483647
@@ -641,12 +641,12 @@ ValueError: num_ready_pages of group 0 is 18446744073709551616; it must be 0 to 
 ValueError: eviction_policy is None; it can be lru or arc
 ValueError: store_threshold is 4294967296; it must be 1 to 4294967295
 TypeError: store_threshold is a str; it must be an integer
-TypeError: events is a int; pass True, False or a list of kinds
+TypeError: events is an int; pass True, False or a list of kinds
 ValueError: events has []; kinds are stored, evicted, cleared, lost
-TypeError: clock is a int; pass a function that returns seconds
+TypeError: clock is an int; pass a function that returns seconds
 TypeError: num_ready_pages of group 1 is a str; it must be an integer
-TypeError: keys is a NoneType; pass bytes of digests or a list
-TypeError: keys is a int; pass bytes of digests or a list
+TypeError: keys is None; pass bytes of digests or a list
+TypeError: keys is an int; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list
 TypeError: keys is a set; pass bytes of digests or a list
 TypeError: keys is a memoryview of items of 8 bytes, shape (32,); pass contiguous bytes
@@ -663,19 +663,19 @@ TypeError: keys: a key, or a part of one, is of type array; make it of None, boo
 float, str, bytes and tuples of them
 TypeError: keys: a key, or a part of one, is of type array; make it of None, bool, int,
 float, str, bytes and tuples of them
-TypeError: keys is a NoneType; pass a list with the keys of each group
+TypeError: keys is None; pass a list with the keys of each group
 TypeError: keys is a dict; pass a list with the keys of each group
-TypeError: keys[1] is a NoneType; pass bytes of digests or a list
+TypeError: keys[1] is None; pass bytes of digests or a list
 TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
-TypeError: reservation is a NoneType; pass a Load or a Store
-TypeError: reservation is a int; pass a Load or a Store
+TypeError: reservation is None; pass a Load or a Store
+TypeError: reservation is an int; pass a Load or a Store
 TypeError: seconds is a str; it must be a number of seconds
-TypeError: seconds is a NoneType; it must be a number of seconds
+TypeError: seconds is None; it must be a number of seconds
 ValueError: seconds is nan; it must be 0 seconds or more
 ValueError: seconds is -1.0; it must be 0 seconds or more
 TypeError: lease is a str; it must be an integer
-TypeError: lease is a NoneType; it must be an integer
+TypeError: lease is None; it must be an integer
 ValueError: lease is -1; it must be 0 to 9223372036854775807
 ValueError: lease is ~; it must be 0 to 9223372036854775807""",
     )
@@ -744,3 +744,9 @@ def test_threads_may_share_a_manager(blocks, resets):
     assert not wrong
     stats = manager.stats()
     assert stats.free_pages + stats.idle_pages == pages
+
+
+def test_a_printed_manager_has_the_pages_of_each_group() -> None:
+    manager = BlockManager([BlockGroup(4), BlockGroup(3)])
+    assert manager.prepare_store([["a", "b"], ["c"]]) is not None
+    assert repr(manager) == "BlockManager(num_pages=[4, 3], used_pages=[2, 1])"
