@@ -42,7 +42,7 @@ def report_of(fault: str, folder: Path) -> str:
 
 
 def is_instrumented(library: Path) -> bool:
-    return (b"__tsan_func_entry" if TSAN else b"__asan_report_load8") in library.read_bytes()
+    return (b"__tsan_func_entry" if TSAN else b"__asan_init") in library.read_bytes()
 
 
 def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -> None:
