@@ -28,7 +28,7 @@ OBJECTS = COPY / "objects"  # beside each is what it has counted
 REPORT = COPY / "report"
 GCOV = COPY / "tests" / "support" / "gcov"
 FLAGS = "--coverage -fprofile-update=atomic -O0"  # threads count; -O0 merges no lines
-DOCS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs")
+READ_BY_TESTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs", "tools")
 # They read the checkout, build wheels or look at the library's symbols.
 LEFT_OUT = ("architecture", "binary", "environment", "sanitize", "setup")
 COVERAGE = [sys.executable, "-m", "coverage"]
@@ -129,7 +129,7 @@ def make_table(counts: dict[str, Count]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    make_copy(COPY, DOCS)
+    make_copy(COPY, READ_BY_TESTS)
     for old in (OBJECTS, REPORT):
         shutil.rmtree(old, ignore_errors=True)
     flags = {"CXXFLAGS": FLAGS, "LDFLAGS": f"--coverage {compile_counters()}"}
