@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import loader
+from torch_kvswap.devices.blocks import WORDS, alignment, as_words
 
 # Of dense tensors with memory. Not CompositeExplicitAutograd, which includes sparse tensors.
 DISPATCH_KEYS = ("HPU", "IPU", "MAIA", "MPS", "MTIA", "PrivateUse1", "VE", "XPU")
 # Blocks are copied in pieces of this many bytes at most, or of one block.
 STAGING_BYTES = 32 << 20
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ops: Any = loader.ops.torch_kvswap
 
 
@@ -89,9 +89,11 @@ def _copy_blocks(
     pairs = [pair for pair in zip(src, dst, strict=True) if pair[0].numel() and pair[1].numel()]
     if not pairs or len(src_block_ids) == 0:
         return
-    word_bytes = math.gcd(8, *(_alignment(tensor) for pair in pairs for tensor in pair))
-    sources = [_as_words(tensor, word_bytes) for tensor, _ in pairs]
-    targets = [_as_words(tensor, word_bytes) for _, tensor in pairs]
+    word_bytes = math.gcd(8, *(alignment(tensor, 0) for pair in pairs for tensor in pair))
+    word = WORDS[word_bytes]
+    # .data: the op counts its writes for autograd itself.
+    sources = [as_words(tensor.data, 0, word) for tensor, _ in pairs]
+    targets = [as_words(tensor.data, 0, word) for _, tensor in pairs]
     is_one_device = sources[0].device == targets[0].device
     ids = torch.stack((src_block_ids, dst_block_ids))
     src_ids = _without_waiting(ids, sources[0].device)
@@ -120,22 +122,6 @@ def _copy_blocks(
             rows = received[at : at + words].view(end - begin, widths[t])
             targets[t].index_copy_(0, dst_ids[1, begin:end], rows)
             at += words
-
-
-def _alignment(tensor: Tensor) -> int:
-    """The bytes that divide the place, the size and the distance of all blocks."""
-    block = tensor.numel() // tensor.shape[0]
-    distance = tensor.stride(0) if tensor.shape[0] > 1 else block
-    elements = math.gcd(tensor.storage_offset(), block, distance)
-    return math.gcd(elements * tensor.element_size(), tensor.data_ptr())
-
-
-def _as_words(tensor: Tensor, word_bytes: int) -> Tensor:
-    """The blocks as rows of integers, in the order of memory. Autograd does not see writes."""
-    count, block = tensor.shape[0], tensor.numel() // tensor.shape[0]
-    distance = tensor.stride(0) if count > 1 else block
-    rows = tensor.data.as_strided([count, block], [distance, 1])
-    return rows.view(torch.uint8).view(_WORDS[word_bytes])
 
 
 def _staging(rows: Tensor, words: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Ids = npt.NDArray[np.int64]
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GroupTensors:
@@ -42,10 +42,10 @@ class GroupTensors:
         self._block_dim = block_dim
         self._tensor_of_slab = tensor_of_slab
         self._word_bytes = math.gcd(
-            8, host.stride(0), *map(_alignment, tensors, [block_dim] * len(tensors))
+            8, host.stride(0), *map(alignment, tensors, [block_dim] * len(tensors))
         )
-        word = _WORDS[self._word_bytes]
-        self._views = [_as_words(tensor, block_dim, word) for tensor in tensors]
+        word = WORDS[self._word_bytes]
+        self._views = [as_words(tensor, block_dim, word) for tensor in tensors]
         self._host = host.view(word)
         # Words of a block in the tensors before each one, and in all of them.
         widths = [view.numel() // view.shape[block_dim] for view in self._views]
@@ -113,7 +113,7 @@ class GroupTensors:
             yield self._host[slot : slot + until - at, begin:end], rows[at:until]
 
 
-def _alignment(tensor: Tensor, block_dim: int) -> int:
+def alignment(tensor: Tensor, block_dim: int) -> int:
     """Bytes that divide the addresses, distances and sizes of the tensor's blocks."""
     strides = [tensor.stride(d) for d in range(block_dim + 1) if tensor.shape[d] > 1]
     numel = math.prod(tensor.shape[block_dim + 1 :])
@@ -121,7 +121,7 @@ def _alignment(tensor: Tensor, block_dim: int) -> int:
     return math.gcd(elements * tensor.element_size(), tensor.data_ptr())
 
 
-def _as_words(tensor: Tensor, block_dim: int, word: torch.dtype) -> Tensor:
+def as_words(tensor: Tensor, block_dim: int, word: torch.dtype) -> Tensor:
     """The tensor as [..., blocks, words of a block], on the same memory."""
     numel = math.prod(tensor.shape[block_dim + 1 :])
     shape = [*tensor.shape[: block_dim + 1], numel]
