@@ -31,13 +31,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_kvswap, m) {
       " Tensor? out) -> int");
   m.def("_watch_cache(Tensor[] tensors, int[] addresses, int[] storage_ends) -> int");
 }
-// On every device: it only reads addresses.
-STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CompositeExplicitAutograd, m) {
-  m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
-}
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CPU, m) { register_ops(m); }
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CUDA, m) { register_ops(m); }
+// On every device: they read no tensor's memory.
 STABLE_TORCH_LIBRARY_IMPL(torch_kvswap, CompositeExplicitAutograd, m) {
+  m.impl("_watch_cache", TORCH_BOX(&kvswap::watch_cache));
   m.impl("_check_swap_blocks", TORCH_BOX(&kvswap::check_swap_blocks));
   m.impl("_check_swap_kv_blocks", TORCH_BOX(&kvswap::check_swap_kv_blocks));
   m.impl("_check_expand_block_ids", TORCH_BOX(&kvswap::check_expand_block_ids));

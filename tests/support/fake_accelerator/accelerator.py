@@ -39,7 +39,7 @@ class Counters(NamedTuple):
         copies_to_host, bytes_to_host (int): from the device.
         copies_on_device (int): from this device to itself or to another.
         live_streams (int): without the default stream. They live until the test ends, as in PyTorch.
-        live_events (int): those that were recorded.
+        live_events (int): events that were recorded and not freed.
         live_blocks, live_bytes (int): of device memory.
     """
 

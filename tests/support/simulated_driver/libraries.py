@@ -13,7 +13,7 @@ from native_builds import build_once
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # Files in the order in which they are made, with their folders of sources and options of their own.
-# A file finds those that it is linked with beside it.
+# The libraries that a file is linked with are beside it.
 _ON_SIMULATION = ["-L{made}", "-l:libsimulation.so", "-Wl,-rpath,$ORIGIN"]
 _HIP = [*_ON_SIMULATION, f"-Wl,--version-script={HERE / 'libamdhip64' / 'libamdhip64.map'}"]
 SOURCES = {

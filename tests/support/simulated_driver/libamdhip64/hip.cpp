@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../simulation/calls.h"
+#include "../simulation/strided_copy.h"
 
 using simulated::Call;
 using simulated::device;
@@ -19,21 +20,6 @@ struct PointerAttributes {
   void *device_pointer, *host_pointer;
   int is_managed;
   unsigned allocation_flags;
-};
-
-// CUDA_MEMCPY3D.
-struct Side {
-  size_t x, y, z, level_of_detail;
-  unsigned memory_type;
-  void* host;
-  unsigned long long device;
-  void *array, *reserved;
-  size_t pitch, height;
-};
-
-struct Strided {
-  Side src, dst;
-  size_t width, height, depth;
 };
 
 struct Attributes {
@@ -150,7 +136,7 @@ int hipMemcpyPeerAsync(void* dst, int, const void* src, int, size_t bytes, void*
 int hipMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
                      size_t height, int kind, void* stream) {
   if (kind != kDefault) return noted(kInvalidValue);
-  Strided copy{};
+  simulated::StridedCopy copy{};
   copy.src.memory_type = copy.dst.memory_type = 2;
   copy.src.device = address(src);
   copy.dst.device = address(dst);
@@ -159,7 +145,7 @@ int hipMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pi
   copy.src.height = copy.dst.height = copy.height = height;
   copy.width = width;
   copy.depth = 1;
-  const Strided* const arguments = &copy;
+  const simulated::StridedCopy* const arguments = &copy;
   return call("cuMemcpy3DAsync", arguments, stream);
 }
 

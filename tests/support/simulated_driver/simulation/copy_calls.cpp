@@ -1,5 +1,6 @@
 #include "call.h"
 #include "calls.h"
+#include "strided_copy.h"
 
 namespace simulated {
 namespace {
@@ -36,26 +37,6 @@ int copy_peer_async(unsigned long long dst, void*, unsigned long long src, void*
   stream->push(std::move(operation));
   return kSuccess;
 }
-
-// CUDA_MEMCPY3D.
-struct StridedSide {
-  size_t x, y, z, level_of_detail;
-  unsigned memory_type;
-  void* host;
-  unsigned long long device;
-  void *array, *reserved;
-  size_t pitch, height;
-
-  unsigned long long address(size_t row, size_t slice) const {
-    const auto base = memory_type == 1 ? reinterpret_cast<unsigned long long>(host) : device;
-    return base + (slice * height + row) * pitch;
-  }
-};
-
-struct StridedCopy {
-  StridedSide src, dst;
-  size_t width, height, depth;
-};
 
 int copy_strided_async(const StridedCopy* of, void* handle) {
   Call call("cuMemcpy3DAsync");
