@@ -65,7 +65,7 @@ class Samples:
 
     @property
     def copy_methods(self) -> dict[str, list[str]]:
-        """Those that the results name, by way."""
+        """The copy methods that the results name, for each way of copying."""
         used = {way: {move.copy_method for move in moves} for way, moves in self.moves.items()}
         return {way: sorted(filter(None, names)) for way, names in used.items() if any(names)}
 
@@ -133,7 +133,7 @@ def add_comparison(parser: ArgumentParser, samples: int, cold_samples: int) -> N
     """The options of a program that compares."""
     add = parser.add_argument
     add_transfers(parser)
-    add("--samples", type=int, default=samples, help="rounds in a cell, after those that warm up")
+    add("--samples", type=int, default=samples, help="rounds in a cell, after the warm-up rounds")
     text = "rounds in a cell in which other work is done before each transfer and each copy"
     add("--cold-samples", type=int, default=cold_samples, help=text)
     text = f"for the whole program; cells then have fewer rounds, but {LEAST} at least"

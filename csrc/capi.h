@@ -174,8 +174,8 @@ struct kvswap_unended {
 };
 
 // Waits on the host until the jobs have ended: 1, or 2 if one of them failed or was cancelled, or 0
-// after `seconds`, with those that have not ended in *unended; -1 on failure. jobs: null for all
-// that were not reported.
+// after `seconds`; -1 on failure. After 0, *unended says which jobs have not ended. jobs: null for
+// all that were not reported.
 KVSWAP_API int kvswap_handler_synchronize(void* handler, void* const* jobs, int count,
                                           double seconds, kvswap_unended* unended);
 

@@ -128,7 +128,7 @@ class Scheduler {
 
     Channel channel;
     JobList jobs;             // queued; a cancelled job stays until it is at the front
-    size_t num_queued = 0;    // without those that were cancelled
+    size_t num_queued = 0;    // of these; cancelled jobs do not count
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
     std::thread worker;       // submits queued jobs; started when it is first needed
     std::condition_variable wake_worker;  // to submit something, or to stop

@@ -454,12 +454,14 @@ def test_a_process_with_running_jobs_exits(how: str) -> None:
         rows = Rows()
         how = sys.argv[1]
         if how == "threads":
+            submits = threading.Event()
             def submit():
                 while True:
                     rows.store(1, 1, after=())
+                    submits.set()
                     time.sleep(0.001)
             threading.Thread(target=submit, daemon=True).start()
-            time.sleep(0.02)
+            assert submits.wait(60)
         jobs = [rows.store(n, n) for n in range(5)]
         if how == "dropped job":
             jobs.clear()

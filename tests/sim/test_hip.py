@@ -103,7 +103,7 @@ def test_an_error_that_is_handled_is_not_found_by_the_next_kernel_launch(driver:
 
 
 def scattered(driver: Driver, copies: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Addresses and sizes of copies from the device to the host, of which no two are neighbours."""
+    """Addresses and sizes of copies from the device to the host. No two copies are adjacent."""
     gpu, host = driver.memory(32 * copies, DEVICE), driver.memory(32 * copies, HOST)
     gpu.random_()
     offsets = 32 * torch.arange(copies)
