@@ -10,7 +10,7 @@ import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
 from logged import logged
-from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
 from torch.overrides import TorchFunctionMode
@@ -35,27 +35,8 @@ def let_it_run(rows: Rows) -> None:
 def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
     accelerator: Accelerator, name: str, blocks_per_page: int
 ) -> None:
-    cache, expected = Cache(name, 0, DEVICE), Cache(name, 0)
-    host = HostPool(cache.layout, 5, blocks_per_page)
-    host.pages.fill_(0xA5)
-    pages = host.pages.clone()
-    blocks, targets = [7, 0, 3], [1, 8, 2]
-    page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
-    first = 0 if blocks_per_page == 1 else 2
-    with OffloadHandler(cache.layout, host) as handler:
-        store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
-        store.synchronize(PATIENCE)
-        load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
-        load.synchronize(PATIENCE)
-        for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
-            page, slot = divmod(first + j, blocks_per_page)
-            expected.store(block, pages[page_ids[page], slot])
-            expected.load(pages[page_ids[page], slot], target)
-        assert torch.equal(host.pages, pages)
-        methods = [result.copy_method for result in handler.poll()]
-    assert methods == ["generic", "generic"]
-    assert cache.same_bytes(expected)
-    assert not cache.same_bytes(Cache(name, 0))
+    results = check_round_trip(name, blocks_per_page, DEVICE)
+    assert [result.copy_method for result in results] == ["generic", "generic"]
 
 
 @pytest.mark.parametrize("seed", range(12))

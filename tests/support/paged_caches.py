@@ -8,9 +8,11 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from patience import PATIENCE
 from torch import Tensor
 
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap.handler import Result
 
 GUARD = 64  # bytes before and behind a tensor
 NUM_BLOCKS = 9
@@ -95,3 +97,32 @@ class Cache:
                 order = sorted(range(view.dim()), key=view.stride, reverse=True)
                 views.append(view.permute(order))
         return views
+
+
+def check_round_trip(name: str, blocks_per_page: int, device: str = "cpu") -> list[Result]:
+    """Stores blocks and loads them into other blocks; checks all bytes of cache and pages.
+
+    Returns:
+        list[Result]: of the store and the load.
+    """
+    cache, expected = Cache(name, 0, device), Cache(name, 0)
+    host = HostPool(cache.layout, 5, blocks_per_page)
+    host.pages.fill_(0xA5)
+    pages = host.pages.clone()
+    blocks, targets = [7, 0, 3], [1, 8, 2]
+    page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
+    first = 0 if blocks_per_page == 1 else 2
+    with OffloadHandler(cache.layout, host) as handler:
+        store = handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
+        store.synchronize(PATIENCE)
+        load = handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
+        load.synchronize(PATIENCE)
+        for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
+            page, slot = divmod(first + j, blocks_per_page)
+            expected.store(block, pages[page_ids[page], slot])
+            expected.load(pages[page_ids[page], slot], target)
+        assert torch.equal(host.pages, pages)
+        results = handler.poll()
+    assert cache.same_bytes(expected)
+    assert not cache.same_bytes(Cache(name, 0))
+    return results

@@ -18,7 +18,7 @@ from drained import drain
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
-from paged_caches import LAYOUTS, NUM_BLOCKS, Cache
+from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
 from patience import PATIENCE, in_time
 from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
@@ -113,27 +113,7 @@ def test_a_printed_handler_says_that_its_device_is_lost(driver: Driver) -> None:
 def test_what_is_stored_comes_back_elsewhere_and_nothing_else_changes(
     name: str, blocks_per_page: int, device: str
 ) -> None:
-    cache, expected = Cache(name, 0, device), Cache(name, 0)
-    host = HostPool(cache.layout, 5, blocks_per_page)
-    host.pages.fill_(0xA5)
-    pages = host.pages.clone()
-    blocks, targets = [7, 0, 3], [1, 8, 2]
-    page_ids = [4, 1, 2][: 3 if blocks_per_page == 1 else 2]
-    first = 0 if blocks_per_page == 1 else 2
-    with OffloadHandler(cache.layout, host) as handler:
-        handler.synchronize(
-            handler.store(gpu_block_ids=blocks, page_ids=page_ids, first_block=first)
-        )
-        handler.synchronize(
-            handler.load(page_ids=page_ids, gpu_block_ids=targets, first_block=first)
-        )
-        for j, (block, target) in enumerate(zip(blocks, targets, strict=True)):
-            page, slot = divmod(first + j, blocks_per_page)
-            expected.store(block, pages[page_ids[page], slot])
-            expected.load(pages[page_ids[page], slot], target)
-        assert torch.equal(host.pages, pages)
-    assert cache.same_bytes(expected)
-    assert not cache.same_bytes(Cache(name, 0))
+    check_round_trip(name, blocks_per_page, device)
 
 
 @pytest.mark.parametrize("seed", range(25))
