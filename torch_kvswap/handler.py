@@ -750,7 +750,7 @@ class OffloadHandler(NotCopyable):
 def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     if isinstance(jobs, int | float):
         raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
-    return jobs if isinstance(jobs, Iterable) else [jobs]
+    return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
 
 
 def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:

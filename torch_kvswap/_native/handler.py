@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,14 +149,13 @@ class NativeHandler(NotCopyable):
                 timeout passed first.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        count = 0 if jobs is None else len(jobs)
-        array = ctypes.c_void_p * count
-        pointers = None if jobs is None else array(*jobs)
+        pointers = array("Q", jobs or ())
+        address, count = (None, 0) if jobs is None else pointers.buffer_info()
         unended = abi.Unended()
         while True:
             left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
             seconds = min(max(left, 0.0), _WAIT_SECONDS)
-            ended: int = _synchronize(self.pointer, pointers, count, seconds, ctypes.byref(unended))
+            ended: int = _synchronize(self.pointer, address, count, seconds, ctypes.byref(unended))
             if ended < 0:
                 loader.fail()
             if ended:
