@@ -5,13 +5,15 @@
 namespace kvswap {
 namespace {
 
-constexpr uint64_t kGrowth = 3;
+constexpr uint64_t kGrowth = 7;
 
 }  // namespace
 
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t max_bytes,
                      bool to_host) {
-  const uint64_t grown = to_host ? kGrowth * done : left / (kGrowth + 1) * kGrowth;
+  // A load leaves no last piece that is smaller than the smallest one.
+  const uint64_t last = std::max(kMinPieceBytes, left / (kGrowth + 1));
+  const uint64_t grown = to_host ? kGrowth * done : left - std::min(last, left);
   const uint64_t bytes = std::min(max_bytes, std::max(kMinPieceBytes, grown));
   // Whole blocks, whose pages are one copy each, where a block fits.
   const uint64_t unit = block_bytes <= max_bytes ? block_bytes : kStagingAlignment;
