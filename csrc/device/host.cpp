@@ -13,10 +13,12 @@ using Time = std::chrono::steady_clock::time_point;
 
 class HostCopier : public Copier {
  public:
-  Stream copy(const std::vector<PartCopy>& parts, Event, bool) override {
+  Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
+              uint64_t) override {
     FragmentList fragments(0);
     for (const PartCopy& part : parts) add_fragments(fragments, part.block_copy(), part.slabs);
     copy_on_host(fragments);
+    next.part = parts.size();
     return nullptr;
   }
   bool synchronize() noexcept override { return true; }
