@@ -698,8 +698,11 @@ class OffloadHandler(NotCopyable):
         gate: Gate | None = None,
     ) -> Job:
         try:
-            num_groups = self._read_layer_groups(layer_groups, gate)
-            native_gate = None if gate is None else gate._native
+            num_groups = 1
+            native_gate: int | None = None
+            if layer_groups is not None or gate is not None:
+                num_groups = self._read_layer_groups(layer_groups, gate)
+                native_gate = None if gate is None else gate._native
             groups = self._native.groups
             request = Request(
                 groups, channel, *ids, after, num_groups, native_gate, copy_engines_only
@@ -707,8 +710,8 @@ class OffloadHandler(NotCopyable):
         except Exception:
             self._native.check_open()  # whatever else is wrong, this is said first
             raise
-        if not self._ranges.enabled:
-            return self._submit_tagged(request, tag)
+        if tag is None and not self._ranges.enabled:
+            return Job(self, self._native.submit(request), request.native, None)
         with self._ranges.submit(direction_of(request.native.channel)):
             job = self._submit_tagged(request, tag)
             self._ranges.begin(job.id, job.direction, job.nbytes)
