@@ -360,7 +360,8 @@ class OffloadHandler(NotCopyable):
             allocated at construction if any transfer could be staged. "generic": a third for each
             channel, one block at least, allocated by its first copy.
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes
-            40 to 250 us to wake up. By default the calling thread submits small copies itself.
+            40 to 250 us to wake up. By default the calling thread submits small copies itself, and
+            begins large ones.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
