@@ -152,8 +152,9 @@ class NativeHandler(NotCopyable):
                 timeout passed first.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pointers = array("Q", jobs or ())
-        address, count = (None, 0) if jobs is None else pointers.buffer_info()
+        count = 0 if jobs is None else len(jobs)
+        pointers = array("Q", (*(jobs or ()), 0))  # an empty array has no address: that of all jobs
+        address = None if jobs is None else pointers.buffer_info()[0]
         unended = abi.Unended()
         while True:
             left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
