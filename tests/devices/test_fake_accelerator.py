@@ -544,6 +544,22 @@ def free_under_a_copy(accelerator: Accelerator, record: bool) -> torch.Tensor:
     return page
 
 
+def num_mappings() -> int:
+    """How many ranges of addresses the process has. The kernel allows 65,530."""
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@on_fake_accelerator
+def test_freed_memory_leaves_no_mapping_behind(accelerator):
+    torch.zeros(1, device=DEVICE_TYPE)  # starts the stream's thread
+    before = num_mappings()
+    made = [torch.empty(4096, dtype=torch.uint8, device=DEVICE_TYPE) for _ in range(500)]
+    assert num_mappings() >= before + len(made)
+    while made:
+        made.pop(len(made) // 3)
+    assert num_mappings() < before + 50
+
+
 @on_fake_accelerator
 def test_memory_that_another_stream_uses_is_kept_if_it_was_recorded(accelerator):
     page = free_under_a_copy(accelerator, record=True)
