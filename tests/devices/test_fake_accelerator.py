@@ -612,6 +612,18 @@ def test_tensors_events_and_threads_leave_nothing_behind(accelerator):
 
 
 @on_fake_accelerator
+def test_a_test_can_see_device_memory_although_copies_wait(accelerator):
+    cache, page = device_and_page()
+    with accelerator.hold_copies():
+        cache.copy_(page.fill_(6), non_blocking=True)
+        assert values(accelerator.peek(cache)) == {1}
+    torch.accelerator.synchronize()
+    assert values(accelerator.peek(cache[1:3])) == {6}
+    with pytest.raises(RuntimeError, match="not in one allocation of device memory"):
+        accelerator.peek(page)
+
+
+@on_fake_accelerator
 def test_counters_count_bytes_by_direction(accelerator):
     cache, page = device_and_page()
     before = accelerator.counters()
