@@ -292,17 +292,18 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   // A load that others precede is unpacked while they are on the link.
   const bool has_head_or_tail =
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
-  if (has_head_or_tail)
-    split_head_or_tail(parts, groups_[parts.front().group], first.channel, unstaged_blocks(first));
+  if (has_head_or_tail) {
+    const int group = parts.front().group;
+    split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group, first.channel));
+  }
   return parts;
 }
 
 // As many blocks as the link copies in the time that it takes to launch a kernel.
-size_t CopyPlanner::unstaged_blocks(const Job& job) const {
-  const int group = job.work->parts.front().group;
+size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
   if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
-    return chooser_.seconds(CopyMethod::kStrided, {group, job.channel, blocks});
+    return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
   };
   const double each = seconds(2) - seconds(1);
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;

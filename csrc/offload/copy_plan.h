@@ -94,7 +94,7 @@ class CopyPlanner {
   void set_up(Channel& stores, Channel& loads);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
-  size_t unstaged_blocks(const Job& job) const;
+  size_t unstaged_blocks(int group, int channel) const;
   // Predicted, by the faster method of the copy engines.
   double seconds_without_kernels(const MethodChooser::GroupCopy& copy) const;
 
