@@ -16,8 +16,7 @@ uint64_t round_up(uint64_t bytes) {
 
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                const cuda::StreamRef& stream, BatchOptions options) {
-  options.one_call = true;  // the piece before is on the link
+                const cuda::StreamRef& stream, const BatchOptions& options) {
   const uint64_t size = copy.block_bytes();
   FragmentList fragments(end / size - begin / size + 1);
   for (uint64_t from = begin; from < end;) {
