@@ -30,7 +30,7 @@ COPY_METHODS = {
     "load": ("strided", "batch", "staged", "kernel"),
 }
 _SAMPLES = 5  # after one warm-up
-_BLOCK_BYTES, _TRANSFER_BYTES, _MOST_BLOCKS = 2 << 20, 24 << 20, 64
+_BLOCK_BYTES, _TRANSFER_BYTES, _MAX_BLOCKS = 2 << 20, 24 << 20, 64
 
 _FASTEST = 0.97  # no fragment is predicted to take less than this share of its time on the link
 
@@ -164,13 +164,13 @@ def _slabs(size: int) -> int:
 
 
 def _blocks(size: int) -> int:
-    return max(2, min(_MOST_BLOCKS, _TRANSFER_BYTES // (size * _slabs(size))))
+    return max(2, min(_MAX_BLOCKS, _TRANSFER_BYTES // (size * _slabs(size))))
 
 
 # With either number of slabs, a block keeps the link busy for longer than a copy takes to start.
 _SPLIT_SIZE, _FEW = 4096, 32
 _SHAPES = [(size, _slabs(size), _blocks(size)) for size in SIZES]
-_SHAPES.append((_SPLIT_SIZE, _FEW, _MOST_BLOCKS))
+_SHAPES.append((_SPLIT_SIZE, _FEW, _MAX_BLOCKS))
 STEPS = len(_SHAPES) * sum(map(len, COPY_METHODS.values()))
 
 
@@ -254,7 +254,7 @@ class Machine:
         if (size, slabs) != self._shape:
             self.close()
             self._shape = size, slabs
-            blocks = min(len(self._bytes) // (size * slabs), 4 * _MOST_BLOCKS)
+            blocks = min(len(self._bytes) // (size * slabs), 4 * _MAX_BLOCKS)
             whole = self._bytes[: slabs * blocks * size].view(slabs, blocks, size)
             self._layout = PagedLayout(list(whole))
             self._pool = HostPool(self._layout, blocks)

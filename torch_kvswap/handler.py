@@ -17,6 +17,7 @@ from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
 from torch_kvswap.devices.handler import QueuedHandler
+from torch_kvswap.devices.unified_memory import warn_of_unified_memory
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -388,6 +389,7 @@ class OffloadHandler(NotCopyable):
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
+        warn_of_unified_memory(groups.device)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:

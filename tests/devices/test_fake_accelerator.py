@@ -835,11 +835,7 @@ def lose_the_device(accelerator: Accelerator) -> None:
     assert in_time(lambda: accelerator.pending() == "")
 
 
-@pytest.fixture
-def worker():
-    made = workers.new()
-    yield made
-    made.close()
+worker = workers.fixture()
 
 
 @pytest.mark.slow
