@@ -255,6 +255,11 @@ class Job(NotCopyable):
         answer = self.handler._native.job(self._native)
         return result_of(answer, self.tag) if answer.state in _STATES else None
 
+    @property
+    def _is_done(self) -> bool:
+        """What `result.ok` says, without making a Result. False as long as `result` is None."""
+        return self.handler._native.job(self._native).state == abi.DONE
+
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
         return self.handler._native.query(self._native)
