@@ -258,7 +258,8 @@ class Job(NotCopyable):
     @property
     def _is_done(self) -> bool:
         """What `result.ok` says, without making a Result. False as long as `result` is None."""
-        return self.handler._native.job(self._native).state == abi.DONE
+        state: int = self.handler._native.job(self._native).state
+        return state == abi.DONE
 
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
