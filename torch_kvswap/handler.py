@@ -458,8 +458,8 @@ class OffloadHandler(NotCopyable):
         cancelled and poll() has not reported that load yet.
 
         Args:
-            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
-                returns.
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
+                is the fastest; copied before the call returns.
             page_ids: host pages, in the same form as gpu_block_ids.
             first_block (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.

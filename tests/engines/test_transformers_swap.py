@@ -237,6 +237,17 @@ def test_the_handler_remembers_no_more_than_so_many_jobs_that_have_ended():
     assert swap.handler.poll() == []
 
 
+def test_a_store_asks_the_device_only_while_a_load_runs():
+    _, swap = make()
+    with mock.patch.object(Job, "query", return_value=False) as asked:
+        stored = swap.store([ids(1)])
+        swap.store([ids(2)])
+        asked.assert_not_called()
+        swap.load(stored, [ids(3)])
+        swap.store([ids(4)])
+    assert asked.call_count == 3
+
+
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
     _, swap = make()
     stored = swap.store([ids(1)])

@@ -141,7 +141,8 @@ class Swap:
             ends.append(len(units))
         if len(units) > len(self._free):
             return None
-        self.collect()
+        if any(copy.job.direction == "load" for copy in self._busy):
+            self.collect()  # the units of a failed load cannot be stored before it was reported
         pages = self._take(len(units))
         stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
@@ -207,7 +208,6 @@ class Swap:
                 copy.ok = copy.job._is_done
                 has_failed |= not copy.ok
         self._busy = running
-        # The blocks of a failed load cannot be stored before the load was reported.
         if has_failed or self._num_unreported >= UNREPORTED_JOBS:
             self.handler.poll()
             self._num_unreported = 0
