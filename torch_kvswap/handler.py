@@ -256,6 +256,12 @@ class Job(NotCopyable):
         answer = self.handler._native.job(self._native)
         return result_of(answer, self.tag) if answer.state in _STATES else None
 
+    @property
+    def _is_done(self) -> bool:
+        """What `result.ok` says, without making a Result. False as long as `result` is None."""
+        state: int = self.handler._native.job(self._native).state
+        return state == abi.DONE
+
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
         return self.handler._native.query(self._native)
@@ -454,8 +460,8 @@ class OffloadHandler(NotCopyable):
         cancelled and poll() has not reported that load yet.
 
         Args:
-            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
-                returns.
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
+                is the fastest; copied before the call returns.
             page_ids: host pages, in the same form as gpu_block_ids.
             first_block (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.

@@ -5,14 +5,13 @@ a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from continuous_batching import first_parts_of
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import UNREPORTED_JOBS, Options, Swap
 from torch_kvswap.layout import PagedLayout
@@ -172,16 +171,24 @@ def test_a_batch_is_looked_at_only_while_a_store_runs():
     _, swap = make()
     swap.guard(unwanted())
     stored = swap.store([ids(1, 2)])
-    with (
-        mock.patch.object(Job, "query", return_value=False),
-        pytest.raises(AssertionError, match="nobody needs this"),
-    ):
+    with pytest.raises(AssertionError, match="nobody needs this"):
         swap.guard(unwanted())
+    swap.guard(ids(3))
     swap.guard(unwanted())  # on the CPU it has ended
     swap.load(stored, [ids(3, 4)])
     with mock.patch.object(Job, "query", return_value=False) as asked:
         swap.guard(unwanted())
     asked.assert_not_called()
+
+
+def test_the_device_is_not_asked_for_a_store_that_was_submitted_for_this_batch():
+    _, swap = make()
+    swap.store([ids(1, 2)])
+    with mock.patch.object(Job, "query", return_value=False) as asked:
+        swap.guard(ids(3))
+        asked.assert_not_called()
+        swap.guard(ids(3))
+        asked.assert_called_once_with()
 
 
 def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes():
@@ -230,17 +237,27 @@ def test_the_handler_remembers_no_more_than_so_many_jobs_that_have_ended():
     assert swap.handler.poll() == []
 
 
+def test_a_store_asks_the_device_only_while_a_load_runs():
+    _, swap = make()
+    with mock.patch.object(Job, "query", return_value=False) as asked:
+        stored = swap.store([ids(1)])
+        swap.store([ids(2)])
+        asked.assert_not_called()
+        swap.load(stored, [ids(3)])
+        swap.store([ids(4)])
+    assert asked.call_count == 3
+
+
 def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
     _, swap = make()
     stored = swap.store([ids(1)])
     load = swap.load(stored, [ids(2)])
-    result = replace(load.job.result, state="failed", error=TransferError("broken"))
     with (
-        mock.patch.object(Job, "result", result),
+        mock.patch.object(Job, "_is_done", False),
         mock.patch.object(swap.handler, "poll") as poll,
     ):
         swap.store([ids(2)])
-    assert load.result is result
+    assert load.ok is False
     poll.assert_called_once_with()
 
 

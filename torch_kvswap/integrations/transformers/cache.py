@@ -212,16 +212,21 @@ class SectorCache(Cache):
 
     def demand(self, scheduler: Any) -> dict[str, int]:
         needed = dict.fromkeys(self._cache.cache_allocators, 0)
+        groups = list(self._cache.cache_allocators.items())
         for other in scheduler.active_requests.values():
+            length = other.current_len()
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
-            for name, blocks in self._needs(other, tokens).items():
-                needed[name] += blocks
+            for name, group in groups:
+                needed[name] += group.needs_new_blocks(other.request_id, length, tokens)
         return needed
 
     def allocate(self, state: Any, demand: Any) -> bool:
         if any(demand.values()):
-            needs = [demand, self._needs(state, 1)]
-            if self._cache.count_storable_requests(needs) < 2:
+            needs = {
+                name: group.needs_new_blocks(state.request_id, state.current_len(), 1)
+                for name, group in self._cache.cache_allocators.items()
+            }
+            if self._cache.count_storable_requests([demand, needs]) < 2:
                 return False
         return bool(self._cache.can_store_request_tokens(state, 1))
 
@@ -235,9 +240,3 @@ class SectorCache(Cache):
             blocks = future.state.position_offset // group.tokens_per_page
             if blocks:
                 future.complete_blocks[name] = future.complete_blocks.get(name, 0) + blocks
-
-    def _needs(self, state: Any, tokens: int) -> dict[str, int]:
-        return {
-            name: group.needs_new_blocks(state.request_id, state.current_len(), tokens)
-            for name, group in self._cache.cache_allocators.items()
-        }

@@ -183,9 +183,8 @@ class ParkedRequests:
         self.swap.collect()
         outcomes = [RUNNING] * len(loading)
         for number, parked in enumerate(loading):
-            result = parked.load.result if parked.load else None
-            if result is not None:
-                outcomes[number] = DONE if result.ok else FAILED
+            if parked.load is not None and parked.load.ok is not None:
+                outcomes[number] = DONE if parked.load.ok else FAILED
         names = (parked.state.request_id for parked in loading)
         return dict(zip(names, least_of_ranks(self._helper, outcomes), strict=True))
 
@@ -210,7 +209,8 @@ class ParkedRequests:
     def _begin_anew(self, parked: Parked) -> Any:
         """Replaces a request whose blocks are lost by one that computes them again."""
         assert parked.load is not None
-        why = parked.load.result.error if parked.load.result else "it failed on another rank"
+        result = parked.load.job.result
+        why = result.error if result and not result.ok else "it failed on another rank"
         name = parked.state.request_id
         logger.warning(f"request {name} is computed again: its blocks are lost ({why})")
         self.drop(parked.state)

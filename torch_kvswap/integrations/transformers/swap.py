@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
+from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -45,18 +45,21 @@ class Copy:
 
     Attributes:
         job (Job): the job.
-        result (Result | None): the outcome of a load, once Swap.collect() has seen it.
+        ok (bool | None): whether a load is done or has failed, once Swap.collect() has seen it.
         is_exposed (bool): whether a batch may write the units before the copy has ended. The units
             of a store are free. Those of a load belong to a request that is in no batch, until it
             gives them away.
+        is_new (bool): whether it was submitted after the last guard(), so that asking for its end
+            is in vain.
     """
 
-    __slots__ = ("_units", "_units_set", "is_exposed", "job", "result")
+    __slots__ = ("_units", "_units_set", "is_exposed", "is_new", "job", "ok")
 
     def __init__(self, job: Job, units: array[int], is_exposed: bool) -> None:
         self.job = job
-        self.result: Result | None = None
+        self.ok: bool | None = None
         self.is_exposed = is_exposed
+        self.is_new = True
         self._units = units
         self._units_set: set[int] | None = None  # made when it is needed, which it seldom is
 
@@ -138,7 +141,8 @@ class Swap:
             ends.append(len(units))
         if len(units) > len(self._free):
             return None
-        self.collect()
+        if any(copy.job.direction == "load" for copy in self._busy):
+            self.collect()  # the units of a failed load cannot be stored before it was reported
         pages = self._take(len(units))
         stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
@@ -191,7 +195,7 @@ class Swap:
         self.free(stored)
 
     def collect(self) -> None:
-        """Finds out which copies have ended, and how the loads among them did."""
+        """Finds out which copies have ended, and which loads among them have failed."""
         if not self._busy:
             return
         running, has_failed = [], False
@@ -201,10 +205,9 @@ class Swap:
                 continue
             self._num_unreported += 1
             if copy.job.direction == "load":
-                copy.result = copy.job.result
-                has_failed |= copy.result is not None and not copy.result.ok
+                copy.ok = copy.job._is_done
+                has_failed |= not copy.ok
         self._busy = running
-        # The blocks of a failed load cannot be stored before the load was reported.
         if has_failed or self._num_unreported >= UNREPORTED_JOBS:
             self.handler.poll()
             self._num_unreported = 0
@@ -218,19 +221,22 @@ class Swap:
             written (Iterable[int] | None): the units; None is all. Not iterated if no such copy
                 runs.
         """
-        if not any(copy.is_exposed for copy in self._busy):
-            return
-        self.collect()
         exposed = [copy for copy in self._busy if copy.is_exposed]
-        wanted = set(written) if exposed and written is not None else None
+        if not all(copy.is_new for copy in exposed):
+            self.collect()
+            exposed = [copy for copy in self._busy if copy.is_exposed]
+        if not exposed:
+            return
+        wanted = None if written is None else set(written)
         for copy in exposed:
+            copy.is_new = False
             if wanted is None or copy.overlaps(wanted):
                 self._make_stream_wait(copy.job)
                 copy.is_exposed = False
 
     def wait(self, load: Copy) -> None:
-        """Blocks the host until a load has ended. collect() then sees its outcome."""
-        with suppress(TransferError):  # the outcome says that it has failed
+        """Blocks the host until a load has ended. collect() then sets Copy.ok."""
+        with suppress(TransferError):  # Copy.ok says that it has failed
             self.handler.synchronize(load.job)
 
     def reset(self) -> None:
