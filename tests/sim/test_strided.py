@@ -13,6 +13,7 @@ from simulated_driver import DEVICE, Driver, on_device, simulated
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 BLOCKS = 7
+MAPPING = 2 << 20  # the least that PyTorch maps, and unmaps, in an expandable segment
 
 
 def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str:
@@ -107,12 +108,38 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
     driver.reset()
 
 
+@pytest.mark.parametrize(("gap", "rows"), [(512, 3), (MAPPING - 512, 3), (MAPPING, 1)])
+@simulated
+def test_layers_of_their_own_that_leave_room_for_no_mapping_are_one_copy(
+    driver: Driver, gap: int, rows: int
+) -> None:
+    """As PyTorch's allocator places one after another in an expandable segment."""
+    layer_bytes = BLOCKS * 48
+    whole = torch.randint(256, (3, layer_bytes + gap), dtype=torch.uint8)
+    # Tensors on the same bytes, which know only their own.
+    layers = [torch.from_numpy(row[:layer_bytes].view(BLOCKS, 48).numpy()) for row in whole]
+    log = moved(driver, on_device(driver, whole, layers), "strided")
+    assert f"strided copy of {rows} x 48 bytes" in log
+
+
+@simulated
+def test_layers_of_two_allocations_are_two_copies(driver: Driver) -> None:
+    whole = torch.randint(256, (4, BLOCKS, 48), dtype=torch.uint8)
+    driver.adopt(whole[:2].view(-1), DEVICE)
+    driver.adopt(whole[2:].view(-1), DEVICE)
+    layout = PagedLayout([torch.from_numpy(layer.numpy()) for layer in whole])
+    layout.device = torch.device("cuda", 0)
+    log = moved(driver, layout, "strided")
+    assert log.count("strided copy of 2 x 48 bytes") == 8
+
+
 @pytest.mark.parametrize("storages", [1, 2])
 @simulated
 def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
     """The driver knows all expandable segments of a stream as one reservation. What lies between
     two tensors may be unmapped at any time, and a copy across it is refused then."""
-    raw = torch.randint(256, (3, BLOCKS, 48), dtype=torch.uint8)
+    size = MAPPING // BLOCKS // 16 * 16 + 16  # a layer has more bytes than a mapping
+    raw = torch.randint(256, (3, BLOCKS, size), dtype=torch.uint8)
     whole = raw.view(-1)
     driver.adopt(whole, DEVICE)
     layers = [raw[0], raw[2]]
@@ -122,7 +149,7 @@ def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, stora
         driver.unmap(raw[1])
     layout = PagedLayout(layers)
     layout.device = torch.device("cuda", 0)
-    rows = {1: "strided copy of 2 x 48 bytes", 2: "strided copy of 1 x 48 bytes"}
+    rows = {1: f"strided copy of 2 x {size} bytes", 2: f"strided copy of 1 x {size} bytes"}
     assert rows[storages] in moved(driver, layout, "strided")
 
 
