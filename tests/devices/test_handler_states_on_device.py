@@ -73,7 +73,18 @@ class Machine(HandlerMachine):
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
+            while not self._copies(target, source):
+                pass  # all of it or nothing
+
+    def _copies(self, target: Tensor, source: Tensor) -> bool:
+        try:
             target.copy_(source)
+        except RuntimeError:
+            if self.is_lost:
+                raise
+            assert self.faults
+            return False
+        return True
 
     def is_idle(self) -> bool:
         return bool(current().query())

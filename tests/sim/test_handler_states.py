@@ -157,7 +157,7 @@ class Machine(HandlerMachine):
             self.hold(other=True)
             after = "other"
         self.submit(blocks, list(range(PAGES))[::-1], 0, after, "gate")
-        if len(self.model.flights) == before + 1 + held:
+        if blocks and len(self.model.flights) == before + 1 + held:
             self.gate.wait(layer)
             self.copy_what_is_seen(blocks[0], layer, self.model.blocks[blocks[0]])
 

@@ -29,7 +29,7 @@ from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout, Result, Tra
 BLOCKS, PAGES, LAYERS, ROW = 6, 5, 2, 32
 VERSIONS = 4096
 
-ids = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=4, unique=True)
+ids = st.lists(st.integers(0, BLOCKS - 1), max_size=4, unique=True)
 orders = st.permutations(range(PAGES))
 afters = st.sampled_from(["current", "stream", "other", "event", "nothing"])
 numbers = st.integers(0, 1 << 16)
@@ -241,7 +241,7 @@ class HandlerMachine(RuleBasedStateMachine):
     def submit(
         self, blocks: list[int], order: list[int], first: int, after: str, kind: str
     ) -> None:
-        first %= self.per_page
+        first = first % self.per_page if blocks else 0
         pages = order[: -(-(first + len(blocks)) // self.per_page)]
         slots = [
             pages[i // self.per_page] * self.per_page + i % self.per_page

@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kSpan = size_t{1}
-                         << 40;  // addresses of a device, and how far behind its memory is
+                         << 38;  // addresses of a device, and how far behind its memory is
 constexpr int kFresh = 0xCD;     // memory that nobody has written
 
 // Addresses without memory, or nullptr. Only mapped anew do they join their neighbours: the kernel
