@@ -67,7 +67,7 @@ class Result:
             destination are undefined.
         nbytes (int): size of the transfer in bytes.
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
-            one driver call for all fragments, or one call per fragment on older drivers), "staged"
+            one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
             kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
             blocks, and copy each run of adjacent pages) or "host" (memcpy).

@@ -174,16 +174,16 @@ def allocate_layers(
     """Allocates the layers of a cache as slices of one allocation, at one distance.
 
     The driver then copies a block of all layers with one strided copy. Layers that were allocated
-    one by one take a copy for each layer, because none may span two allocations: docs/copy_methods.md
-    has the figures. Each layer begins at a multiple of 512 bytes, as tensors of PyTorch's CUDA
-    allocator do.
+    one by one take a copy for each layer, because none may span two allocations
+    (docs/copy_methods.md has figures). Each layer begins at a multiple of 512 bytes, as tensors of
+    PyTorch's CUDA allocator do.
 
     Dimensions before the one that counts blocks, such as [2, num_blocks, ...] for keys and values,
     are at that distance too if the bytes of a layer are a multiple of 512. Otherwise each layer is
     a strided copy of its own.
 
     Args:
-        shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, head_size].
+        shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, size].
         num_layers (int): the number of layers.
         dtype (torch.dtype | None): as in `torch.zeros`.
         device (torch.device | str | int | None): as in `torch.zeros`.

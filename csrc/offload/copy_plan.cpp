@@ -127,7 +127,7 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
   const bool waits = copy.is_crowded && method == CopyMethod::kKernel;
-  return waits ? kCrowded * (kLaunchSeconds + alone) : alone;
+  return waits ? kCrowded * alone + kLaunchSeconds : alone;
 }
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {

@@ -428,9 +428,7 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
         assert slow_store(driver, handler, copies, ms).copy_method == "staged"
 
 
-@pytest.mark.parametrize(
-    ("strided_ms", "then"), [(4, "strided"), (8, "kernel"), (1000, "kernel")]
-)
+@pytest.mark.parametrize(("strided_ms", "then"), [(4, "strided"), (8, "kernel"), (1000, "kernel")])
 @needs_kernels
 @simulated
 def test_where_staged_loads_are_held_up_a_kernel_takes_over_if_the_copy_engines_are_slow(

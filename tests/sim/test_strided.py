@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -214,6 +216,36 @@ def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -
     for tensor, wanted in zip((first, last), expected, strict=True):
         wanted[[6, 0]] = wanted[[1, 4]]
         assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.gpu
+def test_layers_that_were_allocated_one_after_another_arrive_from_one_copy_or_from_many() -> None:
+    """One copy with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where the layers follow each
+    other in one range of addresses."""
+    torch.cuda.empty_cache()
+    shape = (24 << 10, 1 << 10)  # an allocation of its own without expandable segments
+    layers = [torch.randint(256, shape, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    addresses = [layer.data_ptr() for layer in layers]
+    distances = {later - earlier for earlier, later in pairwise(addresses)}
+    is_one_run = distances == {layers[0].nbytes} and "expandable_segments:True" in os.environ.get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    )
+    layout = PagedLayout(layers)
+    host = HostPool(layout, num_pages=3)
+    with OffloadHandler(layout, host) as handler:
+        for direction in ("store", "load"):
+            move = getattr(handler, direction)
+            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0], copy_engines_only=True)
+            handler.synchronize(job)
+            assert job.result is not None
+            assert not is_one_run or job.result.copy_method == "strided"
+            if direction == "store":
+                expected = [layer[[1, 4]].clone() for layer in layers]
+                for layer in layers:
+                    layer[[1, 4]] = 0
+    for layer, blocks in zip(layers, expected, strict=True):
+        assert torch.equal(layer[[1, 4]], blocks)
+    host.close()
 
 
 @pytest.mark.gpu
