@@ -79,6 +79,12 @@ class ChannelMetrics:
         failed (int): jobs that ended as failed.
         cancelled (int): jobs that ended as cancelled.
         bytes (int): bytes of the jobs done.
+        link_bytes (int): bytes that they moved between device and host; fewer where host pages are
+            encoded.
+        blocks (int): blocks of the jobs done, and of those that failed because some blocks were
+            rejected.
+        rejected_blocks (int): of these, the blocks that did not fit into their slots, or whose
+            slots held no block.
         queued (int): jobs now in the software queue.
         running (int): jobs now on the device.
         transfers (int): copies given to the device. Jobs that were merged count as one copy.
@@ -95,6 +101,9 @@ class ChannelMetrics:
     failed: int
     cancelled: int
     bytes: int
+    link_bytes: int
+    blocks: int
+    rejected_blocks: int
     queued: int
     running: int
     transfers: int
