@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace kvswap {
 namespace {
@@ -64,9 +65,11 @@ StreamPoint* Channel::record_point_after(Event event) {
   return record_point_on(event_stream_);
 }
 
-Transfers Channel::make_transfer(int layer_groups) {
+Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> parts,
+                                 const std::vector<Group>& groups) {
   Transfers made{std::make_shared<Transfer>()};
   Transfer& transfer = *made.front();
+  transfer.parts = std::move(parts);
   transfer.ends.reserve(layer_groups);
   try {
     transfer.start = events_.take();
@@ -77,7 +80,22 @@ Transfers Channel::make_transfer(int layer_groups) {
     give_events(transfer);
     throw;
   }
+  take_states(transfer, groups);
   return made;
+}
+
+void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
+  size_t count = 0;
+  const auto states_of = [&](const TransferPart& part) {
+    return groups[part.group].format == nullptr ? 0 : part.blocks.size();
+  };
+  for (const TransferPart& part : transfer.parts) count += states_of(part);
+  if (count == 0) return;
+  transfer.states = states_.take(count);
+  uint8_t* next = states_.at(transfer.states);
+  for (TransferPart& part : transfer.parts) {
+    if (states_of(part) != 0) part.states = std::exchange(next, next + states_of(part));
+  }
 }
 
 void Channel::add_running(Transfers transfer) noexcept {
@@ -93,6 +111,7 @@ void Channel::retire_first() noexcept {
 }
 
 void Channel::retire(Transfers transfer) noexcept {
+  states_.give(transfer.front()->states);
   retired_.splice(retired_.end(), transfer);
   for (auto next = retired_.begin(); next != retired_.end();) {
     const auto waiting = next++;
@@ -143,7 +162,7 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
     part_copies_.push_back({part.method, number_ == kStores, group.number, &group.gpu, &group.host,
                             group.table.get(), &group.runs, slabs, part.blocks.data(),
                             part.slots.data(), part.blocks.size(), part.before, part.after,
-                            part.is_head_or_tail});
+                            part.is_head_or_tail, group.format.get(), part.states});
   }
 }
 
