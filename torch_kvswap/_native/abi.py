@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -130,6 +130,17 @@ class JobResult(ctypes.Structure):
         ("error_kind", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("job", ctypes.c_void_p),
+    )
+
+
+class SlotFormat(ctypes.Structure):
+    """kvswap_slot_format"""
+
+    _fields_ = (
+        ("slot_bytes", ctypes.c_uint64),
+        ("metadata_bytes", ctypes.c_uint64),
+        ("tiles", ctypes.c_int64),
+        ("max_escapes", ctypes.c_int64),
     )
 
 
@@ -251,6 +262,10 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
     "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_encoding_format": (_Bool, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_encode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_decode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer, _Long, _Long),
+    "kvswap_count_escapes": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
