@@ -31,7 +31,7 @@ class HostCopier : public Copier {
  private:
   static void encode_or_decode(const PartCopy& part) {
     const SlotFormat& format = *part.format;
-    const std::vector<SlotTile> tiles = format.tiles_in(*part.gpu);
+    const std::vector<SlotTile> tiles = tiles_in(*part.gpu, format.tiles());
     const SlotTiles all{tiles.data(), format.tile_count(), format.max_escapes()};
     for (size_t i = 0; i < part.count; ++i) {
       auto* slot = reinterpret_cast<uint8_t*>(part.host->address(0, part.slots[i]));

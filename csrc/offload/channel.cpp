@@ -21,6 +21,28 @@ void sort_by_slot(TransferPart& part) {
   }
 }
 
+// An encoded tile has three quarters of its bytes. Of the GPU's, these are the last ones.
+void add_tiles(FragmentList& fragments, const PartCopy& part) {
+  const SlotFormat& format = *part.format;
+  const auto [begin, end] = format.tiles_of(part.slabs);
+  for (size_t i = 0; i < part.count; ++i) {
+    const uint64_t slot = part.host->address(0, part.slots[i]);
+    for (uint32_t number = begin; number < end; ++number) {
+      const SlotFormat::Tile& tile = format.tiles()[number];
+      const uint64_t bytes = encoded_bytes(tile.bytes);
+      const uint64_t on_gpu = part.gpu->address(tile.slab, part.blocks[i]) + tile.offset_in_slab +
+                              (tile.bytes - bytes);
+      const uint64_t on_host = slot + tile.offset;
+      const auto index = static_cast<int64_t>(i);
+      if (part.to_host) {
+        fragments.add({on_gpu, on_host, bytes, index, false}, /*merge=*/false);
+      } else {
+        fragments.add({on_host, on_gpu, bytes, index, true}, /*merge=*/false);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Channel::Channel(int number, Device& device)
@@ -169,7 +191,11 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
 void Channel::check_addresses() const {
   FragmentList fragments(0);
   for (const PartCopy& part : part_copies_) {
-    add_fragments(fragments, part.block_copy(), part.slabs);
+    if (part.format != nullptr) {
+      add_tiles(fragments, part);
+    } else {
+      add_fragments(fragments, part.block_copy(), part.slabs);
+    }
   }
   device_.check_addresses(fragments);
 }
