@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
-OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED = range(3)
+OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED, REJECTED = range(4)
+RAW, LOSSLESS = range(2)  # encodings of a group
 COPY_METHODS = ("host", "batch", "strided", "staged", "kernel", "generic")  # by number
 HOST, CUDA, QUEUED_DEVICE = range(3)  # kinds of devices
 (
@@ -67,6 +68,8 @@ class Group(ctypes.Structure):
         ("blocks_per_page", ctypes.c_int64),
         ("block_space", ctypes.c_int32),
         ("slot_space", ctypes.c_int32),
+        ("encoding", ctypes.c_int32),
+        ("encoding_width_eighths", ctypes.c_int32),
         ("ready_range", ctypes.c_void_p),
         ("number", ctypes.c_int64),
     )
@@ -120,6 +123,7 @@ class JobResult(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int64),
         ("nbytes", ctypes.c_uint64),
+        ("link_bytes", ctypes.c_uint64),
         ("submit_seconds", ctypes.c_double),
         ("queue_seconds", ctypes.c_double),
         ("copy_seconds", ctypes.c_double),
@@ -128,7 +132,9 @@ class JobResult(ctypes.Structure):
         ("copy_method", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("error_kind", ctypes.c_int32),
+        ("rejected_count", ctypes.c_int32),
         ("error", ctypes.c_char_p),
+        ("rejected", _Int64s),
         ("job", ctypes.c_void_p),
     )
 
@@ -176,6 +182,7 @@ class Metrics(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 *("submitted", "done", "failed", "cancelled", "bytes"),
+                *("link_bytes", "blocks", "rejected_blocks"),
                 *("queued", "running", "transfers", "streams", "events"),
             )
         ),
