@@ -571,9 +571,10 @@ int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_
   });
 }
 
-int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait) {
+int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded,
+                          const int64_t* rejected, int64_t num_rejected, bool wait) {
   return answer([&] {
-    manager_at(blocks).end(reservation, succeeded, wait);
+    manager_at(blocks).end(reservation, succeeded, {rejected, rejected + num_rejected}, wait);
     return 1;
   });
 }

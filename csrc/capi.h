@@ -381,8 +381,10 @@ KVSWAP_API int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys,
                                                int64_t* new_counts, int64_t* reservation,
                                                int64_t* lease, bool wait);
 
-// Ends a reservation, after the copy. Returns 1.
-KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait);
+// Ends a reservation, after the copy. rejected: positions of the pages whose blocks are forgotten
+// although the copy succeeded, ascending. Returns 1.
+KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded,
+                                     const int64_t* rejected, int64_t num_rejected, bool wait);
 
 // Marks the blocks as used. Returns 1.
 KVSWAP_API int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts,

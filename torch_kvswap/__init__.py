@@ -3,6 +3,7 @@
 from torch_kvswap.devices.backend import DeviceBackend, register_device_backend
 from torch_kvswap.handler import (
     AFTER_NOTHING,
+    BlocksRejectedError,
     DeviceLostError,
     Gate,
     Job,
@@ -41,6 +42,7 @@ __all__ = [
     "BlockGroup",
     "BlockManager",
     "BlockStats",
+    "BlocksRejectedError",
     "ChannelMetrics",
     "DeviceBackend",
     "DeviceLostError",

@@ -313,7 +313,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_lookup": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Pointer, _Bool),
     "kvswap_blocks_prepare_load": (_Long, *[_Pointer] * 4, _Bool),
     "kvswap_blocks_prepare_store": (_Long, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5, _Bool),
-    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Bool),
+    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Int64s, _Long, _Bool),
     "kvswap_blocks_touch": (_Long, _Pointer, _Pointer, _Pointer, _Bool),
     "kvswap_blocks_order": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Bool),
     "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),
