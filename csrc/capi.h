@@ -49,6 +49,28 @@ KVSWAP_API bool kvswap_host_bind(void* address, uint64_t bytes, int node);
 KVSWAP_API bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse,
                                   const int32_t* cpus, int cpu_count);
 
+// Lossless encoding of blocks of bf16 values, see docs/encoding.md, by the CPU. sizes: bytes of a
+// block in each slab; bases: where they are in host memory. width_eighths: bits of a slot for each
+// value, in eighths of a bit.
+struct kvswap_slot_format {
+  uint64_t slot_bytes, metadata_bytes;
+  int64_t tiles, max_escapes;
+};
+// False if such blocks cannot be encoded.
+KVSWAP_API bool kvswap_encoding_format(const int64_t* sizes, int64_t num_slabs, int width_eighths,
+                                       kvswap_slot_format* format);
+// Returns 0; 1 if the block does not fit into the slot, which then holds none; -1 on failure.
+KVSWAP_API int kvswap_encode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                                   int width_eighths, void* slot);
+// Decodes the slabs from first_slab to end_slab - 1. Returns 0; 2 if the slot holds no block, and
+// nothing was written; -1 on failure.
+KVSWAP_API int kvswap_decode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                                   int width_eighths, const void* slot, int64_t first_slab,
+                                   int64_t end_slab);
+// The escapes of a block, however many fit into its slot; -1 on failure.
+KVSWAP_API int64_t kvswap_count_escapes(const int64_t* bases, const int64_t* sizes,
+                                        int64_t num_slabs);
+
 // The error of the calling thread's last failed call, valid until its next one, and the name of the
 // Python exception for it.
 KVSWAP_API const char* kvswap_last_error();

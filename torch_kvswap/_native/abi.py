@@ -139,6 +139,17 @@ class JobResult(ctypes.Structure):
     )
 
 
+class SlotFormat(ctypes.Structure):
+    """kvswap_slot_format"""
+
+    _fields_ = (
+        ("slot_bytes", ctypes.c_uint64),
+        ("metadata_bytes", ctypes.c_uint64),
+        ("tiles", ctypes.c_int64),
+        ("max_escapes", ctypes.c_int64),
+    )
+
+
 class Unended(ctypes.Structure):
     """kvswap_unended"""
 
@@ -258,6 +269,10 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
     "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_encoding_format": (_Bool, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_encode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_decode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer, _Long, _Long),
+    "kvswap_count_escapes": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
