@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -63,7 +64,7 @@ _ERRORS: dict[int, type[TransferError]] = {
     abi.OTHER_ERROR: TransferError,
     abi.DEVICE_LOST: DeviceLostError,
     abi.SOURCE_FAILED: SourceFailedError,
-    abi.BLOCKS_REJECTED: BlocksRejectedError,
+    abi.REJECTED: BlocksRejectedError,
 }
 
 
@@ -157,7 +158,7 @@ def direction_of(channel: int) -> Direction:
 def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """The Result of a job that has ended."""
     error = None
-    rejected = tuple(native.rejected[: native.rejected_count]) if native.rejected_count else ()
+    rejected = _rejected_of(native)
     if native.error is not None:
         error = _ERRORS[native.error_kind](native.error.decode())
         if isinstance(error, BlocksRejectedError):
@@ -176,6 +177,12 @@ def result_of(native: abi.JobResult, tag: object = None) -> Result:
         error=error,
         tag=tag,
     )
+
+
+def _rejected_of(native: abi.JobResult) -> tuple[int, ...]:
+    """The positions of the rejected blocks; empty for almost every job."""
+    count = native.rejected_count
+    return tuple((ctypes.c_int64 * count).from_address(native.rejected)) if count else ()
 
 
 class Gate(NotCopyable):

@@ -24,6 +24,7 @@ def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> 
     return abi.JobResult(
         id=7,
         nbytes=4096,
+        link_bytes=3104,
         submit_seconds=1,
         queue_seconds=2,
         copy_seconds=3,
@@ -39,7 +40,7 @@ def result(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> 
 
 
 def test_a_result_has_what_the_native_side_says() -> None:
-    assert result(abi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
+    assert result(abi.DONE) == Result(7, "load", "done", 4096, 3104, "strided", 1, 2, 3, (), None)
     assert result(abi.DONE, abi.STORES).direction == "store"
     assert result(abi.DONE, abi.EXPEDITED).direction == "load"
 

@@ -496,6 +496,14 @@ class HostPool(NotCopyable):
         """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
+    def check_encodable(self, layout: PagedLayout) -> None:
+        """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
+
+        Args:
+            layout (PagedLayout): a cache with the slab sizes of the pool.
+        """
+        self._encoding.slot_bytes(layout, "make the pool from this layout")
+
     @property
     def _has_pinned_pages(self) -> bool:
         """Whether the pages are pinned when they are ready."""

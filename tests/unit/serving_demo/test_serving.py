@@ -21,7 +21,8 @@ JUNK = 77.0
 
 def ended(number, direction, nbytes, tag):
     """A Result after a second of copying."""
-    return Result(number, direction, "done", nbytes, "host", 0.0, 0.0, 1.0, None, tag)
+    times = 0.0, 0.0, 1.0
+    return Result(number, direction, "done", nbytes, nbytes, "host", *times, (), None, tag)
 
 
 class LateJob:
