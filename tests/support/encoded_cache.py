@@ -29,6 +29,10 @@ class EncodedCache:
         bits: bits_per_value of encoded groups.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
+
+    Attributes:
+        streams (range): the handler's streams, in the order in which it creates them: those of
+            copies are the first one of stores, the third one of loads.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class EncodedCache:
             self.pools.append(HostPool(layout, pages, per_page, **of_pool))
         if driver is not None:
             options.setdefault("staging_bytes", STAGING_BYTES)
+            first = driver.cuda.create_stream() + 1  # streams are counted
+            self.streams = range(first, first + 6)
         several = len(encodings) > 1
         self.handler = OffloadHandler(
             self.layouts if several else self.layouts[0],

@@ -39,9 +39,7 @@ def test_raw_and_encoded_groups_are_copied_by_one_job() -> None:
         before = [[cache.block(block, group) for block in range(16)] for group in range(3)]
         cache.store([[1, 2], [3], [4, 5, 6]], [[0, 1], [2], [3, 4, 5]])
         assert outcome(cache) == ("done", ())
-        cache.load(
-            [[1, 0], [2], [5, 3, 4]], [[8, 9], [10], [11, 12, 13]], layer_groups=3
-        )
+        cache.load([[1, 0], [2], [5, 3, 4]], [[8, 9], [10], [11, 12, 13]], layer_groups=3)
         assert outcome(cache) == ("done", ())
         for group, (target, source) in [
             *[(0, (8, 2)), (0, (9, 1)), (1, (10, 3))],
