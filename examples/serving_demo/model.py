@@ -116,9 +116,7 @@ class Model:
         Index 0 of the first dimension is K, index 1 is V.
         """
         shape = (2, num_blocks, self.block_size, KV_HEADS, HEAD_DIM)
-        return [
-            torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in self.layers
-        ]
+        return [torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in self.layers]
 
     def padded(self, blocks: list[int]) -> list[int]:
         """The block table of a request, padded to max_blocks entries with its last block."""

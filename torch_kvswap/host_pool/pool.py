@@ -61,9 +61,7 @@ class _Memory:
     Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
-    def __init__(
-        self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding
-    ) -> None:
+    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
         self.encoding = encoding  # of the largest blocks, for which the pool was made

@@ -85,8 +85,8 @@ class KVSwapWorker(base.OffloadingWorker):
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
             if self._kept:
-                for _, _, *place in move.places(self._blocks_per_page):
-                    self._kept.pop(tuple(place), None)
+                for place in move.places(self._blocks_per_page):
+                    self._kept.pop((place.page, place.slot), None)
             job = self._handler.store(
                 gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
             )
