@@ -285,6 +285,7 @@ kvswap_result to_c(const Job& job) {
   kvswap_result result{};
   result.id = job.id;
   result.nbytes = job.nbytes;
+  result.link_bytes = job.link_bytes;
   result.submit_seconds = job.submit_seconds;
   result.queue_seconds = job.queue_seconds;
   result.copy_seconds = job.copy_seconds;
@@ -294,6 +295,10 @@ kvswap_result to_c(const Job& job) {
   result.state = static_cast<int32_t>(job.state);
   result.error_kind = static_cast<int32_t>(job.error.kind());
   result.error = job.error.c_str();
+  if (job.rejected != nullptr) {
+    result.rejected_count = static_cast<int32_t>(job.rejected->size());
+    result.rejected = job.rejected->data();
+  }
   result.job = const_cast<Job*>(&job);
   return result;
 }

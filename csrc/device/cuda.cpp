@@ -207,8 +207,10 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   StreamWords* stream_words() override;
 
   void load_kernels() override { cuda::kernels(index()); }
-  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host, int64_t num_blocks,
+  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
+                                          const SlotFormat* format, int64_t num_blocks,
                                           int64_t num_slots, Stream stream) override {
+    if (format != nullptr) return nullptr;
     if (!is_packed(host, num_blocks, num_slots)) return nullptr;
     return std::make_shared<CudaTable>(gpu, host, stream);
   }
@@ -222,6 +224,9 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
     static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
   }
+
+  uint64_t allocate_counters(Stream) override { return 0; }
+  void use_counters(Copier&, uint64_t) override {}
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
