@@ -18,6 +18,7 @@ EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
+_IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
 
 
@@ -64,7 +65,7 @@ class Encoding:
                 f"encoding='lossless' is for torch.bfloat16, but the layout is of "
                 f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
                 f"bytes; {advice}"
-                + (", or pass PagedLayout dtype=torch.bfloat16 if that is true" if is_bytes else "")
+                + (_IF_BYTES if is_bytes else "")
             )
         return int(slot_format(layout.sizes, self.width_eighths).slot_bytes)
 
