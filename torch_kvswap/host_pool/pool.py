@@ -262,6 +262,8 @@ class HostPool(NotCopyable):
         """
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
+        check_layout(layout)
+        kept.slot_bytes(layout, "attach with a layout of the cache that the pool was made for")
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages)
         pinning = read_pinning(
