@@ -327,5 +327,4 @@ def test_the_model_notices_a_bit_that_changes() -> None:
         one.pool.pages[rng.randrange(one.pool.num_pages), 0, -1] ^= 1
 
     with pytest.raises(AssertionError):
-        for seed in range(6):
-            run_random_jobs(seed, flip)
+        run_random_jobs(0, flip)

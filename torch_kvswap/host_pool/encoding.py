@@ -64,8 +64,7 @@ class Encoding:
             raise ValueError(
                 f"encoding='lossless' is for torch.bfloat16, but the layout is of "
                 f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
-                f"bytes; {advice}"
-                + (_IF_BYTES if is_bytes else "")
+                f"bytes; {advice}" + (_IF_BYTES if is_bytes else "")
             )
         return int(slot_format(layout.sizes, self.width_eighths).slot_bytes)
 
