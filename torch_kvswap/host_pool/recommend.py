@@ -99,7 +99,7 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         width: sum(count > fit for count in escapes) / len(escapes) for width, fit in room.items()
     }
     best = next((width for width in room if rejected[width] <= MOST_REJECTED), None)
-    shares = ", ".join(f"{share:.1%} at {width:g}" for width, share in rejected.items())
+    shares = ", ".join(f"{share:.1%} into {width:g} bits" for width, share in rejected.items())
     mean = sum(escapes) / len(escapes)
     values = layout.block_bytes // 2
     return EncodingRecommendation(
@@ -108,8 +108,8 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         escapes,
         rejected,
         f"{'raw' if best is None else f'lossless with {best:g} bits per value'}: of {len(escapes)} "
-        f"blocks of {values} values, slots reject {shares} bits per value; {mean:.1f} escapes in "
-        f"the mean block, {max(escapes)} in the worst",
+        f"blocks of {values} values do not fit: {shares} per value; a block has {mean:.1f} escapes "
+        f"on average and {max(escapes)} at most",
     )
 
 
