@@ -2,16 +2,12 @@
 
 #include <cstdint>
 
+#include "cuda/host_device.h"
+
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
 // kernels of codec.cu. docs/encoding.md describes the format. Read by nvcc and by the C++ compiler,
 // so it has nothing but numbers.
 namespace kvswap {
-
-#ifdef __CUDACC__
-#define KVSWAP_HOST_DEVICE __host__ __device__
-#else
-#define KVSWAP_HOST_DEVICE
-#endif
 
 // A slab's part of a block is cut into tiles. All are this large but its last one.
 constexpr uint32_t kTileBytes = 32 << 10;
@@ -100,6 +96,17 @@ struct CodecArguments {
   int32_t slots[kCodecBlocks];
 };
 static_assert(sizeof(CodecArguments) <= 4096);
+
+// Shared memory: a team of warps has this much for each of its warps in each stage, and an encoder
+// bins for all exponents.
+constexpr uint32_t kCodecMaxWarps = 8;  // of a CTA
+constexpr uint32_t kCodecStages = 3;
+constexpr uint32_t kCodecWarpBytes = kTileBytes / kCodecMaxWarps;
+constexpr uint32_t kCodecBins = 256;
+constexpr uint32_t codec_shared_bytes(uint32_t cta_warps, uint32_t team_warps) {
+  return cta_warps * kCodecStages * kCodecWarpBytes +
+         cta_warps / team_warps * kCodecBins * static_cast<uint32_t>(sizeof(uint32_t));
+}
 
 // Of a slot that is being encoded: its escapes so far, and in the upper half its finished tiles.
 using SlotCounter = unsigned long long;

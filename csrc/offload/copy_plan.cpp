@@ -403,9 +403,7 @@ void CopyPlanner::close() {
     if (*memory != 0) device_.pack_kernels()->free_staging(*memory);
     *memory = 0;
   }
-  if (states_ != nullptr) {
-    device_.slot_codec()->free_states(states_, kChannels * SlotStates::kCount);
-  }
+  if (states_ != nullptr) device_.slot_codec()->free_states(states_);
   states_ = nullptr;
 }
 

@@ -68,7 +68,8 @@ Reason rejection(const Job& job, const std::vector<int64_t>& positions,
   const bool is_store = job.channel == kStores, is_one = positions.size() == 1;
   const auto text = [&] {
     std::ostringstream text;
-    text << positions.size() << " of " << job.work->count() << " blocks ";
+    const size_t count = job.work->count();
+    text << positions.size() << " of " << count << (count == 1 ? " block " : " blocks ");
     if (is_store) {
       const Group& group = group_at(job, positions.front(), groups);
       text << (is_one ? "does not fit into a slot of " : "do not fit into slots of ")

@@ -33,7 +33,7 @@ def test_the_narrowest_slots_that_hold_the_blocks_are_recommended() -> None:
     assert (found.mean_escapes, found.max_escapes) == ((3 + ROOM[12.125]) / 3, ROOM[12.125])
     assert_expected_inline(
         str(found),
-        """lossless with 12.125 bits per value: of 3 blocks of 6144 values, slots reject 0.0% at 12.125, 0.0% at 12.5 bits per value; 6.3 escapes in the mean block, 16 in the worst""",
+        """lossless with 12.125 bits per value: of 3 blocks of 6144 values do not fit: 0.0% into 12.125 bits, 0.0% into 12.5 bits per value; a block has 6.3 escapes on average and 16 at most""",
     )
 
 
@@ -49,7 +49,7 @@ def test_raw_pages_are_recommended_if_no_slots_hold_the_blocks() -> None:
     assert found.rejected == {12.125: 2 / 3, 12.5: 2 / 3}
     assert_expected_inline(
         str(found),
-        """raw: of 3 blocks of 6144 values, slots reject 66.7% at 12.125, 66.7% at 12.5 bits per value; 75.3 escapes in the mean block, 113 in the worst""",
+        """raw: of 3 blocks of 6144 values do not fit: 66.7% into 12.125 bits, 66.7% into 12.5 bits per value; a block has 75.3 escapes on average and 113 at most""",
     )
 
 
