@@ -113,16 +113,6 @@ def test_a_load_writes_nothing_where_no_block_was_stored(encoded: Encoded) -> No
     assert cache.bytes_of(8) == cache.bytes_of(9) == before
 
 
-def test_a_page_is_valid_again_when_a_block_that_fits_is_stored(encoded: Encoded) -> None:
-    cache, handler = encoded.cache, encoded.handler
-    cache.fill(0, None)
-    cache.fill(1, "normal")
-    handler.store(gpu_block_ids=[0], page_ids=[3])
-    handler.store(gpu_block_ids=[1], page_ids=[3])
-    handler.load(page_ids=[3], gpu_block_ids=[5]).synchronize()
-    assert cache.bytes_of(5) == cache.bytes_of(1)
-
-
 def test_layer_groups_bring_the_same_bytes(encoded: Encoded) -> None:
     cache, handler = encoded.cache, encoded.handler
     cache.fill(2, "outlier channels")
@@ -130,15 +120,6 @@ def test_layer_groups_bring_the_same_bytes(encoded: Encoded) -> None:
     job = handler.load(page_ids=[3], gpu_block_ids=[5], layer_groups=2)
     job.synchronize()
     assert cache.bytes_of(5) == cache.bytes_of(2)
-
-
-def test_copy_engines_alone_cannot_encode(encoded: Encoded) -> None:
-    assert_expected_inline(
-        error_text(encoded.handler.store, gpu_block_ids=[0], page_ids=[0], copy_engines_only=True),
-        """\
-ValueError: copy_engines_only=True: host pages with encoding='lossless' are encoded and
-decoded by kernels; leave it out, or use a pool with encoding='raw'""",
-    )
 
 
 def test_groups_can_be_encoded_or_raw_and_share_pages() -> None:
@@ -165,19 +146,6 @@ def test_groups_can_be_encoded_or_raw_and_share_pages() -> None:
         job.synchronize()
     assert cache.bytes_of(5) == cache.bytes_of(1)
     assert torch.equal(states[7], expected)
-
-
-def test_rejected_positions_count_through_all_groups() -> None:
-    one, other = Bf16Cache(4), Bf16Cache(4)
-    layouts = [one.layout, other.layout]
-    pools = [HostPool(layout, 4, encoding="lossless") for layout in layouts]
-    one.fill(2, None)
-    other.fill(1, None)
-    with OffloadHandler(layouts, pools) as handler:
-        job = handler.store(gpu_block_ids=[[0, 1, 2], [3, 1]], page_ids=[[0, 1, 2], [0, 1]])
-        assert job.query()
-        assert job.result is not None
-        assert job.result.rejected == (2, 4)
 
 
 def test_a_rebound_cache_is_encoded_too(encoded: Encoded) -> None:
