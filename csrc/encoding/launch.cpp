@@ -96,10 +96,10 @@ void code_packed(const CodecCopy& copy, size_t first, size_t last, uint64_t pack
   }
 }
 
-void code_on_host(const CodecCopy& copy, const int64_t* slots, uint64_t host,
+void code_on_host(const CodecCopy& copy, const int64_t* slots, uint64_t host, uint64_t stride,
                   const cuda::Kernels& kernels, cuda::Stream stream) {
   CodecArguments arguments = arguments_of(copy);
-  arguments.packed_stride = copy.format->slot_bytes();
+  arguments.packed_stride = stride;
   arguments.packed = host;
   for (size_t from = 0; from < copy.count; from += kCodecBlocks) {
     const size_t count = std::min<size_t>(copy.count - from, kCodecBlocks);

@@ -53,8 +53,8 @@ void code_packed(const CodecCopy& copy, size_t first, size_t last, uint64_t pack
                  const cuda::Kernels& kernels, cuda::Stream stream);
 
 // All blocks of the copy, with whole slots in pinned memory: that of block blocks[i] has number
-// slots[i], counted from the address `host` on.
-void code_on_host(const CodecCopy& copy, const int64_t* slots, uint64_t host,
+// slots[i], counted from the address `host` on; they are `stride` bytes apart.
+void code_on_host(const CodecCopy& copy, const int64_t* slots, uint64_t host, uint64_t stride,
                   const cuda::Kernels& kernels, cuda::Stream stream);
 
 }  // namespace kvswap
