@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from bf16_blocks import KINDS, Values, make_block, random_bits, real_page, with_escapes
+from bf16_blocks import (
+    KINDS,
+    Values,
+    escapes_of,
+    make_block,
+    random_bits,
+    real_page,
+    with_escapes,
+)
 from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import OVERFLOW, SlotModel
@@ -86,6 +94,7 @@ def check(
     with OffloadHandler(cache.layout, pool, copy_method=copy_method) as handler:
         handler.synchronize([handler.store(gpu_block_ids=cache.ids, page_ids=cache.pages)])
         for page, block in zip(cache.pages, blocks, strict=True):
+            assert model.state(slot_of(pool, page)) == escapes_of(block)
             for part, expected in zip(model.decode(slot_of(pool, page)), block, strict=True):
                 np.testing.assert_array_equal(part, expected)
         for page in {*range(pool.num_pages)} - {*cache.pages}:
