@@ -13,6 +13,7 @@ from torch_kvswap.handler import (
     TransferError,
 )
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.recommend import EncodingRecommendation, recommend_encoding
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import ChannelMetrics, Histogram, Metrics
@@ -46,6 +47,7 @@ __all__ = [
     "ChannelMetrics",
     "DeviceBackend",
     "DeviceLostError",
+    "EncodingRecommendation",
     "Gate",
     "Histogram",
     "HostPool",
@@ -66,6 +68,7 @@ __all__ = [
     "TransferError",
     "__version__",
     "expand_block_ids",
+    "recommend_encoding",
     "register_device_backend",
     "swap_blocks",
     "swap_blocks_batch",

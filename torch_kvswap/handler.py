@@ -740,12 +740,10 @@ class OffloadHandler(NotCopyable):
         self._has_warned = True
         encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
         widest = WIDTHS[-1]
-        remedy = (
-            f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
-        )
+        remedy = f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
         log.warning(
             "%d of %d stored blocks do not fit into slots of %g bits a value and were rejected; "
-            "make the host pool with %s (kvswap.recommend_encoding() looks at your cache)",
+            "make the host pool with %s (recommend_encoding() looks at your cache)",
             *(stores.rejected_blocks, stores.blocks, min(encoded), remedy),
         )
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/host_device.h"
+#include "host_device.h"
 
 // The arguments of the kernels of pack.cu. Read by nvcc and by the C++ compiler, so it has nothing
 // but numbers.

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/host_device.h"
+#include "host_device.h"
 
 // What the CPU and the kernels know of an encoded slot: its structures, and the arguments of the
 // kernels of codec.cu. docs/encoding.md describes the format. Read by nvcc and by the C++ compiler,

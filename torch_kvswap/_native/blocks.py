@@ -108,9 +108,7 @@ class NativeBlockManager(NotCopyable):
         place, count = rejected.buffer_info()
         answer = _end(self.pointer, reservation, succeeded, place, count, False)
         if answer < 0:
-            _call_without_gil(
-                answer, "end", self.pointer, reservation, succeeded, place, count
-            )
+            _call_without_gil(answer, "end", self.pointer, reservation, succeeded, place, count)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
         place = counts.buffer_info()[0]

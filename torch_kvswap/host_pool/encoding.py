@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.layout import PagedLayout
 
 EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
+_IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
 
 
@@ -58,27 +64,60 @@ class Encoding:
             raise ValueError(
                 f"encoding='lossless' is for torch.bfloat16, but the layout is of "
                 f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
-                f"bytes; {advice}"
-                + (", or pass PagedLayout dtype=torch.bfloat16 if that is true" if is_bytes else "")
+                f"bytes; {advice}" + (_IF_BYTES if is_bytes else "")
             )
-        return slot_format(layout.sizes, self.width_eighths).slot_bytes
+        return int(slot_format(layout.sizes, self.width_eighths).slot_bytes)
+
+    def bytes_for(self, nbytes: int) -> int:
+        """Bytes of a slot for blocks of this size, however they are divided into slabs.
+
+        Raises:
+            ValueError: no block of this size can be encoded.
+        """
+        if self.bits_per_value is None:
+            return nbytes
+        return int(slot_format(np.array([nbytes]), self.width_eighths).slot_bytes)
 
 
 RAW = Encoding()
 
 
-@dataclass(frozen=True)
-class SlotFormat:
-    """TEMPORARY until the native function is there."""
+def slot_format(sizes: Int64Array, width_eighths: int) -> abi.SlotFormat:
+    """The format of encoded slots.
 
-    slot_bytes: int
+    Args:
+        sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+        width_eighths (int): bits of a slot per value, in eighths of a bit.
+
+    Raises:
+        ValueError: such blocks cannot be encoded.
+    """
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    found = abi.SlotFormat()
+    place = sizes.ctypes.data, len(sizes)
+    loader.call("kvswap_encoding_format", *place, width_eighths, ctypes.byref(found))
+    return found
 
 
-def slot_format(sizes, width_eighths):
-    for slab, size in enumerate(sizes.tolist()):
-        if size % 64:
-            raise ValueError(f"slab {slab} has {size} bytes in a block")
-    return SlotFormat(int(sizes.sum()) // 2 * width_eighths // 64 // 16 * 16)
+def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor | None:
+    """Decodes a block on the CPU.
+
+    Args:
+        sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+        width_eighths (int): bits of a slot per value, in eighths of a bit.
+        slot (Tensor): uint8, contiguous, on the CPU.
+
+    Returns:
+        Tensor | None: uint8, the slabs in a row; None if the slot holds no block.
+    """
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    block = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    bases = block.data_ptr() + np.cumsum(sizes) - sizes
+    places = bases.ctypes.data, sizes.ctypes.data, len(sizes)
+    is_none = loader.call(
+        "kvswap_decode_block", *places, width_eighths, slot.data_ptr(), 0, len(sizes)
+    )
+    return None if is_none else block
 
 
 def read_encoding(encoding: object, bits_per_value: object) -> Encoding:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import NotCopyable, read_int, read_switch, read_timeout
+from torch_kvswap._native.arguments import (
+    INT64_MIN,
+    NotCopyable,
+    read_int,
+    read_switch,
+    read_timeout,
+)
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.encoding import (
@@ -19,6 +25,7 @@ from torch_kvswap.host_pool.encoding import (
     SLOT_ALIGNMENT,
     Encoding,
     EncodingName,
+    decode_block,
     read_encoding,
 )
 from torch_kvswap.host_pool.memory import (
@@ -54,9 +61,7 @@ class _Memory:
     Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
-    def __init__(
-        self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding
-    ) -> None:
+    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
         self.encoding = encoding  # of the largest blocks, for which the pool was made
@@ -257,6 +262,8 @@ class HostPool(NotCopyable):
         """
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
+        check_layout(layout)
+        kept.slot_bytes(layout, "attach with a layout of the cache that the pool was made for")
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages)
         pinning = read_pinning(
@@ -434,6 +441,42 @@ class HostPool(NotCopyable):
         host first. Raises RuntimeError if the pool is closed.
         """
         return self._memory.check_open()
+
+    def read_block(self, page: int, slot: int = 0) -> Tensor:
+        """Copies a block out of a page, and decodes it if it is encoded, on the CPU.
+
+        Jobs do not order this access: wait for them on the host first.
+
+        Args:
+            page (int): one of local_pages.
+            slot (int): 0 to blocks_per_page - 1.
+
+        Returns:
+            Tensor: uint8, the slabs of the block in a row.
+
+        Raises:
+            IndexError: the pool has no such page or slot, or its page is not ready.
+            ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
+            RuntimeError: the pool is closed.
+        """
+        pages, ready = self._memory.check_open(), self._ready_range
+        page, slot = read_int("page", page, INT64_MIN), read_int("slot", slot, INT64_MIN)
+        if not ready.first_page <= page < ready.end_page:
+            raise IndexError(
+                f"page is {page}; the pages {ready.first_page} to {ready.end_page - 1} can be used"
+            )
+        if not 0 <= slot < self.blocks_per_page:
+            raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
+        memory = pages[page, slot]
+        if self._encoding is RAW:
+            return memory[: self.layout.block_bytes].clone()
+        block = decode_block(self.layout.sizes, self._encoding.width_eighths, memory)
+        if block is None:
+            raise ValueError(
+                f"slot {slot} of page {page} holds no encoded block: its store was rejected, or "
+                "nothing was stored there"
+            )
+        return block
 
     @property
     def _ready_range(self) -> abi.ReadyRange:

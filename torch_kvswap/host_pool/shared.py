@@ -107,7 +107,8 @@ class PoolHandle(NotCopyable):
             try:
                 *numbers, width_eighths = _NUMBERS.unpack(message)
                 encoding = encoding_of(width_eighths)
-                return cls(fds[0], *numbers, encoding.name, encoding.bits_per_value)
+                numbers += [encoding.name, encoding.bits_per_value]
+                return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal

@@ -13,7 +13,10 @@ from bf16_blocks import (
     ONE,
     SMOLLM2_SIZES,
     Values,
+    bases_of,
+    escapes_of,
     make_block,
+    numbers,
     random_bits,
     real_page,
     with_escapes,
@@ -33,14 +36,6 @@ SHAPES = [
     [2 << 20],
     [4096, 64, 40960, 2048, 128],
 ]
-
-
-def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def bases_of(block: Sequence[Values]) -> ctypes.Array[ctypes.c_int64]:
-    return numbers([part.ctypes.data for part in block])
 
 
 def failure() -> str:
@@ -81,11 +76,6 @@ def decode(
     for room in rooms:
         assert [*room[:8], *room[-8:]] == [0xA5A5] * 16
     return state, block
-
-
-def escapes_of(block: Sequence[Values]) -> int:
-    sizes = numbers([part.nbytes for part in block])
-    return int(loader.library().kvswap_count_escapes(bases_of(block), sizes, len(block)))
 
 
 def assert_equal(block: Sequence[Values], expected: Sequence[Values]) -> None:
