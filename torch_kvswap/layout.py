@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,14 @@ class PagedLayout(Slabs):
         tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
             the same number of blocks in dimension `block_dim`.
         block_dim (int): the dimension that counts blocks; not negative.
+        dtype (torch.dtype | None): the type of the keys and values, if the tensors are views of
+            their bytes (torch.uint8 or torch.int8). None is the type of the tensors.
 
     Attributes:
         tensors (tuple[Tensor, ...]): the tensors.
         block_dim (int): the dimension that counts blocks.
+        dtype (torch.dtype | None): the type of the keys and values; None if the tensors have
+            several. Copies do not depend on it, but an encoding of host pages does.
         device (torch.device): the device of all tensors.
         tensor_of_slab (np.ndarray): int64 [slabs], index of the slab's tensor.
         storages (np.ndarray): int64 [slabs], address of the storage of the slab's tensor.
@@ -89,12 +94,20 @@ class PagedLayout(Slabs):
         storage_ends (list[int]): for each tensor, bytes of its storage up to its last element.
 
     Raises:
-        TypeError: tensors is not a list of strided tensors, or block_dim is not an integer.
+        TypeError: tensors is not a list of strided tensors, block_dim is not an integer, or dtype
+            is not a torch.dtype.
         ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
-            in device or number of blocks, or two of them share memory.
+            in device or number of blocks, or two of them share memory, or dtype is not the type of
+            a tensor.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        block_dim: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
             raise TypeError(
                 f"tensors is {kind_of(tensors)}; pass a list, [tensor] for a single tensor"
@@ -115,6 +128,7 @@ class PagedLayout(Slabs):
                     f"{list(tensor.stride())}, {tensor.dtype}, {tensor.device}) {problem}"
                 )
         self.block_dim = block_dim
+        self.dtype = _dtype_of(self.tensors, block_dim, dtype)
         self.device: torch.device = self.tensors[0].device
         bases = [_slab_bases(tensor, block_dim) for tensor in self.tensors]
         strides = [tensor.stride(block_dim) * tensor.element_size() for tensor in self.tensors]
@@ -145,7 +159,8 @@ class PagedLayout(Slabs):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PagedLayout, (self.tensors, self.block_dim)  # copied tensors have other addresses
+        # Built again, because copied tensors have other addresses.
+        return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
     def check_unmoved(self) -> None:
         """Checks that every tensor still has the memory it had at construction.
@@ -213,6 +228,37 @@ def allocate_layers(
     whole = torch.zeros((num_layers - 1) * distance + nbytes, dtype=torch.uint8, device=device)
     slices = (whole[i * distance :][:nbytes] for i in range(num_layers))
     return [layer.view(dtype).view(sizes) for layer in slices]
+
+
+def _dtype_of(
+    tensors: Sequence[Tensor], block_dim: int, dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The type of the values in the tensors, None if there are several.
+
+    Raises:
+        TypeError: dtype is not a torch.dtype.
+        ValueError: a tensor holds neither values of this type nor bytes of whole values.
+    """
+    if dtype is None:
+        kinds = {tensor.dtype for tensor in tensors}
+        return kinds.pop() if len(kinds) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {kind_of(dtype)}; it must be a torch.dtype, or None")
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype == dtype:
+            continue
+        if tensor.dtype not in (torch.uint8, torch.int8):
+            raise ValueError(
+                f"dtype is {dtype}, but tensors[{index}] is of {tensor.dtype}; leave dtype out, or "
+                "pass views of the tensors' bytes"
+            )
+        nbytes = _block_numel(tensor, block_dim)
+        if nbytes % dtype.itemsize:
+            raise ValueError(
+                f"dtype is {dtype}, but a block has {nbytes} bytes in tensors[{index}], which is "
+                f"no multiple of {dtype.itemsize}"
+            )
+    return dtype
 
 
 def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:

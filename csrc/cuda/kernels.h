@@ -8,6 +8,8 @@ namespace kvswap::cuda {
 struct Kernels {
   Function pack_bulk = nullptr;  // null on GPUs older than Hopper
   Function pack_words = nullptr;
+  Function encode = nullptr;
+  Function decode = nullptr;
   Function expand_block_ids = nullptr;
 };
 

@@ -1,5 +1,7 @@
 #include "device/cuda.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "check.h"
@@ -15,6 +17,8 @@
 namespace kvswap {
 namespace {
 
+constexpr size_t kPageBytes = 4096;  // of host memory, which is registered page by page
+
 cuda::StreamRef to_cuda(const StreamRef& stream) { return {stream.device, stream.handle}; }
 
 class CudaTable : public KernelTable {
@@ -25,11 +29,15 @@ class CudaTable : public KernelTable {
   SlabTable slabs;
 };
 
-PackedCopy packed(const PartCopy& part) {
-  const SlabTable* table = &static_cast<const CudaTable*>(part.table)->slabs;
-  return {part.gpu,   part.host,  table,        part.slabs,  part.blocks,
-          part.slots, part.count, part.to_host, part.before, part.after};
-}
+// Of an encoded group.
+class CudaTileTable : public KernelTable {
+ public:
+  CudaTileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream)
+      : tiles(format, gpu, stream) {}
+  void leak() noexcept override { tiles.leak(); }
+
+  TileTable tiles;
+};
 
 // Gives copies to the driver: to the channel's stream, and the packing of staged ones to a stream
 // of its own.
@@ -43,12 +51,15 @@ class CudaCopier : public Copier {
   }
 
   void use_staging(uint64_t begin, uint64_t bytes);
+  // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
+  void use_counters(uint64_t counters) { counters_ = counters; }
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) override;
   bool synchronize() noexcept override;
   size_t num_streams() const override { return kernels_ == nullptr ? 0 : 1; }
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
 
  private:
+  PackedCopy packed(const PartCopy& part) const;
   void stage(const PartCopy& part, Event start, const BatchOptions& options);
   void send(FragmentList& fragments, const BatchOptions& options);
   void order_after_unpacking();
@@ -59,7 +70,24 @@ class CudaCopier : public Copier {
   const Environment environment_;
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
+  uint64_t counters_ = 0;  // 0: never encodes
 };
+
+PackedCopy CudaCopier::packed(const PartCopy& part) const {
+  PackedCopy copy{part.gpu,   part.host,  nullptr,      part.slabs,  part.blocks,
+                  part.slots, part.count, part.to_host, part.before, part.after};
+  if (part.format == nullptr) {
+    copy.table = &static_cast<const CudaTable*>(part.table)->slabs;
+    return copy;
+  }
+  const TileTable* tiles = &static_cast<const CudaTileTable*>(part.table)->tiles;
+  const uint64_t counters =
+      counters_ + (part.method == CopyMethod::kStaged ? kCounterBytes : 0);
+  copy.codec = CodecCopy{part.format, tiles,        part.slabs,
+                         part.blocks, part.count,   part.to_host,
+                         part.to_host ? counters : 0, reinterpret_cast<uint64_t>(part.states)};
+  return copy;
+}
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
@@ -122,7 +150,7 @@ bool CudaCopier::synchronize() noexcept {
   return alive;
 }
 
-class CudaDevice : public Device, public PackKernels, public StreamWords {
+class CudaDevice : public Device, public PackKernels, public StreamWords, public SlotCodec {
  public:
   using Device::Device;
 
@@ -205,10 +233,16 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   }
   PackKernels* pack_kernels() override { return cuda::driver().is_hip ? nullptr : this; }
   StreamWords* stream_words() override;
+  SlotCodec* slot_codec() override { return cuda::driver().is_hip ? nullptr : this; }
 
   void load_kernels() override { cuda::kernels(index()); }
-  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host, int64_t num_blocks,
+  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
+                                          const SlotFormat* format, int64_t num_blocks,
                                           int64_t num_slots, Stream stream) override {
+    if (format != nullptr) {
+      if (!has_kernel_ids(num_blocks, num_slots)) return nullptr;
+      return std::make_shared<CudaTileTable>(*format, gpu, stream);
+    }
     if (!is_packed(host, num_blocks, num_slots)) return nullptr;
     return std::make_shared<CudaTable>(gpu, host, stream);
   }
@@ -222,6 +256,14 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
     static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
   }
+
+  uint64_t allocate_counters(Stream stream) override;
+  void use_counters(Copier& copier, uint64_t counters) override {
+    static_cast<CudaCopier&>(copier).use_counters(counters);
+  }
+
+  uint8_t* allocate_states(size_t count) override;
+  void free_states(uint8_t* states) noexcept override;
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
@@ -271,6 +313,41 @@ StreamWords* CudaDevice::stream_words() {
       driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
       "cuDeviceGetAttribute");
   return supported ? this : nullptr;
+}
+
+uint64_t CudaDevice::allocate_counters(Stream stream) {
+  const std::vector<uint8_t> zeros(2 * kCounterBytes);
+  cuda::Address address = 0;
+  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, zeros.size()), "cuMemAlloc", " of ",
+                      zeros.size(), " bytes");
+  const auto from = reinterpret_cast<cuda::Address>(zeros.data());
+  cuda::Result result = cuda::driver().copy_async(address, from, zeros.size(), stream);
+  if (result == cuda::kSuccess) result = cuda::driver().synchronize_stream(stream);
+  if (result == cuda::kSuccess) return address;
+  cuda::driver().free(address);
+  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the counters of escapes");
+  return 0;
+}
+
+uint8_t* CudaDevice::allocate_states(size_t count) {
+  void* const memory = std::aligned_alloc(kPageBytes, count);
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0, count);
+  try {
+    register_host(memory, count);
+  } catch (...) {
+    std::free(memory);
+    throw;
+  }
+  return static_cast<uint8_t*>(memory);
+}
+
+void CudaDevice::free_states(uint8_t* states) noexcept {
+  try {
+    unregister_host(states);
+    std::free(states);
+  } catch (const std::exception&) {  // the driver still has it
+  }
 }
 
 volatile uint64_t* CudaDevice::allocate_words(int count) {

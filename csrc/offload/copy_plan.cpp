@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "copy/pack_arguments.h"
+#include "copy/staged_piece.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -103,6 +104,7 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
   for (const Group& group : groups) {
     GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
+    fitted.is_encoded = group.format != nullptr;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
@@ -139,6 +141,7 @@ double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) c
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   const GroupCosts& group = groups_[copy.group];
+  if (group.is_encoded) return choose_encoding(copy);
   if (group.host_is_pageable) return CopyMethod::kBatch;
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer, in which they would wait behind other loads.
@@ -160,6 +163,20 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   return best;
 }
 
+// Only kernels encode and decode on a GPU, also beside others that keep it busy.
+CopyMethod MethodChooser::choose_encoding(const GroupCopy& copy) const {
+  const auto is_available = [&](CopyMethod method) {
+    return std::find(available_.begin(), available_.end(), method) != available_.end();
+  };
+  if (!is_available(CopyMethod::kKernel)) return available_.front();
+  const bool may_stage = copy.may_stage && copy.channel != kExpedited;
+  if (!may_stage || forces(CopyMethod::kKernel)) return CopyMethod::kKernel;
+  const double bytes = static_cast<double>(copy.blocks) * groups_[copy.group].block_bytes;
+  if (forces(CopyMethod::kStaged) || bytes > kMaxKernelBytes) return CopyMethod::kStaged;
+  const bool is_faster = seconds(CopyMethod::kKernel, copy) < seconds(CopyMethod::kStaged, copy);
+  return is_faster ? CopyMethod::kKernel : CopyMethod::kStaged;
+}
+
 bool MethodChooser::may_choose(CopyMethod method) const {
   if (forces(method)) return true;
   for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
@@ -173,15 +190,22 @@ bool MethodChooser::may_choose(CopyMethod method) const {
 }
 
 CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
-                         const kvswap_copy_method_options& options, Channel& stores, Channel& loads)
+                         const kvswap_copy_method_options& options, const Channels& channels)
     : groups_(groups),
       device_(device),
       options_(options),
       chooser_(options, device.copy_methods(), groups),
-      stream_(stores.stream()) {
+      stream_(channels[kStores]->stream()) {
   check_forced_method();
+  bool has_encoded = false;
+  for (const Group& group : groups_) {
+    if (group.format == nullptr) continue;
+    check_encoded(group);
+    has_encoded = true;
+  }
   try {
-    set_up(stores, loads);
+    if (has_encoded) set_up_states(channels);
+    set_up(channels);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -189,6 +213,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     close();
     has_kernels_ = false;
     missing_methods_ = error.what();
+    if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
       fail<ValueError>("copy_method='", copy_method_name(method),
@@ -210,7 +235,42 @@ void CopyPlanner::check_forced_method() const {
                    "; pass copy_method='auto', or unset KVSWAP_COPY_METHOD");
 }
 
-void CopyPlanner::set_up(Channel& stores, Channel& loads) {
+void CopyPlanner::check_encoded(const Group& group) const {
+  if (device_.slot_codec() == nullptr) {
+    fail<ValueError>("host pages with encoding='lossless' cannot be used with ", device_.name(),
+                     ": this library has no kernels for it; make the pool with encoding='raw'");
+  }
+  if (group.host_is_pageable) {
+    fail<ValueError>(
+        "host pages with encoding='lossless' must be pinned, because kernels read and write them; "
+        "pin the pool, or make it with encoding='raw'");
+  }
+  if (device_.pack_kernels() == nullptr) return;
+  for (const CopyMethod method : {CopyMethod::kStrided, CopyMethod::kBatch}) {
+    if (!chooser_.forces(method)) continue;
+    fail<ValueError>("copy_method='", copy_method_name(method),
+                     "' cannot encode host pages with encoding='lossless'; pass "
+                     "copy_method='auto', 'staged' or 'kernel', or make the pool with "
+                     "encoding='raw'");
+  }
+  // A piece, a quarter of the memory at most, has whole slots.
+  constexpr uint64_t kUnit = 2 * kStagingAlignment;
+  const uint64_t slot = group.format->slot_bytes();
+  const uint64_t least = std::max(kMinStagingBytes, 4 * ((slot + kUnit - 1) / kUnit * kUnit));
+  if (options_.staging_bytes < least && !chooser_.forces(CopyMethod::kKernel)) {
+    fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ", slot,
+                     " bytes with encoding='lossless'; give it ", least, " or more");
+  }
+}
+
+void CopyPlanner::set_up_states(const Channels& channels) {
+  states_ = device_.slot_codec()->allocate_states(kChannels * SlotStates::kCount);
+  for (int channel = 0; channel < kChannels; ++channel) {
+    channels[channel]->use_states(states_ + channel * SlotStates::kCount);
+  }
+}
+
+void CopyPlanner::set_up(const Channels& channels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
   const bool stages = chooser_.may_choose(CopyMethod::kStaged);
@@ -222,22 +282,27 @@ void CopyPlanner::set_up(Channel& stores, Channel& loads) {
     const bool forced =
         chooser_.forces(CopyMethod::kStaged) || chooser_.forces(CopyMethod::kKernel);
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
+    if (group.format == nullptr) continue;
+    KVSWAP_CHECK(group.table != nullptr, "the kernels know blocks and pages up to number 2^31 - 1");
+    if (counters_ != 0) continue;
+    counters_ = kernels->allocate_counters(stream_);
+    channels[kStores]->use_counters(*kernels, counters_);
   }
   if (!stages) return;
   KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
                " is too little; give it ", kMinStagingBytes, " or more");
   staging_ = kernels->allocate_staging(options_.staging_bytes);
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  stores.use_staging(*kernels, staging_, half);
-  loads.use_staging(*kernels, staging_ + half, half);
+  channels[kStores]->use_staging(*kernels, staging_, half);
+  channels[kLoads]->use_staging(*kernels, staging_ + half, half);
 }
 
 void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable) continue;
-    group.table =
-        device_.pack_kernels()->make_table(group.gpu, group.host, group.num_blocks, slots, stream_);
+    group.table = device_.pack_kernels()->make_table(group.gpu, group.host, group.format.get(),
+                                                     group.num_blocks, slots, stream_);
   }
 }
 
@@ -271,7 +336,10 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   double predicted = kMinCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
-    launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
+    const bool by_kernels =
+        part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    launched |= by_kernels && !is_encoded;
     const int channel = transfer.jobs.front().channel;
     const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
                                            true,       true,    true};
@@ -312,7 +380,7 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
 
 // As many blocks as the link copies in the time that it takes to launch a kernel.
 size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
-  if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
+  if (groups_[group].format != nullptr || groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
     return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
   };
@@ -332,13 +400,18 @@ void CopyPlanner::leak() noexcept {
   for (Group& group : groups_) {
     if (group.table != nullptr) group.table->leak();
   }
-  staging_ = 0;
+  staging_ = counters_ = 0;
+  states_ = nullptr;
 }
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
-  if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
-  staging_ = 0;
+  for (uint64_t* memory : {&staging_, &counters_}) {
+    if (*memory != 0) device_.pack_kernels()->free_staging(*memory);
+    *memory = 0;
+  }
+  if (states_ != nullptr) device_.slot_codec()->free_states(states_);
+  states_ = nullptr;
 }
 
 }  // namespace kvswap

@@ -6,6 +6,7 @@
 
 #include "device/device.h"
 #include "offload/job.h"
+#include "offload/slot_states.h"
 
 namespace kvswap {
 
@@ -20,6 +21,7 @@ struct TransferPart {
   // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
   // while a kernel packs or unpacks.
   bool is_head_or_tail = false;
+  uint8_t* states = nullptr;  // of an encoded group: a SlotState for each block
 };
 
 // The copies of one job, or of several small ones that were joined: they start and end together. A
@@ -31,6 +33,7 @@ struct Transfer {
   Event start = nullptr;
   std::vector<Event> ends;  // one for each layer group; the last is the end of all
   size_t entries = 0;       // of the driver's queue
+  SlotStates::Range states;  // of all parts
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

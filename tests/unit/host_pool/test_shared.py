@@ -87,7 +87,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (48, False, ConnectionError),  # all numbers are 0
+        (56, False, ConnectionError),  # all numbers are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(

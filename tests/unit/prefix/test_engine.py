@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from bf16_cache import Bf16Cache
 from drained import drain
 from engine_bytes import BLOCKS, CHECKS, PAGES, make
 from error_text import error_text
@@ -389,3 +390,87 @@ OffloadEngine(store_policy='lazy',
 handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
 manager=BlockManager(num_pages=6, used_pages=2))""",
         )
+
+
+# Encoded pages: blocks that do not fit
+
+
+def make_encoded(per_page=1, kinds=("normal",) * 6, pages=6):
+    """Blocks of these kinds; None does not fit."""
+    cache = Bf16Cache()
+    for block, kind in enumerate(kinds):
+        cache.fill(block, kind, block)
+    pool = HostPool(cache.layout, pages, per_page, encoding="lossless", bits_per_value=12.5)
+    return OffloadEngine(OffloadHandler(cache.layout, pool)), cache
+
+
+def test_only_the_blocks_that_do_not_fit_are_forgotten():
+    engine, cache = make_encoded(kinds=["normal", "zeros", None, "normal"])
+    with engine.handler:
+        keys = ["a", "b", "c", "d"]
+        engine.store(keys, [0, 1, 2, 3])
+        (result,) = engine.poll()
+        assert (result.ok, result.rejected) == (False, (2,))
+        assert engine.lookup(keys) == (2, 2, 0)  # not past the block that is missing
+        stats = engine.manager.stats()
+        assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
+        engine.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
+        assert [cache.bytes_of(block) for block in (8, 9)] == list(map(cache.bytes_of, (0, 1)))
+        cache.fill(2, "normal")
+        assert engine.store(keys, [0, 1, 2, 3]).nbytes == cache.layout.block_bytes
+        engine.poll()
+        assert engine.lookup(keys).ready == 4  # the block behind was never lost
+
+
+@pytest.mark.parametrize("per_page", [2, 3])
+def test_a_page_is_forgotten_for_one_of_its_blocks(per_page):
+    kinds = ["normal"] * 3 * per_page
+    kinds[2 * per_page - 1] = kinds[2 * per_page] = None
+    engine, _ = make_encoded(per_page, kinds)
+    with engine.handler:
+        engine.store(["a", "b", "part"], list(range(2 * per_page + 1)))
+        (result,) = engine.poll()
+        assert result.rejected == (2 * per_page - 1, 2 * per_page)
+        assert engine.lookup(["a", "b"]).ready == 1
+        assert engine.manager.stats().failed == 2
+
+
+def test_blocks_of_a_load_that_are_not_there_are_forgotten():
+    engine, cache = make_encoded()
+    with engine.handler:
+        engine.store(["a", "b", "c"], [0, 1, 2])
+        engine.poll()
+        engine.handler.pools[0].pages[1].zero_()  # damaged
+        engine.load(["a", "b", "c"], [8, 9, 10])
+        (result,) = engine.poll()
+        assert (result.direction, result.rejected) == ("load", (1,))
+        assert engine.lookup(["a", "b", "c"]) == (1, 1, 0)
+        assert cache.bytes_of(10) == cache.bytes_of(2)
+        assert engine.manager.stats().idle_pages == 2
+
+
+def test_a_preempted_request_with_a_block_that_does_not_fit_is_lost():
+    engine, _ = make_encoded(kinds=["normal", None, "normal"])
+    with engine.handler:
+        held = engine.preempt(["a", "b", "c"], [0, 1, 2])
+        engine.poll()
+        assert engine.load(["a", "b", "c"], [8, 9, 10]) is None
+        assert engine.lookup(["a", "b", "c"], again=True).pending == 0
+        assert engine.release(held)
+        stats = engine.manager.stats()
+        assert (stats.idle_pages, stats.free_pages) == (2, 4)
+
+
+def test_rejected_blocks_of_each_group_are_forgotten():
+    one, other = Bf16Cache(), Bf16Cache()
+    one.fill(2, None)
+    other.fill(1, None)
+    pools = [HostPool(one.layout, 4, 2, encoding="lossless")]
+    pools.append(HostPool(other.layout, 4, encoding="lossless"))
+    with OffloadHandler([one.layout, other.layout], pools) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(4, 2), BlockGroup(4, 2)])
+        engine.store([["a", "b"], ["s", "t"]], [[0, 1, 2], [0, 1]])
+        (result,) = engine.poll()
+        assert result.rejected == (2, 4)
+        assert [engine.manager.stats(group).failed for group in range(2)] == [1, 1]
+        assert engine.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0)

@@ -187,7 +187,8 @@ class SectorCache(Cache):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self._unit_bytes = math.gcd(*(group.bytes_per_block for group in self.groups))
-        self.layout = PagedLayout([cache.cache_tensor.view(-1, self._unit_bytes)])
+        units = cache.cache_tensor.view(-1, self._unit_bytes)
+        self.layout = PagedLayout([units], dtype=cache.dtype)  # the sectors are bytes
 
     @property
     def groups(self) -> Sequence[Any]:

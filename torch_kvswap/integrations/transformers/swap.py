@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.host_pool.encoding import EncodingName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -30,10 +31,20 @@ class Options:
     Attributes:
         copy_method (str | None): see OffloadHandler.
         copy_engines_only (bool): see OffloadHandler.store().
+        encoding (str): see HostPool.
+        bits_per_value (float | None): see HostPool.
     """
 
     copy_method: str | None = None
     copy_engines_only: bool = False
+    encoding: EncodingName = "raw"
+    bits_per_value: float | None = None
+
+    def page_bytes(self, layout: PagedLayout) -> int:
+        """Bytes of a host page, which holds one unit."""
+        return HostPool.page_bytes_of(
+            layout, encoding=self.encoding, bits_per_value=self.bits_per_value
+        )
 
 
 class Copy:
@@ -104,7 +115,9 @@ class Swap:
         stream: torch.cuda.Stream | None,
         options: Options,
     ) -> None:
-        self.pool = HostPool(layout, num_pages)
+        self.pool = HostPool(
+            layout, num_pages, encoding=options.encoding, bits_per_value=options.bits_per_value
+        )
         # The calling thread also launches the model's kernels, so it should not submit copies.
         self.handler = OffloadHandler(
             layout, self.pool, copy_method=options.copy_method, submit_thread=True
