@@ -574,7 +574,7 @@ class OffloadHandler(NotCopyable):
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
 
-        Call it regularly: until it has reported a job, the handler keeps the job's result (120
+        Call it regularly: until it has reported a job, the handler keeps the job's result (136
         bytes) and its tag.
 
         Returns:
