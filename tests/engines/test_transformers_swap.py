@@ -43,6 +43,17 @@ def test_what_was_stored_comes_back_to_other_blocks():
     assert swap.num_free == 6
 
 
+def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
+    blocks = torch.randn(20, 2048).to(torch.bfloat16)
+    layout, options = PagedLayout([blocks]), Options(encoding="lossless", bits_per_value=12.5)
+    swap = Swap(layout, 6, None, options)
+    assert swap.pool.page_bytes == options.page_bytes(layout) == 3200
+    before = blocks.clone()
+    stored = swap.store([ids(3, 1), ids(7)])
+    swap.load(stored, [ids(10, 11), ids(12)])
+    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
+
+
 def test_groups_are_loaded_as_far_as_both_sides_go():
     blocks, swap = make()
     before = blocks.clone()
