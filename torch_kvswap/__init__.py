@@ -15,7 +15,7 @@ from torch_kvswap.handler import (
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.host_pool.recommend import EncodingRecommendation, recommend_encoding
 from torch_kvswap.host_pool.shared import PoolHandle
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.metrics import ChannelMetrics, Histogram, Metrics
 from torch_kvswap.ops import (
     expand_block_ids,
@@ -67,6 +67,7 @@ __all__ = [
     "Store",
     "TransferError",
     "__version__",
+    "allocate_layers",
     "expand_block_ids",
     "recommend_encoding",
     "register_device_backend",

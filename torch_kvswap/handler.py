@@ -24,6 +24,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
 from torch_kvswap.devices.handler import QueuedHandler
+from torch_kvswap.devices.unified_memory import warn_of_unified_memory
 from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.encoding import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
@@ -81,7 +82,7 @@ class Result:
         link_bytes (int): bytes in which the blocks cross the link: fewer than nbytes if they are
             encoded.
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
-            one driver call for all fragments, or one call per fragment on older drivers), "staged"
+            one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
             kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
             blocks, and copy each run of adjacent pages) or "host" (memcpy).
@@ -292,6 +293,12 @@ class Job(NotCopyable):
         answer = self.handler._native.job(self._native)
         return result_of(answer, self.tag) if answer.state in _STATES else None
 
+    @property
+    def _is_done(self) -> bool:
+        """What `result.ok` says, without making a Result. False as long as `result` is None."""
+        state: int = self.handler._native.job(self._native).state
+        return state == abi.DONE
+
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
         return self.handler._native.query(self._native)
@@ -426,6 +433,7 @@ class OffloadHandler(NotCopyable):
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
+        warn_of_unified_memory(groups.device)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
@@ -493,8 +501,8 @@ class OffloadHandler(NotCopyable):
         cancelled and poll() has not reported that load yet.
 
         Args:
-            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
-                returns.
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
+                is the fastest; copied before the call returns.
             page_ids: host pages, in the same form as gpu_block_ids.
             first_block (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.

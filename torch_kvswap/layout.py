@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
 
+_ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
+
 
 class Slabs:
     """Slabs of equally many blocks: block b has sizes[s] bytes at bases[s] + b * strides[s].
@@ -175,6 +177,57 @@ class PagedLayout(Slabs):
                     f"tensors[{index}] {problem} since the layout was made; make a new layout and "
                     "pass it to rebind()"
                 )
+
+
+def allocate_layers(
+    shape: Sequence[int],
+    num_layers: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+) -> list[Tensor]:
+    """Allocates the layers of a cache as slices of one allocation, at one distance.
+
+    The driver then copies a block of all layers with one strided copy. Layers that were allocated
+    one by one take a copy for each layer, because none may span two allocations
+    (docs/copy_methods.md has figures). Each layer begins at a multiple of 512 bytes, as tensors of
+    PyTorch's CUDA allocator do.
+
+    Dimensions before the one that counts blocks, such as [2, num_blocks, ...] for keys and values,
+    are at that distance too if the bytes of a layer are a multiple of 512. Otherwise each layer is
+    a strided copy of its own.
+
+    Args:
+        shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, size].
+        num_layers (int): the number of layers.
+        dtype (torch.dtype | None): as in `torch.zeros`.
+        device (torch.device | str | int | None): as in `torch.zeros`.
+
+    Returns:
+        list[Tensor]: contiguous tensors of zeros that share their storage. It is freed when the
+            last of them is.
+
+    Raises:
+        TypeError: shape is not a sequence of integers, num_layers is not an integer, or dtype is no
+            dtype.
+        ValueError: a number is not positive, or shape is empty.
+    """
+    num_layers = read_int("num_layers", num_layers, 1)
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        raise TypeError(
+            f"shape is {kind_of(shape)}; pass the shape of one layer, such as (2, 1000, 16)"
+        )
+    sizes = [read_int(f"shape[{dim}]", size, 1) for dim, size in enumerate(shape)]
+    if not sizes:
+        raise ValueError("shape is empty; a layer needs a dimension that counts blocks")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {kind_of(dtype)}; it must be a torch.dtype")
+    nbytes = math.prod(sizes) * dtype.itemsize
+    distance = (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    whole = torch.zeros((num_layers - 1) * distance + nbytes, dtype=torch.uint8, device=device)
+    slices = (whole[i * distance :][:nbytes] for i in range(num_layers))
+    return [layer.view(dtype).view(sizes) for layer in slices]
 
 
 def _dtype_of(

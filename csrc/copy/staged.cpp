@@ -39,8 +39,7 @@ FragmentList slot_fragments(const PackedCopy& copy, uint64_t first, uint64_t las
 
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                const cuda::StreamRef& stream, BatchOptions options) {
-  options.one_call = true;  // the piece before is on the link
+                const cuda::StreamRef& stream, const BatchOptions& options) {
   const uint64_t size = copy.block_bytes();
   if (copy.codec) {
     return copy_batch(slot_fragments(copy, begin / size, end / size, packed), stream, options);

@@ -16,7 +16,9 @@ namespace {
 // the driver blocks the submitting thread (H200).
 constexpr size_t kFragmentsPerEntry = 25;
 constexpr size_t kPredictedPieces = 8;  // a staged transfer that fits into the queue has fewer
-// A kernel that waits for the link slows down the compute beside it all the while.
+// A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
+// 8 KiB blocks by 1.5 to 2.1 ms for each GB, as long as it takes. Staging them costs as much, but
+// leaves the SMs alone in between (H200).
 constexpr double kMaxKernelBytes = 4 << 20;
 
 // Seconds for a fragment of this size, interpolated between the powers of two around it.
@@ -32,14 +34,18 @@ double fragment_seconds(const double* table, double bytes) {
 
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
-// A transfer that took kCrowded times as long as predicted for the copy engines turns kernels off
-// for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying them again too early costs several
-// times as much as trying too late. Two copies that share the link are both slower; the copy
-// engines then lose nothing.
-// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time are stored at 37 GB/s, without this rule at
-// 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after it: 48 GB/s instead of 54
-// (H200).
+// Beside kernels that hold all SMs, a staged transfer waits for SMs at each piece. Copy engines do
+// not, and a kernel that loads does so once, for kLaunchSeconds, and must promise to be kCrowded
+// times as fast as they are. A transfer that took kCrowded times as long as predicted for the best
+// of these turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it
+// again too early costs several times as much as trying too late. Two copies that share the link
+// are both slower; the others then lose little.
+// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored at 37
+// GB/s, without this rule at 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after
+// it: 48 GB/s instead of 54. Layers at no common distance, 64 blocks at a time: copy engines load 8
+// GB/s, staging 9, a kernel 25 to 45 at 0.1 to 2.4 ms for each GB (H200).
 constexpr double kCrowded = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
+constexpr double kLaunchSeconds = 1e-3;
 constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
 constexpr size_t kMaxUnstagedRuns = 2;
@@ -121,7 +127,9 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
   const kvswap_copy_method_costs& costs =
       groups_[copy.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
-  return costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
+  const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
+  const bool waits = copy.is_crowded && method == CopyMethod::kKernel;
+  return waits ? kCrowded * alone + kLaunchSeconds : alone;
 }
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
@@ -136,15 +144,17 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   if (group.is_encoded) return choose_encoding(copy);
   if (group.host_is_pageable) return CopyMethod::kBatch;
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
-  // Expedited loads have no staging buffer.
-  const bool may_stage = copy.may_launch && copy.may_stage && copy.channel != kExpedited;
+  // Expedited loads have no staging buffer, in which they would wait behind other loads.
+  const bool is_expedited = copy.channel == kExpedited;
+  const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited && !copy.is_crowded;
+  const bool has_kernel_limit = !is_expedited && !(copy.channel == kLoads && copy.is_crowded);
   CopyMethod best = available_.front();
   double least = std::numeric_limits<double>::infinity();
   for (const CopyMethod method : available_) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !copy.may_launch) continue;
     if (forces(method)) return method;
-    if (method == CopyMethod::kKernel && bytes > kMaxKernelBytes) continue;
+    if (method == CopyMethod::kKernel && has_kernel_limit && bytes > kMaxKernelBytes) continue;
     const double predicted = seconds(method, copy);
     if (predicted >= least) continue;
     least = predicted;
@@ -303,9 +313,8 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
-  const bool may_launch =
-      groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
-  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
+  const bool may_launch = groups_[group].table != nullptr && !job.work->copy_engines_only;
+  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0, is_crowded});
 }
 
 void CopyPlanner::plan(Job& job) const noexcept {
@@ -331,8 +340,10 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
     const bool by_kernels =
         part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
     launched |= by_kernels && !is_encoded;
-    predicted +=
-        seconds_without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
+    const int channel = transfer.jobs.front().channel;
+    const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
+                                           true,       true,    true};
+    predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
   }
   if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
@@ -360,25 +371,21 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   // A load that others precede is unpacked while they are on the link.
   const bool has_head_or_tail =
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
-  if (has_head_or_tail)
-    split_head_or_tail(parts, groups_[parts.front().group], first.channel, unstaged_blocks(first));
+  if (has_head_or_tail) {
+    const int group = parts.front().group;
+    split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group, first.channel));
+  }
   return parts;
 }
 
 // As many blocks as the link copies in the time that it takes to launch a kernel.
-size_t CopyPlanner::unstaged_blocks(const Job& job) const {
-  const int group = job.work->parts.front().group;
+size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
   if (groups_[group].format != nullptr || groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
-    return chooser_.seconds(CopyMethod::kStrided, {group, job.channel, blocks});
+    return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
   };
   const double each = seconds(2) - seconds(1);
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
-}
-
-double CopyPlanner::seconds_without_kernels(const MethodChooser::GroupCopy& copy) const {
-  return std::min(chooser_.seconds(CopyMethod::kStrided, copy),
-                  chooser_.seconds(CopyMethod::kBatch, copy));
 }
 
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {

@@ -23,8 +23,9 @@ class MethodChooser {
   struct GroupCopy {
     int group, channel;
     size_t blocks;
-    bool may_launch = true;  // kernels may copy
-    bool may_stage = true;   // the channel has a staging buffer
+    bool may_launch = true;   // kernels may copy
+    bool may_stage = true;    // the channel has a staging buffer
+    bool is_crowded = false;  // other kernels keep the GPU busy
   };
   CopyMethod choose(const GroupCopy& copy) const;
   // Predicted seconds; infinite for a copy method without figures.
@@ -85,8 +86,8 @@ class CopyPlanner {
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // To be called with the time that each transfer took on the device. If one with kernels was much
-  // slower than predicted for the copy engines, because other kernels keep the GPU busy, only copy
-  // engines are chosen for a while.
+  // slower than predicted for the method chosen on a GPU that other kernels keep busy, that method
+  // is chosen for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.
@@ -101,16 +102,14 @@ class CopyPlanner {
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
-  size_t unstaged_blocks(const Job& job) const;
-  // Predicted, by the faster method of the copy engines.
-  double seconds_without_kernels(const MethodChooser::GroupCopy& copy) const;
+  size_t unstaged_blocks(int group, int channel) const;
 
   std::vector<Group>& groups_;
   Device& device_;
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string missing_methods_;
-  double crowded_until_ = 0;  // until then no kernels copy: other kernels keep the GPU busy
+  double crowded_until_ = 0;  // until then other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0, counters_ = 0;

@@ -9,6 +9,9 @@
 namespace kvswap {
 namespace {
 
+// The least that PyTorch maps or unmaps at once in an expandable segment.
+constexpr uint64_t kMappingBytes = 2 << 20;
+
 Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* sizes,
                  int64_t count) {
   Slabs slabs;
@@ -16,6 +19,13 @@ Slabs read_slabs(const int64_t* bases, const int64_t* strides, const int64_t* si
   slabs.strides.assign(strides, strides + count);
   slabs.sizes.assign(sizes, sizes + count);
   return slabs;
+}
+
+// Whether no mapping fits between this slab and the one before it: what lies between them cannot be
+// unmapped as long as both exist.
+bool follows_closely(const Slabs& slabs, size_t slab, int64_t num_blocks) {
+  const uint64_t end = slabs.address(slab - 1, num_blocks - 1) + slabs.sizes[slab - 1];
+  return slabs.bases[slab] >= end && slabs.bases[slab] - end < kMappingBytes;
 }
 
 // The slots of an encoded group.
@@ -69,13 +79,16 @@ Group read_group(const kvswap_group& from, Device& device) {
   Allocations found = device.find_allocations(group.gpu.bases, first_pages);
   group.host.allocations = std::move(found.host);
   group.host_is_pageable = found.host_is_pageable;
-  // Two storages in one range of addresses do not count as one allocation: the driver knows all
-  // expandable segments of a stream as one reservation, and refuses a strided copy across a part of
-  // it that is not mapped, or is not any more.
+  // Two storages in one range of addresses count as one allocation only if nothing between them can
+  // be unmapped: the driver knows all expandable segments of a stream as one reservation, and
+  // refuses a strided copy across a part of it that is not mapped, or is not any more.
   std::map<std::pair<uint64_t, int64_t>, uint64_t> allocations;
   for (size_t s = 0; s < group.gpu.count(); ++s) {
+    const bool joins_last = s > 0 && found.cache[s] == found.cache[s - 1] &&
+                            follows_closely(group.gpu, s, group.num_blocks);
+    const uint64_t number = joins_last ? group.gpu.allocations.back() : s;
     const std::pair allocation(found.cache[s], from.gpu_storages[s]);
-    group.gpu.allocations.push_back(allocations.emplace(allocation, s).first->second);
+    group.gpu.allocations.push_back(allocations.emplace(allocation, number).first->second);
   }
   for (const uint64_t size : group.gpu.sizes) group.block_bytes += size;
   if (from.encoding == 0) {

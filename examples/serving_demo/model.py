@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_kvswap import allocate_layers
+
 VOCAB = 256
 LAYERS = 4
 HEADS = 8
@@ -116,7 +118,7 @@ class Model:
         Index 0 of the first dimension is K, index 1 is V.
         """
         shape = (2, num_blocks, self.block_size, KV_HEADS, HEAD_DIM)
-        return [torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in self.layers]
+        return allocate_layers(shape, len(self.layers), dtype=self.cache_dtype, device=self.device)
 
     def padded(self, blocks: list[int]) -> list[int]:
         """The block table of a request, padded to max_blocks entries with its last block."""

@@ -50,7 +50,7 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
         mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
         mock.patch.object(transformers_swap, "HostPool", lambda lay, n: pool(driver, lay, n)),
         mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
-        mock.patch.object(swap, "wait", finish),
+        mock.patch.object(swap, "wait", lambda self, load: finish(self, load.job)),
         ours(**options) as seen,
     ):
         try:
@@ -151,7 +151,7 @@ def loading(steps: Steps, seen: Seen, driver: Driver) -> str:
 
     steps.until(lambda: bool(some()))
     [name, *_] = some()
-    assert not parked_of(seen).requests[name].load.query()
+    assert not parked_of(seen).requests[name].load.job.query()
     return name
 
 
@@ -336,17 +336,18 @@ def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
         [first, second] = list(parked.requests.values())[:2]
         states = [first.state, second.state]
         assert first.load is second.load is None
-        allocate = parked.view.allocate
-        parked.view.demand = lambda scheduler: 0
-        parked.view.allocate = lambda state, demand: state is second.state
-        with mock.patch.object(parked.swap, "load") as load:
-            load.return_value.query.return_value = False
-            assert parked.ready(states) == []
-        assert first.load is None
-        assert second.load is load.return_value
-        second.load = None
-        del parked.view.demand
-        parked.view.allocate = allocate
+        for refuses in ("fits", "allocate"):
+            takes_second = mock.Mock(side_effect=lambda state, *demand: state is second.state)
+            yes = mock.Mock(return_value=True)
+            answers = {"has_margin": yes, "demand": yes, "fits": yes, "allocate": yes}
+            with (
+                mock.patch.multiple(parked.view, **(answers | {refuses: takes_second})),
+                mock.patch.object(parked.swap, "load") as load,
+            ):
+                assert parked.ready(states) == []
+            assert first.load is None
+            assert second.load is load.return_value
+            second.load = None
         steps.processor.fail_all_requests(RuntimeError("enough"))
         driver.set_mode("immediate")
         driver.run()

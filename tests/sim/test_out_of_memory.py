@@ -193,10 +193,11 @@ def fill_the_queue(attempt: Attempt) -> None:
 
 def leave_a_job_to_the_worker(attempt: Attempt) -> None:
     attempt.begin()
-    attempt.submit("store", 0, 0, count=300)
-    attempt.run()
-    attempt.submit("load", 300, 300, count=200, layer_groups=2)
-    attempt.run()
+    store = attempt.submit("store", 0, 0, count=300)
+    load = attempt.submit("load", 300, 300, count=200, layer_groups=2)
+    for job in (store, load):
+        if job is not None:
+            attempt.run_until_ended(job)  # the worker has made its allocations
 
 
 def wait_and_cancel(attempt: Attempt) -> None:
