@@ -306,8 +306,8 @@ struct kvswap_histogram {
 
 // The counters of a channel since the handler was made, and what it has to do now.
 struct kvswap_metrics {
-  uint64_t submitted, done, failed, cancelled;        // jobs
-  uint64_t bytes, link_bytes;                         // of the jobs that are done
+  uint64_t submitted, done, failed, cancelled;  // jobs
+  uint64_t bytes, link_bytes;                   // of the jobs that are done
   // Of the jobs that are done, or failed because some blocks were rejected.
   uint64_t blocks, rejected_blocks;
   uint64_t queued, running;                           // jobs: in software, on the device
