@@ -65,8 +65,8 @@ struct PackedCopy {
 };
 
 // Packs (to_host) or unpacks bytes [begin, end) of the copy, counted block after block, between the
-// GPU's slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`. Of
-// encoded blocks, the bytes are whole slots.
+// GPU's slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`.
+// Of encoded blocks, the bytes are whole slots.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream);
 

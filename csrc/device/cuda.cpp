@@ -81,11 +81,15 @@ PackedCopy CudaCopier::packed(const PartCopy& part) const {
     return copy;
   }
   const TileTable* tiles = &static_cast<const CudaTileTable*>(part.table)->tiles;
-  const uint64_t counters =
-      counters_ + (part.method == CopyMethod::kStaged ? kCounterBytes : 0);
-  copy.codec = CodecCopy{part.format, tiles,        part.slabs,
-                         part.blocks, part.count,   part.to_host,
-                         part.to_host ? counters : 0, reinterpret_cast<uint64_t>(part.states)};
+  const uint64_t counters = counters_ + (part.method == CopyMethod::kStaged ? kCounterBytes : 0);
+  copy.codec = CodecCopy{part.format,
+                         tiles,
+                         part.slabs,
+                         part.blocks,
+                         part.count,
+                         part.to_host,
+                         part.to_host ? counters : 0,
+                         reinterpret_cast<uint64_t>(part.states)};
   return copy;
 }
 

@@ -73,9 +73,9 @@ struct PartCopy {
   // The head or tail of a staged transfer, copied without staging. It does not wait until earlier
   // parts are unpacked.
   bool is_head_or_tail;
-  // Of an encoded group, whose blocks have all slabs in one slot of `host`: how they are encoded, and
-  // a zero for each block, to be overwritten with the SlotState of one that is refused. Null: copied
-  // as they are.
+  // Of an encoded group, whose blocks have all slabs in one slot of `host`: how they are encoded,
+  // and a zero for each block, to be overwritten with the SlotState of one that is refused. Null:
+  // copied as they are.
   const SlotFormat* format;
   uint8_t* states;
 
@@ -144,8 +144,8 @@ class PackKernels {
   ~PackKernels() = default;
 };
 
-// Encodes blocks into slots of host pages, and decodes them. Copiers of such a device copy parts that
-// have a format, by kStaged and kKernel if it has these methods.
+// Encodes blocks into slots of host pages, and decodes them. Copiers of such a device copy parts
+// that have a format, by kStaged and kKernel if it has these methods.
 class SlotCodec {
  public:
   // Zeros in memory that host and device write. Freed with free_states().

@@ -35,10 +35,9 @@ class HostCopier : public Copier {
     const SlotTiles all{tiles.data(), format.tile_count(), format.max_escapes()};
     for (size_t i = 0; i < part.count; ++i) {
       auto* slot = reinterpret_cast<uint8_t*>(part.host->address(0, part.slots[i]));
-      const SlotState state = part.to_host
-                                  ? encode_slot(all, part.blocks[i], slot)
-                                  : decode_slot(all, format.tiles_of(part.slabs), slot,
-                                                /*skipped=*/0, part.blocks[i]);
+      const SlotState state = part.to_host ? encode_slot(all, part.blocks[i], slot)
+                                           : decode_slot(all, format.tiles_of(part.slabs), slot,
+                                                         /*skipped=*/0, part.blocks[i]);
       if (state != SlotState::kGood) part.states[i] = static_cast<uint8_t>(state);
     }
   }

@@ -30,8 +30,8 @@ void add_tiles(FragmentList& fragments, const PartCopy& part) {
     for (uint32_t number = begin; number < end; ++number) {
       const SlotFormat::Tile& tile = format.tiles()[number];
       const uint64_t bytes = encoded_bytes(tile.bytes);
-      const uint64_t on_gpu = part.gpu->address(tile.slab, part.blocks[i]) + tile.offset_in_slab +
-                              (tile.bytes - bytes);
+      const uint64_t on_gpu =
+          part.gpu->address(tile.slab, part.blocks[i]) + tile.offset_in_slab + (tile.bytes - bytes);
       const uint64_t on_host = slot + tile.offset;
       const auto index = static_cast<int64_t>(i);
       if (part.to_host) {

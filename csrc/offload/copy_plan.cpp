@@ -164,7 +164,8 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
 }
 
 // Only kernels encode and decode on a GPU, also beside others that keep it busy.
-CopyMethod MethodChooser::choose_encoding(const GroupCopy& copy) const {
+CopyMethod MethodChooser::choose_encoding(GroupCopy copy) const {
+  copy.is_crowded = false;
   const auto is_available = [&](CopyMethod method) {
     return std::find(available_.begin(), available_.end(), method) != available_.end();
   };

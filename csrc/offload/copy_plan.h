@@ -39,7 +39,7 @@ class MethodChooser {
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
-  CopyMethod choose_encoding(const GroupCopy& copy) const;
+  CopyMethod choose_encoding(GroupCopy copy) const;
 
   // What it takes to copy blocks of a group.
   struct GroupCosts {
@@ -63,8 +63,8 @@ class CopyPlanner {
   using Channels = std::array<Channel*, kChannels>;
 
   // Gives the groups their tables and the channels their staging buffers, if some transfer would
-  // use them, and what they need for encoded groups. Throws ValueError when the device does not have
-  // the forced copy method, or when that is not available, or when it cannot encode a group.
+  // use them, and what they need for encoded groups. Throws ValueError when the device does not
+  // have the forced copy method, or when that is not available, or when it cannot encode a group.
   CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
               const Channels& channels);
   ~CopyPlanner() { close(); }

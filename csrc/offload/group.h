@@ -25,7 +25,7 @@ struct Group {
   int block_space = 0, slot_space = 0;
   const kvswap_ready_range* ready_range = nullptr;  // of the pool
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;            // in all slabs
+  uint64_t block_bytes = 0;  // in all slabs
   // How the slots of host pages are encoded, with so many bits for each value; null: not at all.
   // The host's slabs all begin with the first slot then.
   std::shared_ptr<const SlotFormat> format;

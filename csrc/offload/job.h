@@ -101,7 +101,7 @@ struct Job {
   int layer_groups = 1;
   State state = State::kQueued;
   CopyMethod copy_method = CopyMethod::kHost;
-  Reason error;                // of a job that has failed
+  Reason error;  // of a job that has failed
   // Of a job that has failed because blocks of encoded groups were rejected: where they are in its
   // list of blocks. Its other blocks were copied.
   std::unique_ptr<const std::vector<int64_t>> rejected;

@@ -25,8 +25,8 @@ struct RejectedBlock {
 std::vector<RejectedBlock> find_rejected(const Transfer& transfer);
 
 // Where these blocks are in the job's list of blocks, ascending. Null if none is.
-std::unique_ptr<const std::vector<int64_t>> positions_in(const Job& job,
-                                                         const std::vector<RejectedBlock>& rejected);
+std::unique_ptr<const std::vector<int64_t>> positions_in(
+    const Job& job, const std::vector<RejectedBlock>& rejected);
 
 // Why the job has failed, which has rejected blocks at these positions.
 Reason rejection(const Job& job, const std::vector<int64_t>& positions,

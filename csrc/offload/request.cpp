@@ -121,8 +121,10 @@ void RequestReader::add_encoded(Work& work, int64_t num_blocks) {
   }
   const uint64_t blocks = work.encoded_blocks + static_cast<uint64_t>(num_blocks);
   if (blocks > SlotStates::kCount) {
-    fail<ValueError>("the job has ", blocks, " blocks for host pages with encoding='lossless'; a "
-                     "job can have ", SlotStates::kCount, "; submit several jobs");
+    fail<ValueError>("the job has ", blocks,
+                     " blocks for host pages with encoding='lossless'; a "
+                     "job can have ",
+                     SlotStates::kCount, "; submit several jobs");
   }
   work.encoded_blocks = static_cast<uint32_t>(blocks);
 }

@@ -48,9 +48,9 @@ Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, 
       groups_(std::move(groups)),
       table_(groups_),
       queues_{{kStores, device}, {kLoads, device}, {kExpedited, device}},
-      planner_(groups_, device, options,
-               {&queues_[kStores].channel, &queues_[kLoads].channel,
-                &queues_[kExpedited].channel}) {}
+      planner_(
+          groups_, device, options,
+          {&queues_[kStores].channel, &queues_[kLoads].channel, &queues_[kExpedited].channel}) {}
 
 Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
 

@@ -31,8 +31,8 @@ struct Transfer {
   JobList jobs;                     // in the order of submission
   std::vector<TransferPart> parts;  // in the order in which they are copied
   Event start = nullptr;
-  std::vector<Event> ends;  // one for each layer group; the last is the end of all
-  size_t entries = 0;       // of the driver's queue
+  std::vector<Event> ends;   // one for each layer group; the last is the end of all
+  size_t entries = 0;        // of the driver's queue
   SlotStates::Range states;  // of all parts
   bool end_seen = false;
 

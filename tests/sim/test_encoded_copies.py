@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drained import drain
 from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
+from encoded_fuzz import Fuzz
 from expecttest import assert_expected_inline
 from logged import logged
-from patience import PATIENCE
+from patience import PATIENCE, in_time
 from simulated_cache import (
     CURRENT,
     SIDE,
@@ -219,6 +221,37 @@ def test_addresses_of_encoded_blocks_are_checked_when_asked(driver: Driver, chec
         assert [results[job].ok for job in range(4)] == [True, True, not checks, not checks]
         if checks:
             assert re.search("only the first 3071 lie in memory", str(results[2].error))
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("mode", ["immediate", "threaded"])
+@pytest.mark.parametrize("seed", [1, 2])
+@needs_kernels
+@simulated
+def test_random_jobs_leave_the_bits_of_a_model(
+    driver: Driver, seed: int, mode: str, method: str
+) -> None:
+    counts = Fuzz(driver, seed, mode, copy_method=method).run(rounds=6)
+    assert counts["done"] > counts["failed"] > 0
+    assert counts["rejected"] > 0
+    assert counts["compared"] > 100
+
+
+@needs_kernels
+@simulated
+def test_as_a_control_a_bit_that_changes_is_found(driver: Driver) -> None:
+    fuzz = Fuzz(driver, 1, "immediate")
+    store = fuzz.cache.store
+
+    def flip(*arguments: Any, **options: Any) -> Job:
+        job = store(*arguments, **options)
+        assert in_time(job.query)
+        fuzz.cache.pools[0].pages[arguments[1][0][0], 0, -1] ^= 1
+        return job
+
+    fuzz.cache.store = flip  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="block"):
+        fuzz.run(rounds=6)
 
 
 # Order.
