@@ -187,7 +187,7 @@ class Stages {
 };
 #endif
 
-// Pairs of values. x2: the same number for both.
+// Pairs of values, or of what belongs to them, in the halves of a word. kOnes * x: x in both.
 constexpr uint32_t kOnes = 0x00010001;
 __device__ uint32_t exponents_of(uint32_t pair) { return pair >> 7 & (0xff * kOnes); }
 // min(a + b, limit) of both halves, each with 16 bits.
