@@ -190,7 +190,7 @@ class InlineHandler(OffloadHandler):
         super().__init__(layout, pool, copy_method=copy_method)
 
 
-def new_layout(
+def _new_layout(
     device: torch.device, at_one_distance: bool, size: int, slabs: int, blocks: int
 ) -> PagedLayout:
     """A cache whose layers lie at one distance, or were allocated one by one.
@@ -282,7 +282,7 @@ class Machine:
             blocks = min(_CACHE_BYTES // (size * slabs), 4 * _MAX_BLOCKS)
             at_one_distance = copy_method == "strided"
             if at_one_distance not in self._layouts:
-                layout = new_layout(self._device, at_one_distance, size, slabs, blocks)
+                layout = _new_layout(self._device, at_one_distance, size, slabs, blocks)
                 self._layouts[at_one_distance] = layout
             layout = self._layouts[at_one_distance]
             if self._pool is None:

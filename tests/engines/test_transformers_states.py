@@ -46,9 +46,17 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     def finish(self: Any, job: Any) -> None:
         run_until(driver, job.query)
 
+    def placed(tensors: Any, **named: Any) -> Any:
+        return place(driver, layout(tensors, **named))
+
+    def pinned(layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None) -> Any:
+        assert (encoding, bits_per_value) == ("raw", None)
+        return pool(driver, layout, num_pages)
+
+    pinned.page_bytes_of = transformers_swap.HostPool.page_bytes_of  # type: ignore[attr-defined]
     with (
-        mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
-        mock.patch.object(transformers_swap, "HostPool", lambda lay, n: pool(driver, lay, n)),
+        mock.patch.object(transformers_cache, "PagedLayout", placed),
+        mock.patch.object(transformers_swap, "HostPool", pinned),
         mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
         mock.patch.object(swap, "wait", lambda self, load: finish(self, load.job)),
         ours(**options) as seen,

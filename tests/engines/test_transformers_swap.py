@@ -13,7 +13,12 @@ from continuous_batching import first_parts_of
 
 from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.integrations.transformers.cache import Cache
-from torch_kvswap.integrations.transformers.swap import UNREPORTED_JOBS, Options, Swap
+from torch_kvswap.integrations.transformers.swap import (
+    UNITS_PER_QUESTION,
+    UNREPORTED_JOBS,
+    Options,
+    Swap,
+)
 from torch_kvswap.layout import PagedLayout
 
 
@@ -36,6 +41,17 @@ def test_what_was_stored_comes_back_to_other_blocks():
     assert swap.num_free == 3
     swap.free(stored)
     assert swap.num_free == 6
+
+
+def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
+    blocks = torch.randn(20, 2048).to(torch.bfloat16)
+    layout, options = PagedLayout([blocks]), Options(encoding="lossless", bits_per_value=12.5)
+    swap = Swap(layout, 6, None, options)
+    assert swap.pool.page_bytes == options.page_bytes(layout) == 3200
+    before = blocks.clone()
+    stored = swap.store([ids(3, 1), ids(7)])
+    swap.load(stored, [ids(10, 11), ids(12)])
+    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
 
 
 def test_groups_are_loaded_as_far_as_both_sides_go():
@@ -173,22 +189,26 @@ def test_a_batch_is_looked_at_only_while_a_store_runs():
     stored = swap.store([ids(1, 2)])
     with pytest.raises(AssertionError, match="nobody needs this"):
         swap.guard(unwanted())
-    swap.guard(ids(3))
-    swap.guard(unwanted())  # on the CPU it has ended
+    swap.collect()  # on the CPU it has ended
+    swap.guard(unwanted())
     swap.load(stored, [ids(3, 4)])
-    with mock.patch.object(Job, "query", return_value=False) as asked:
-        swap.guard(unwanted())
-    asked.assert_not_called()
+    swap.guard(unwanted())
 
 
-def test_the_device_is_not_asked_for_a_store_that_was_submitted_for_this_batch():
+def test_the_device_is_asked_for_stores_each_time_after_so_many_units_of_batches():
     _, swap = make()
+    some = range(100, 100 + UNITS_PER_QUESTION // 2)
     swap.store([ids(1, 2)])
     with mock.patch.object(Job, "query", return_value=False) as asked:
-        swap.guard(ids(3))
-        asked.assert_not_called()
-        swap.guard(ids(3))
-        asked.assert_called_once_with()
+        for expected in (0, 0, 1, 1, 2):
+            swap.guard(some)
+            assert asked.call_count == expected
+        swap.guard(some)
+        swap.store([ids(3)])  # to ask for its end at once would be in vain
+        swap.guard(some)
+        assert asked.call_count == 2
+    swap.guard(some)
+    swap.guard(unwanted())  # asked once more: both have ended
 
 
 def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes():

@@ -66,6 +66,7 @@ class SlotModel:
         block = [np.zeros(size // 2, np.uint16) for size in self.sizes]
         for number, tile in enumerate(self.tiles):
             lowest, count, first = self.entry(slot, number)
+            assert 1 <= lowest <= 241
             assert first + count <= self.max_escapes
             signs = slot[tile.offset :][: tile.count].astype(np.uint16)
             words = slot[tile.offset + tile.count :][: tile.count // 2].view("<u4")

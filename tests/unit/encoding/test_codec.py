@@ -197,7 +197,9 @@ def damaged_slots() -> dict[str, tuple[str, int, int]]:
 
 @pytest.mark.parametrize("damage", damaged_slots())
 def test_a_slot_that_holds_no_block_is_refused_and_nothing_is_written(damage: str) -> None:
-    slot = encode(with_escapes([4096], 3), 12.5)[1]
+    slot, model = encode(with_escapes([4096], 3), 12.5)[1], SlotModel([4096], 12.5)
+    # Behind the escapes there would be valid ones, up to the first tile.
+    slot[model.places : model.metadata_bytes] = 0
     assert decode(slot, [4096], 12.5)[0] == GOOD
     struct.pack_into(damaged_slots()[damage][0], slot, *damaged_slots()[damage][1:])
     state, read = decode(slot, [4096], 12.5)

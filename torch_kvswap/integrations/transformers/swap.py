@@ -22,6 +22,9 @@ GROWTH = 4
 # So many jobs may have ended before the handler is asked to forget them: asking takes as long as
 # submitting a job.
 UNREPORTED_JOBS = 64
+# Whether a copy has ended is asked when so many units of batches were compared with those of the
+# copies that seem to run. To ask takes about as long as to compare them.
+UNITS_PER_QUESTION = 32
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,14 @@ class Copy:
         is_exposed (bool): whether a batch may write the units before the copy has ended. The units
             of a store are free. Those of a load belong to a request that is in no batch, until it
             gives them away.
-        is_new (bool): whether it was submitted after the last guard(), so that asking for its end
-            is in vain.
     """
 
-    __slots__ = ("_units", "_units_set", "is_exposed", "is_new", "job", "ok")
+    __slots__ = ("_units", "_units_set", "is_exposed", "job", "ok")
 
     def __init__(self, job: Job, units: array[int], is_exposed: bool) -> None:
         self.job = job
         self.ok: bool | None = None
         self.is_exposed = is_exposed
-        self.is_new = True
         self._units = units
         self._units_set: set[int] | None = None  # made when it is needed, which it seldom is
 
@@ -129,6 +129,7 @@ class Swap:
         self._free = array("q", range(num_pages))
         self._busy: list[Copy] = []  # whose end nobody has seen
         self._num_unreported = 0  # jobs since the last poll()
+        self._num_compared = 0  # units since the device was last asked, or given a store
 
     @property
     def num_free(self) -> int:
@@ -156,6 +157,7 @@ class Swap:
             return None
         if any(copy.job.direction == "load" for copy in self._busy):
             self.collect()  # the units of a failed load cannot be stored before it was reported
+        self._num_compared = 0
         pages = self._take(len(units))
         stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
@@ -209,8 +211,7 @@ class Swap:
 
     def collect(self) -> None:
         """Finds out which copies have ended, and which loads among them have failed."""
-        if not self._busy:
-            return
+        self._num_compared = 0
         running, has_failed = [], False
         for copy in self._busy:
             if not copy.job.query():
@@ -235,14 +236,14 @@ class Swap:
                 runs.
         """
         exposed = [copy for copy in self._busy if copy.is_exposed]
-        if not all(copy.is_new for copy in exposed):
+        if exposed and self._num_compared >= UNITS_PER_QUESTION:
             self.collect()
             exposed = [copy for copy in self._busy if copy.is_exposed]
         if not exposed:
             return
         wanted = None if written is None else set(written)
+        self._num_compared += 0 if wanted is None else len(wanted)
         for copy in exposed:
-            copy.is_new = False
             if wanted is None or copy.overlaps(wanted):
                 self._make_stream_wait(copy.job)
                 copy.is_exposed = False
