@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "copy/pack_arguments.h"
 #include "cuda/context.h"
@@ -20,8 +21,8 @@ namespace {
 #ifdef KVSWAP_WITH_KERNELS
 
 constexpr int kNoMachineCode = 209;
-constexpr int kHopper = 9;
-// The most that a launch asks for. Every GPU has them.
+constexpr int kAmpere = 8, kHopper = 9;
+// The most that a launch asks for. Every GPU has them that has the kernel.
 constexpr int kPackSharedBytes = 64 << 10;
 constexpr int kCodecSharedBytes = codec_shared_bytes(kCodecMaxWarps, kCodecMaxWarps);
 
@@ -66,18 +67,22 @@ Kernels load(int device) {
     kernels.pack_bulk = find(pack, "kvswap_pack_bulk");
     allow_shared_bytes(kernels.pack_bulk, kPackSharedBytes);
   }
-  const Module codec = load_module(kvswap_codec_image);
-  kernels.encode = find(codec, "kvswap_encode");
-  kernels.decode = find(codec, "kvswap_decode");
-  allow_shared_bytes(kernels.encode, kCodecSharedBytes);
-  allow_shared_bytes(kernels.decode, kCodecSharedBytes);
+  if (capability >= kAmpere) {
+    const Module codec = load_module(kvswap_codec_image);
+    for (const auto& [kernel, name] : {std::pair{&kernels.encode, "kvswap_encode"},
+                                       std::pair{&kernels.decode, "kvswap_decode"}}) {
+      *kernel = find(codec, name);
+      allow_shared_bytes(*kernel, kCodecSharedBytes);
+    }
+  }
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
   const Stream stream = create_stream();
   if (kernels.pack_bulk != nullptr) warm_up(kernels.pack_bulk, PackArguments{}, stream);
   warm_up(kernels.pack_words, PackArguments{}, stream);
-  warm_up(kernels.encode, CodecArguments{}, stream);
-  warm_up(kernels.decode, CodecArguments{}, stream);
+  for (const Function codec : {kernels.encode, kernels.decode}) {
+    if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
+  }
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

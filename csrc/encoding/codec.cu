@@ -4,6 +4,9 @@
 // that setup.py makes of this file. codec.cpp does the same on the CPU, and says more about the
 // arithmetic.
 namespace kvswap {
+
+// Older GPUs than Ampere lack cp.async and sums over warps.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 namespace {
 
 // A team of 1, 2, 4 or 8 warps works on one tile at a time. It has the tile in one of its stages,
@@ -187,7 +190,7 @@ class Stages {
 };
 #endif
 
-// Pairs of values. x2: the same number for both.
+// Pairs of values, or of what belongs to them, in the halves of a word. kOnes * x: x in both.
 constexpr uint32_t kOnes = 0x00010001;
 __device__ uint32_t exponents_of(uint32_t pair) { return pair >> 7 & (0xff * kOnes); }
 // min(a + b, limit) of both halves, each with 16 bits.
@@ -521,6 +524,20 @@ __device__ void decode_tiles(const CodecArguments& a) {
 }
 
 }  // namespace
+#else
+namespace {
+
+template <int kWarps>
+__device__ void encode_tiles(const CodecArguments&) {
+  __trap();
+}
+template <int kWarps>
+__device__ void decode_tiles(const CodecArguments&) {
+  __trap();
+}
+
+}  // namespace
+#endif
 
 // Dynamic shared memory: codec_shared_bytes() of the warps of a CTA and of a team.
 extern "C" __global__ void __launch_bounds__(32 * kCodecMaxWarps)
