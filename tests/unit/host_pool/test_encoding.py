@@ -261,7 +261,8 @@ def test_a_process_with_another_cache_cannot_attach() -> None:
         error_text(HostPool.attach, other, handle, rank=1),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16, so its slots stay at 12288 bytes; leave encoding out""",
+torch.float16, so its slots stay at 12288 bytes; attach with a layout of the cache that
+the pool was made for""",
     )
     small = layout_of(torch.bfloat16, 1024)
     assert_expected_inline(
