@@ -10,6 +10,8 @@ import torch
 from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
+from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import SlotModel
 
@@ -148,6 +150,22 @@ def test_pageable_slots_of_a_gpu_are_refused(driver: Driver) -> None:
 ValueError: encoding='lossless' needs pinned pages for cuda:0, because kernels encode
 and decode them; leave pinned=False out""",
         )
+
+
+@needs_kernels
+@simulated
+def test_slots_that_the_driver_has_not_pinned_are_refused_by_a_handler(driver: Driver) -> None:
+    layout = place(driver, Bf16Cache().layout)
+    driver.fail("cuMemHostRegister", code=2)
+    with logged() as messages:
+        pool = HostPool(layout, 4, encoding="lossless")
+    assert len(messages) == 1
+    assert_expected_inline(
+        error_text(OffloadHandler, layout, pool),
+        """\
+ValueError: host pages with encoding='lossless' must be pinned, because kernels read and
+write them; pin the pool, or make it with encoding='raw'""",
+    )
 
 
 # Views for other groups of layers
