@@ -1,7 +1,7 @@
 #include "device/cuda.h"
 
-#include <cstdlib>
-#include <cstring>
+#include <sys/mman.h>
+
 #include <new>
 
 #include "check.h"
@@ -16,8 +16,6 @@
 
 namespace kvswap {
 namespace {
-
-constexpr size_t kPageBytes = 4096;  // of host memory, which is registered page by page
 
 cuda::StreamRef to_cuda(const StreamRef& stream) { return {stream.device, stream.handle}; }
 
@@ -267,7 +265,7 @@ class CudaDevice : public Device, public PackKernels, public StreamWords, public
   }
 
   uint8_t* allocate_states(size_t count) override;
-  void free_states(uint8_t* states) noexcept override;
+  void free_states(uint8_t* states, size_t count) noexcept override;
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
@@ -333,23 +331,25 @@ uint64_t CudaDevice::allocate_counters(Stream stream) {
   return 0;
 }
 
+// Shared, because a fork would give this process other pages than those that the driver knows, once
+// it writes them.
 uint8_t* CudaDevice::allocate_states(size_t count) {
-  void* const memory = std::aligned_alloc(kPageBytes, count);
-  if (memory == nullptr) throw std::bad_alloc();
-  std::memset(memory, 0, count);
+  void* const memory =
+      mmap(nullptr, count, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
   try {
     register_host(memory, count);
   } catch (...) {
-    std::free(memory);
+    munmap(memory, count);
     throw;
   }
   return static_cast<uint8_t*>(memory);
 }
 
-void CudaDevice::free_states(uint8_t* states) noexcept {
+void CudaDevice::free_states(uint8_t* states, size_t count) noexcept {
   try {
     unregister_host(states);
-    std::free(states);
+    munmap(states, count);
   } catch (const std::exception&) {  // the driver still has it
   }
 }

@@ -150,7 +150,7 @@ class SlotCodec {
  public:
   // Zeros in memory that host and device write. Freed with free_states().
   virtual uint8_t* allocate_states(size_t count) = 0;
-  virtual void free_states(uint8_t* states) noexcept = 0;
+  virtual void free_states(uint8_t* states, size_t count) noexcept = 0;
 
  protected:
   ~SlotCodec() = default;

@@ -95,7 +95,7 @@ class HostDevice : public Device, public SlotCodec {
 
   SlotCodec* slot_codec() override { return this; }
   uint8_t* allocate_states(size_t count) override { return new uint8_t[count](); }
-  void free_states(uint8_t* states) noexcept override { delete[] states; }
+  void free_states(uint8_t* states, size_t) noexcept override { delete[] states; }
 
  private:
   [[noreturn]] static void refuse_registration() {

@@ -283,9 +283,7 @@ void CopyPlanner::set_up(const Channels& channels) {
     const bool forced =
         chooser_.forces(CopyMethod::kStaged) || chooser_.forces(CopyMethod::kKernel);
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
-    if (group.format == nullptr) continue;
-    KVSWAP_CHECK(group.table != nullptr, "the kernels know blocks and pages up to number 2^31 - 1");
-    if (counters_ != 0) continue;
+    if (group.format == nullptr || counters_ != 0) continue;
     counters_ = kernels->allocate_counters(stream_);
     channels[kStores]->use_counters(*kernels, counters_);
   }
@@ -304,6 +302,8 @@ void CopyPlanner::make_tables(std::vector<Group>& groups) const {
     if (group.host_is_pageable) continue;
     group.table = device_.pack_kernels()->make_table(group.gpu, group.host, group.format.get(),
                                                      group.num_blocks, slots, stream_);
+    KVSWAP_CHECK(group.table != nullptr || group.format == nullptr,
+                 "the kernels know blocks and slots up to number 2^31 - 1");
   }
 }
 
@@ -411,7 +411,9 @@ void CopyPlanner::close() {
     if (*memory != 0) device_.pack_kernels()->free_staging(*memory);
     *memory = 0;
   }
-  if (states_ != nullptr) device_.slot_codec()->free_states(states_);
+  if (states_ != nullptr) {
+    device_.slot_codec()->free_states(states_, kChannels * SlotStates::kCount);
+  }
   states_ = nullptr;
 }
 

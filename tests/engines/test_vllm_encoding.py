@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace as Record
 from typing import Any
 
@@ -22,8 +23,10 @@ SIZES = [4096, 2048]
 class Encoded:
     """A worker, and its caches of bf16 values, which it sees as bytes."""
 
-    def __init__(self, chunk: int = 1, width: float | None = None) -> None:
-        self.tensors = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in SIZES]
+    def __init__(self, device: str, chunk: int = 1, width: float | None = None) -> None:
+        self.tensors = [
+            torch.zeros(BLOCKS, size, dtype=torch.int8, device=device) for size in SIZES
+        ]
         canonical = Record(
             tensors=[Record(tensor=one, page_size_bytes=one.shape[1]) for one in self.tensors],
             group_data_refs=[
@@ -41,7 +44,7 @@ class Encoded:
         return self.bytes_of(block)
 
     def bytes_of(self, block: int) -> bytes:
-        return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors)
+        return b"".join(tensor[block].cpu().numpy().tobytes() for tensor in self.tensors)
 
     def copy(self, direction: str, blocks: list[int], pages: list[int], index: int = 0) -> Any:
         """Starts a transfer, and returns its result."""
@@ -58,9 +61,14 @@ class Encoded:
         return result
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def encoded() -> Iterator[Encoded]:
-    one = Encoded()
+def encoded(device: str) -> Iterator[Encoded]:
+    one = Encoded(device)
     yield one
     one.worker.shutdown()
 
@@ -109,8 +117,6 @@ def test_a_load_of_what_was_never_stored_fails(
 def test_a_copy_that_failed_is_done_again(
     encoded: Encoded, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     expected = encoded.fill(0, "normal")
     poll = encoded.worker._handler.poll
 
@@ -136,9 +142,9 @@ def test_a_copy_that_failed_is_done_again(
 
 @pytest.mark.parametrize("width", [12.125, 12.5])
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_random_transfers_lose_no_block(chunk: int, width: float) -> None:
+def test_random_transfers_lose_no_block(device: str, chunk: int, width: float) -> None:
     rng = random.Random(chunk)
-    one = Encoded(chunk, width)
+    one = Encoded(device, chunk, width)
     held: dict[tuple[int, int], bytes] = {}
     for step in range(80):
         index = rng.randrange(chunk)

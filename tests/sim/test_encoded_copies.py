@@ -405,6 +405,30 @@ def test_of_joined_jobs_each_has_its_own_rejected_blocks(driver: Driver, method:
             assert cache.is_same(page, before[63 - page]) is result.ok
 
 
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
+    driver: Driver, method: str
+) -> None:
+    with EncodedCache(driver, blocks=32, pages=32, copy_method=method) as cache:
+        spoiled = [3, 8, 9]
+        cache.spoil(*spoiled)
+        hold = driver.hold(SIDE)
+        fill = [cache.store([0], [0], after=Stream(SIDE))]
+        while not cache.handler.metrics().stores.queued:
+            fill.append(cache.store([0], [0]))
+        stores = [cache.store([block, block + 10], [block, block + 10]) for block in range(1, 11)]
+        driver.fail("cuLaunchKernel", 1)  # of the first transfer that leaves the queue
+        driver.release(hold)
+        results = finish(cache, *fill, *stores)
+        failed = [result for result in results if not result.ok and not result.rejected]
+        assert len(failed) <= 1, "only one launch has failed"
+        for block, result in enumerate(results[len(fill) :], 1):
+            if result not in failed:
+                assert result.rejected == ((0,) if block in spoiled else ())
+
+
 @pytest.mark.parametrize("expedited", [False, True])
 @needs_kernels
 @simulated
@@ -523,6 +547,33 @@ def test_a_failed_job_leaves_no_states_behind(
         assert call in str(failed.error)
         assert submit(good).ok
         assert submit(spoiled).rejected == tuple(range(8))  # the control
+
+
+@pytest.mark.parametrize(("call", "nth"), [("cuLaunchKernel", 1), ("cuEventRecord", 2)])
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_a_failed_kernel_copy_leaves_no_states_behind(
+    driver: Driver, kind: str, call: str, nth: int
+) -> None:
+    with EncodedCache(driver, copy_method="kernel") as cache:
+        driver.set_mode("immediate")
+        cache.spoil(2)
+        finish(cache, cache.store([1], [1]), cache.store([2], [2]))
+
+        def submit(block: int) -> Result:
+            job = cache.store([block], [block]) if kind == "store" else cache.load([block], [9])
+            (result,) = finish(cache, job)
+            cache.handler.poll()
+            return result
+
+        cache.handler.poll()
+        driver.fail(call, nth)
+        failed = submit(2)
+        assert (failed.state, failed.rejected) == ("failed", ())
+        assert call in str(failed.error)
+        assert submit(1).ok
+        assert submit(2).rejected == (0,)  # the control
 
 
 @needs_kernels

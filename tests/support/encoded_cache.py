@@ -1,4 +1,4 @@
-"""A bf16 cache and a host pool of encoded pages, on the CPU or on the simulated driver."""
+"""A bf16 cache and a host pool of encoded pages, on the CPU, a GPU or the simulated driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class EncodedCache:
     """Blocks of normal numbers, which fit into their slots, in `layers` layers.
 
     Args:
-        driver: whose GPU has the cache, in manual mode afterwards; None is the CPU.
+        driver: whose GPU has the cache, in manual mode afterwards; None is `device`.
+        device: of the cache.
         encodings: of the groups, one after another. A single one gives a handler without lists.
         bits: bits_per_value of encoded groups.
         values: of a block in each layer, or in each layer of each group.
@@ -39,6 +40,7 @@ class EncodedCache:
         self,
         driver: Driver | None = None,
         *,
+        device: str = "cpu",
         blocks: int = 16,
         pages: int = 16,
         per_page: int = 1,
@@ -55,7 +57,7 @@ class EncodedCache:
         self.layouts, self.pools = [], []
         for encoding in encodings:
             numbers = random.standard_normal((layers, blocks, values), np.float32)
-            tensors = list(torch.from_numpy(numbers).bfloat16())
+            tensors = list(torch.from_numpy(numbers).bfloat16().to(device))
             layout = PagedLayout(tensors)
             if driver is not None:
                 from simulated_driver import place
@@ -91,7 +93,7 @@ class EncodedCache:
 
     def block(self, block: int, group: int = 0) -> Tensor:
         """The bits of a block, layer after layer."""
-        return torch.cat([layer[block].view(torch.int16) for layer in self.tensors[group]])
+        return torch.cat([layer[block].view(torch.int16) for layer in self.tensors[group]]).cpu()
 
     def is_same(self, block: int, bits: Tensor, group: int = 0) -> bool:
         return torch.equal(self.block(block, group), bits)
@@ -107,6 +109,11 @@ class EncodedCache:
     def clear(self, *blocks: int, group: int = 0) -> None:
         for layer in self.tensors[group]:
             layer[list(blocks)] = 0
+
+    def synchronize(self) -> None:
+        """Waits for what the caller has given to its streams."""
+        if self.tensors[0][0].is_cuda:
+            torch.cuda.synchronize()
 
     def __enter__(self) -> EncodedCache:
         return self

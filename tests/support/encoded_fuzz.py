@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from drained import drain
 from encoded_cache import EncodedCache
-from simulated_driver import Driver
 from torch import Tensor
 
 from torch_kvswap.handler import Job, Result
+
+if TYPE_CHECKING:
+    from simulated_driver import Driver
 
 ENCODINGS = ("lossless", "raw", "lossless")
 BLOCKS, PAGES, PER_PAGE, LAYERS = 12, 8, 2, 4
@@ -33,7 +35,7 @@ class Expected:
 class Fuzz:
     """Rounds of jobs. At the end of each, everything is compared."""
 
-    def __init__(self, driver: Driver, seed: int, mode: str, **options: Any) -> None:
+    def __init__(self, driver: Driver | None, seed: int, mode: str = "", **options: Any) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
         self.cache = EncodedCache(
@@ -46,7 +48,8 @@ class Fuzz:
             submit_thread=self.rng.random() < 0.3,
             **options,
         )
-        driver.set_mode(mode, seed)
+        if driver is not None:
+            driver.set_mode(mode, seed)
         self.slots: dict[Place, Tensor | str] = {
             (group, slot): REJECTED if encoding == "lossless" else self._raw_slot(group, slot)
             for group, encoding in enumerate(ENCODINGS)
@@ -79,6 +82,7 @@ class Fuzz:
             for group in range(len(ENCODINGS))
             for block in range(BLOCKS)
         }
+        cache.synchronize()
         self.failed_loads: set[Place] = set()  # blocks whose latest load was not done
         expected = [self._submit() for _ in range(rng.randint(5, 40))]
         drain(cache.handler)

@@ -16,24 +16,6 @@ def outcome(cache: EncodedCache) -> tuple[str, tuple[int, ...]]:
     return result.state, result.rejected
 
 
-@pytest.mark.parametrize("bits", [12.125, 12.5])
-@pytest.mark.parametrize("layer_groups", [1, 2, 5])
-def test_blocks_come_back_bit_for_bit(layer_groups: int, bits: float) -> None:
-    with EncodedCache(layers=5, per_page=3, bits=bits) as cache:
-        before = [cache.block(block) for block in range(16)]
-        cache.store([3, 11, 0, 7], [4, 2], first_block=1)
-        assert outcome(cache) == ("done", ())
-        cache.clear(3, 11, 0, 7)
-        targets = {8: 3, 1: 11, 2: 0, 15: 7}
-        cache.load([4, 2], list(targets), first_block=1, layer_groups=layer_groups)
-        assert outcome(cache) == ("done", ())
-        for block in range(16):
-            if block in targets:
-                assert cache.is_same(block, before[targets[block]])
-            elif block not in targets.values():
-                assert cache.is_same(block, before[block])
-
-
 def test_raw_and_encoded_groups_are_copied_by_one_job() -> None:
     with EncodedCache(encodings=("raw", "lossless", "lossless"), layers=2) as cache:
         before = [[cache.block(block, group) for block in range(16)] for group in range(3)]
@@ -81,14 +63,6 @@ def test_a_load_rejects_what_its_store_has_rejected_and_loads_the_rest() -> None
         assert cache.is_same(5, before[1])
         assert cache.is_same(6, before[6])  # nothing of it was written
         assert cache.is_same(7, before[3])
-
-
-def test_a_page_that_was_never_stored_is_not_loaded() -> None:
-    with EncodedCache() as cache:
-        before = cache.block(5)
-        cache.load([3], [5])
-        assert outcome(cache) == ("failed", (0,))
-        assert cache.is_same(5, before)
 
 
 def test_a_rejected_slot_can_be_stored_again() -> None:
@@ -186,17 +160,6 @@ def test_a_job_has_no_more_encoded_blocks_than_there_are_states() -> None:
         with pytest.raises(ValueError, match=f"the job has {most + 1} blocks for host pages"):
             handler.store(gpu_block_ids=ids, page_ids=[0])
         assert handler.poll() == []
-
-
-def test_a_rebound_handler_encodes_the_new_tensors() -> None:
-    with EncodedCache() as cache:
-        cache.store([1], [0])
-        moved = [tensor.clone() for tensor in cache.tensors[0]]
-        cache.handler.rebind(PagedLayout(moved))
-        cache.handler.load(page_ids=[0], gpu_block_ids=[2])
-        cache.handler.synchronize()
-        for tensor in moved:
-            assert torch.equal(tensor[2].view(torch.int16), tensor[1].view(torch.int16))
 
 
 def test_a_view_has_encoded_slots_that_are_smaller_than_the_pools() -> None:

@@ -10,6 +10,8 @@ import torch
 from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
 from error_text import error_text
 from expecttest import assert_expected_inline
+from logged import logged
+from simulated_cache import needs_kernels
 from simulated_driver import Driver, place, simulated
 from slot_model import SlotModel
 
@@ -150,6 +152,22 @@ and decode them; leave pinned=False out""",
         )
 
 
+@needs_kernels
+@simulated
+def test_slots_that_the_driver_has_not_pinned_are_refused_by_a_handler(driver: Driver) -> None:
+    layout = place(driver, Bf16Cache().layout)
+    driver.fail("cuMemHostRegister", code=2)
+    with logged() as messages:
+        pool = HostPool(layout, 4, encoding="lossless")
+    assert len(messages) == 1
+    assert_expected_inline(
+        error_text(OffloadHandler, layout, pool),
+        """\
+ValueError: host pages with encoding='lossless' must be pinned, because kernels read and
+write them; pin the pool, or make it with encoding='raw'""",
+    )
+
+
 # Views for other groups of layers
 
 
@@ -261,7 +279,8 @@ def test_a_process_with_another_cache_cannot_attach() -> None:
         error_text(HostPool.attach, other, handle, rank=1),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16, so its slots stay at 12288 bytes; leave encoding out""",
+torch.float16, so its slots stay at 12288 bytes; attach with a layout of the cache that
+the pool was made for""",
     )
     small = layout_of(torch.bfloat16, 1024)
     assert_expected_inline(
