@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_kvswap import OffloadHandler
 
 # bf16 keys and values of SmolLM2-135M; tests/data says how they were made.
-CONTENTS = Path(__file__).parents[1] / "tests" / "data" / "real_smol.bin"
+CONTENTS = Path(__file__).parents[1] / "tests" / "data" / "smollm2_page.bin"
 _ODD = 7919  # a prime, so that the blocks begin at different places of the contents
 
 
