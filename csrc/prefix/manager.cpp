@@ -156,9 +156,9 @@ void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& r
 
 void BlockManager::check_rejected(const Reservation& reservation,
                                   const std::vector<int64_t>& rejected) {
-  const auto copied = std::count_if(
-      reservation.pins.begin(), reservation.pins.end(),
-      [&](const Pin& pin) { return pin.fills || !reservation.is_store; });
+  const auto copied =
+      std::count_if(reservation.pins.begin(), reservation.pins.end(),
+                    [&](const Pin& pin) { return pin.fills || !reservation.is_store; });
   int64_t least = 0;
   for (size_t i = 0; i < rejected.size(); ++i) {
     if (rejected[i] < least || rejected[i] >= copied) {

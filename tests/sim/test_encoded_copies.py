@@ -25,7 +25,7 @@ from simulated_cache import (
     needs_kernels,
     run_until,
 )
-from simulated_driver import DEVICE, Driver, place, simulated, simulated_on_hip
+from simulated_driver import DEVICE, Driver, place, run, simulated, simulated_on_hip, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.handler import BlocksRejectedError, DeviceLostError, Job, Result
@@ -657,6 +657,44 @@ def test_staging_memory_that_holds_no_slot_is_refused_with_what_is_needed(driver
         before = cache.block(3)
         finish(cache, cache.store([3, 4], [0, 1]), cache.load([0, 1], [5, 6], layer_groups=3))
         assert cache.is_same(5, before)
+
+
+def load_no_kernels(driver: Driver) -> None:
+    import torch
+    from simulated_driver import place
+
+    from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+    layout = place(driver, PagedLayout([torch.randn(8, 2048).bfloat16()]))
+    pool = HostPool(layout, 4, encoding="lossless")
+    driver.fail("cuModuleLoadData", 1, 209)
+    try:
+        OffloadHandler(layout, pool)
+    except ValueError as error:
+        print(error)
+    print(driver.live("streams"), driver.live("allocations"))
+
+
+@needs_kernels
+@without_cuda
+def test_kernels_without_code_for_the_gpu_are_a_reason_to_refuse() -> None:
+    assert run(load_no_kernels) == (
+        "encoding='lossless' cannot be had: this library was built without machine code for this "
+        "GPU; build it again with the GPU's architecture in TORCH_CUDA_ARCH_LIST\n0 0\n"
+    )
+
+
+@needs_kernels
+@simulated
+def test_pages_that_are_not_pinned_are_refused(driver: Driver) -> None:
+    layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
+    driver.limit_registration(in_all=0)
+    with logged():  # that they cannot be pinned
+        pool = HostPool(layout, 4, encoding="lossless")
+    driver.limit_registration()
+    with pytest.raises(ValueError, match="must be pinned, because kernels read and write them"):
+        OffloadHandler(layout, pool)
+    assert (driver.live("streams"), driver.live("allocations")) == (0, 0)
 
 
 @simulated_on_hip

@@ -104,7 +104,7 @@ def run_on_device(script: str, *arguments: str) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=3 * PATIENCE,  # as of a test in a worker
         check=False,
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
