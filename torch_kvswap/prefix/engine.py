@@ -336,7 +336,8 @@ class OffloadEngine(NotCopyable):
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended. They can be loaded after poll() has
-        reported it, except rejected ones (Result.rejected), which are not stored. With a lazy store policy the blocks are only recorded, for evict().
+        reported it, except rejected ones (Result.rejected), which are not stored. With a lazy store
+        policy the blocks are only recorded, for evict().
 
         Args:
             keys: keys of a prompt's blocks, in order.
