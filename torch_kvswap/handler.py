@@ -741,9 +741,11 @@ class OffloadHandler(NotCopyable):
 
     def _warn_of_rejected_blocks(self) -> None:
         """Warns, once, if stores reject so many blocks that another encoding is better."""
+        if self._has_warned:
+            return
         stores = self.metrics().stores
         is_common = stores.rejected_blocks > _COMMON_REJECTS * stores.blocks
-        if self._has_warned or stores.blocks < _WARN_AFTER_BLOCKS or not is_common:
+        if stores.blocks < _WARN_AFTER_BLOCKS or not is_common:
             return
         self._has_warned = True
         encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]

@@ -292,7 +292,8 @@ class OffloadEngine(NotCopyable):
         """Loads the blocks of the keys.
 
         Work that uses the blocks must wait for the job. If the load fails, poll() forgets its
-        blocks, and lookups no longer find them.
+        blocks, and lookups no longer find them. If it fails with rejected blocks
+        (Result.rejected), the other blocks are loaded, and only those pages are forgotten.
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
@@ -335,7 +336,8 @@ class OffloadEngine(NotCopyable):
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended. They can be loaded after poll() has
-        reported it. With a lazy store policy the blocks are only recorded, for evict().
+        reported it, except rejected ones (Result.rejected), which are not stored. With a lazy store
+        policy the blocks are only recorded, for evict().
 
         Args:
             keys: keys of a prompt's blocks, in order.
