@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from timing import synchronize
@@ -26,6 +27,8 @@ class NumberedBlocks:
     Args:
         arrangement: ONE_TENSOR: the layers are slices of one allocation, and all distances between
             neighbours are equal. ONE_BY_ONE: each has its own, and no two distances are equal.
+        dtype: of the tensors.
+        pool_options: of the HostPool.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class NumberedBlocks:
         layers: int,
         fragment_bytes: int,
         arrangement: str = ONE_BY_ONE,
+        dtype: torch.dtype = torch.int64,
+        **pool_options: Any,
     ) -> None:
         self.count = count
         self.device = device
@@ -47,22 +52,30 @@ class NumberedBlocks:
             self._tensors = [layer.view(torch.int64).view(count, self._words) for layer in flat]
             if len(set(distances(self._tensors))) != layers - 1:
                 raise RuntimeError("layers that were allocated one by one lie at equal distances")
-        self.layout = PagedLayout(self._tensors)
+        self.layout = PagedLayout([tensor.view(dtype) for tensor in self._tensors])
         # torch copies whole slices of it, which may not straddle two registrations
-        self.host = HostPool(self.layout, count, chunk_bytes=64 << 30)
+        self.host = HostPool(self.layout, count, chunk_bytes=64 << 30, **pool_options)
         self._fills = 0
         self.refill()
 
     def refill(self) -> None:
         """Gives all blocks and pages bytes that they never had before."""
+        self._number_anew()
+        self._fill_blocks(self._in_blocks)
+        for chunk in self._chunks():
+            self._pages[chunk].copy_(self._bytes(self._in_pages[chunk]))
+        synchronize(self.device)  # a job that waits for an event does not wait for these kernels
+
+    def _number_anew(self) -> None:
         numbers = 2 * self.count * self._fills + torch.arange(2 * self.count)
         self._fills += 1
         self._in_blocks, self._in_pages = numbers.split(self.count)
-        for chunk, blocks, pages in self._expected():
-            for tensor, part in zip(self._tensors, blocks.split(self._words, dim=1), strict=True):
+
+    def _fill_blocks(self, numbers: Tensor) -> None:
+        for chunk in self._chunks():
+            parts = self._bytes(numbers[chunk]).split(self._words, dim=1)
+            for tensor, part in zip(self._tensors, parts, strict=True):
                 tensor[chunk] = part
-            self._pages[chunk].copy_(pages)
-        synchronize(self.device)  # a job that waits for an event does not wait for these kernels
 
     def note(self, direction: str, blocks: Tensor, pages: Tensor) -> None:
         """These blocks were stored to these pages, or loaded from them; each at most once."""
@@ -73,22 +86,26 @@ class NumberedBlocks:
 
     def wrong(self) -> int:
         """Blocks and pages, touched or not, whose bytes are not what they should be."""
-        wrong = 0
-        for chunk, blocks, pages in self._expected():
-            found = torch.cat([tensor[chunk] for tensor in self._tensors], dim=1)
-            wrong += int((found != blocks).any(1).sum())
+        wrong = self._wrong_blocks()
+        for chunk in self._chunks():
+            pages = self._bytes(self._in_pages[chunk])
             wrong += int((self._pages[chunk].to(self.device) != pages).any(1).sum())
+        return wrong
+
+    def _wrong_blocks(self) -> int:
+        wrong = 0
+        for chunk in self._chunks():
+            found = torch.cat([tensor[chunk] for tensor in self._tensors], dim=1)
+            wrong += int((found != self._bytes(self._in_blocks[chunk])).any(1).sum())
         return wrong
 
     @property
     def _pages(self) -> Tensor:
         return self.host.pages.view(torch.int64).squeeze(1)
 
-    def _expected(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _chunks(self) -> Iterator[slice]:
         step = max(1, _CHUNK_BYTES // self.layout.block_bytes)
-        for start in range(0, self.count, step):
-            chunk = slice(start, start + step)
-            yield chunk, self._bytes(self._in_blocks[chunk]), self._bytes(self._in_pages[chunk])
+        return (slice(start, start + step) for start in range(0, self.count, step))
 
     def _bytes(self, numbers: Tensor) -> Tensor:
         width = self._words * len(self._tensors)

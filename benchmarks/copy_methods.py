@@ -2,10 +2,11 @@
 
 Total time is from the call of store() or load() until handler.synchronize() returns. Each round
 copies once with each method, and beside them one big copy and the reference of bandwidth.py, in
-changing order, warm and cold. A forced method that takes more than twice as long as the best in the
-first rounds is left out of the others, and of the cold ones. All handlers share a cache and a pool,
-whose bytes are compared after each cell. Without a GPU no method can be forced. The exit code is 1
-if bytes are wrong, else 0, whether targets are met or not.
+changing order, warm and cold. "copy engines only" and "expedited" are options of a handler that
+chooses. A forced method or an option that takes more than twice as long as the best in the first
+rounds is left out of the others, and of the cold ones. All handlers share a cache and a pool, whose
+bytes are compared after each cell. Without a GPU no method can be forced. The exit code is 1 if
+bytes are wrong, else 0, whether targets are met or not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from big_copy import Before
 from blocks import NumberedBlocks
 from comparison import COLD, WARM, Comparison, Timed, add_comparison, settings
-from copy_methods_report import Cell, candidates, judge, tables
+from copy_methods_report import COPY_ENGINES_ONLY, EXPEDITED, Cell, candidates, judge, tables
 from program import device_of, finish, new_parser
 from timing import Move, no_garbage_collection
 from transfers import BLOCKS, DIRECTIONS, Kind, Shape, move, shapes_of
@@ -109,12 +110,16 @@ def measure(
     blocks: NumberedBlocks,
     kind: Kind,
 ) -> Cell:
-    def moved(handler: Any, before: Before) -> Move:
-        return move(handler, blocks, kind.directions, kind.blocks, before)
+    def moved(handler: Any, before: Before, **options: Any) -> Move:
+        return move(handler, blocks, kind.directions, kind.blocks, before, **options)
 
     blocks.refill()
     cell = Cell(kind, refused=dict(refused))
     ways: dict[str, Timed] = {name: partial(moved, handler) for name, handler in ours.items()}
+    if len(ours) > 1:  # the device has methods to choose from
+        ways[COPY_ENGINES_ONLY] = partial(moved, ours[AUTO], copy_engines_only=True)
+    if len(ours) > 1 and kind.direction == "load":
+        ways[EXPEDITED] = partial(moved, ours[AUTO], expedited=True)
     ways.update(comparison.copies(kind))
     for state in STATES:
         cell.states[state] = samples = comparison.run(ways, kind, state, candidates)

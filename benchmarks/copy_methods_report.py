@@ -17,10 +17,12 @@ RATIO = 1.05  # of the automatic method over the best forced one
 FIRST = 2  # samples after which SLOW decides
 SLOW, MUCH_SLOWER = 2.0, 10.0  # over the best: no candidate for it; not even worth FIRST samples
 COPIES = (BIG, REFERENCE)
+COPY_ENGINES_ONLY, EXPEDITED = "copy engines only", "expedited"
+NOT_FORCED = (AUTO, COPY_ENGINES_ONLY, EXPEDITED, *COPIES)
 
 
 def candidates(number: int, moves: Mapping[str, Sequence[Move]]) -> list[str]:
-    """After that round: all but the forced methods that cannot be the best."""
+    """After that round: all but the forced methods and options that cannot be the best."""
     best = {name: min(move.total_us for move in of_way) for name, of_way in moves.items()}
     least = min(us for name, us in best.items() if name not in COPIES)
     times = SLOW if number >= FIRST - 1 else MUCH_SLOWER
@@ -39,7 +41,7 @@ class Cell(comparison.Cell):
         return {
             name: samples.ratio(AUTO, name)
             for name, moves in samples.moves.items()
-            if moves and name not in (AUTO, *COPIES)
+            if moves and name not in NOT_FORCED
         }
 
     def ratio(self, state: str) -> float | None:

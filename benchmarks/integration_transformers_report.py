@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MANAGERS = ("theirs", "ours")
 SHARE = 1 / 3  # of what a preemption costs with their manager
 PARTS = "host", "stream"
+COPIES = "copies"  # the host without what transformers does with blocks, whichever the manager
 RATE = 0.95  # of their throughput: less is less than the fastest generations differ by
 AGAIN = "theirs again"  # shows how much generations of one manager differ
 
@@ -59,7 +60,7 @@ class Cell:
         sizes = self.block_tokens, self.blocks, self.block_bytes
         return dict(
             zip(("block_tokens", "blocks", "block_bytes"), sizes, strict=True),
-            shares={part: self.share(part) for part in PARTS},
+            shares={part: self.share(part) for part in (*PARTS, COPIES)},
             batches_slower_us={name: self.slower(name) for name in MANAGERS},
             losses_us=losses,
             wrong=self.wrong,
@@ -103,11 +104,14 @@ def tables(cells: Sequence[Cell], rates: Sequence[Rate]) -> str:
         for manager in MANAGERS:
             low, middle, high = (f"{quartile:,.0f}" for quartile in cell.slower(manager))
             row: list[Any] = [cell.name, mib, manager]
-            row += [cell.median_of(manager, part) for part in PARTS]
-            row += [cell.share(part) if manager == "ours" else None for part in PARTS]
+            for part in (*PARTS, COPIES):
+                row += [cell.median_of(manager, part)]
+                row += [cell.share(part) if manager == "ours" else None]
             row += [f"{middle} ({low} to {high})", int(cell.median_of(manager, "batches"))]
             rows.append([*row, len(cell.losses[manager])])
-    headers = ["lost per preemption, us", "MiB", "manager", *PARTS, "share", "share"]
+    headers = ["lost per preemption, us", "MiB", "manager"]
+    for part in (*PARTS, f"host, {COPIES} only"):
+        headers += [part, "share"]
     text = table([*headers, "batches slower by", "back in", "samples"], rows)
     lines = []
     for rate in rates:

@@ -19,13 +19,17 @@ LIMIT = 500  # batches within which it is back
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one preemption, store and restore, in microseconds. host: in the calls of the manager.
-    stream: from the begin of these calls until the model's stream has done what they gave to it,
-    with the host's time. Then what whole batches took, from scheduling to their tokens: without:
-    those from the preemption on that it was not in. back: the first one that it was in again.
-    usual, usual_with: batches that had nothing to do with it, without and with it."""
+    """Of one preemption, store and restore, in microseconds. host: in the calls of the manager, and
+    wherever the cache gives the request its blocks again, which one manager calls and the other
+    leaves to the scheduler. blocks: the part of it in which the cache takes and gives blocks, which
+    is code of transformers with either manager. stream: from the begin of these calls until the
+    model's stream has done what they gave to it, with the host's time. Then what whole batches
+    took, from scheduling to their tokens: without: those from the preemption on that it was not in.
+    back: the first one that it was in again. usual, usual_with: batches that had nothing to do with
+    it, without and with it."""
 
     host: float
+    blocks: float
     stream: float
     without: list[float]
     back: float
@@ -36,6 +40,11 @@ class Loss:
     def batches(self) -> int:
         """Until it was back, from when there was room on, which there is not in the first two."""
         return len(self.without) - 1
+
+    @property
+    def copies(self) -> float:
+        """Of the host, without what the cache does."""
+        return self.host - self.blocks
 
 
 class Preemptions:
@@ -73,6 +82,9 @@ class Preemptions:
         self._stream = self._processor.inputs_and_outputs.compute_stream
         self._view = integration.view()(self._cache)
         self._calls: list[Call] = []
+        self._in_call = False
+        self._name = ""  # of the large request
+        self._in_blocks = self._outside = 0.0  # microseconds in the cache; those in no call
         self._batch: list[str] = []  # the requests of the last one
         self._count = self.wrong = 0
         for tensor in self._view.layout.tensors:
@@ -81,14 +93,18 @@ class Preemptions:
         self._watch(self._offloading, "offload_requests")
         self._watch(self._offloading, "restore_scheduled_requests")
         self._watch(self._scheduler, "_get_waiting_candidates")
+        self._watch_blocks("free_blocks")
+        self._watch_blocks("allocate_blocks" if self._is_old else "can_store_request_tokens")
 
     def preempt(self) -> Loss:
         """Preempts the large request beside a batch of the others and brings it back."""
         self._count += 1
-        name, rest = f"large {self._count}", f"rest {self._count}"
+        self._name = name = f"large {self._count}"
+        rest = f"rest {self._count}"
         usual = [self._step()]
         state, before = self._fill(name, rest)
         self._calls.clear()
+        self._in_blocks = self._outside = 0.0
         without = [self._step()]
         assert state.is_cpu_offloaded, "the large request was not preempted"
         self._cache.free_blocks(rest)
@@ -99,14 +115,15 @@ class Preemptions:
             without.append(back)
             assert len(without) < LIMIT, "the large request does not come back"
             back = self._step()
-        calls = list(self._calls)
+        calls, in_blocks, outside = list(self._calls), self._in_blocks, self._outside
         usual_with = [self._step()]
         after = [one[: len(two)] for one, two in zip(self._contents(name), before, strict=True)]
         self.wrong += not all(map(torch.equal, after, before))
         self._scheduler.finish_request(name)
         return Loss(
-            host=sum(call.host for call in calls),
-            stream=sum(call.on_stream for call in calls),
+            host=sum(call.host for call in calls) + outside,
+            blocks=in_blocks,
+            stream=sum(call.on_stream for call in calls) + outside,
             without=without,
             back=back,
             usual=usual,
@@ -164,13 +181,32 @@ class Preemptions:
             if name == "restore_scheduled_requests":
                 self._batch = [future.state.request_id for future in arguments[0]]
             call = Call(self._stream)
+            self._in_call = True
             try:
                 return method(*arguments)
             finally:
                 call.end()
+                self._in_call = False
                 self._calls.append(call)
 
         setattr(owner, name, watched)
+
+    def _watch_blocks(self, name: str) -> None:
+        method = getattr(self._cache, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            names = [getattr(argument, "request_id", argument) for argument in arguments]
+            is_for_large = self._name in names
+            begin = perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                took = (perf_counter() - begin) * 1e6
+                if is_for_large and not options.get("dry_run"):
+                    self._in_blocks += took
+                    self._outside += 0.0 if self._in_call else took
+
+        setattr(self._cache, name, watched)
 
     def _contents(self, name: str) -> list[torch.Tensor]:
         [blocks] = self._view.units(self._view.tables(name))

@@ -116,8 +116,8 @@ class _Group:
             for direction, (block_ids, page_ids) in self._ids.items()
         ]
 
-    def submit(self) -> list[Any]:
-        return [submit(self._handler, *one) for one in self._lists]
+    def submit(self, **options: Any) -> list[Any]:
+        return [submit(self._handler, *one, **options) for one in self._lists]
 
     def end(self) -> None:
         """All have ended."""
@@ -132,12 +132,16 @@ def move(
     directions: Sequence[str],
     count: int,
     before: Before = nothing,
+    **options: Any,
 ) -> Move:
-    """Moves scattered blocks, other ones in every call; with two directions both at once."""
+    """Moves scattered blocks, other ones in every call; with two directions both at once.
+
+    options: of store() and load().
+    """
     group = _Group(handler, blocks, directions, count)
     before()
     start = time.perf_counter_ns()
-    jobs = group.submit()
+    jobs = group.submit(**options)
     submitted = time.perf_counter_ns()
     handler.synchronize(jobs)
     end = time.perf_counter_ns()

@@ -11,6 +11,7 @@
 #include "cuda/driver.h"
 #include "device/device.h"
 #include "device/queued.h"
+#include "encoding/codec.h"
 #include "environment.h"
 #include "host_memory.h"
 #include "offload/handler.h"
@@ -179,6 +180,77 @@ void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page, int
   __atomic_store_n(&range->end_page, end_page, __ATOMIC_RELEASE);
 }
 
+// Lossless encoding.
+
+namespace {
+
+std::vector<uint64_t> read_numbers(const int64_t* numbers, int64_t count) {
+  return {numbers, numbers + count};
+}
+
+// A block in host memory, and what its slot has.
+struct HostBlock {
+  kvswap::SlotFormat format;
+  std::vector<kvswap::SlotTile> tiles;
+
+  HostBlock(const int64_t* bases, const int64_t* sizes, int64_t num_slabs, int width_eighths)
+      : format(read_numbers(sizes, num_slabs), width_eighths),
+        tiles(kvswap::tiles_in(slabs(bases, num_slabs), format.tiles())) {}
+  static kvswap::Slabs slabs(const int64_t* bases, int64_t num_slabs) {
+    kvswap::Slabs slabs;
+    slabs.bases = read_numbers(bases, num_slabs);
+    slabs.strides.resize(slabs.bases.size());
+    return slabs;
+  }
+  kvswap::SlotTiles slot_tiles() const {
+    return {tiles.data(), format.tile_count(), format.max_escapes()};
+  }
+};
+
+}  // namespace
+
+bool kvswap_encoding_format(const int64_t* sizes, int64_t num_slabs, int width_eighths,
+                            kvswap_slot_format* format) {
+  return succeeds([&] {
+    const kvswap::SlotFormat made(read_numbers(sizes, num_slabs), width_eighths);
+    *format = {made.slot_bytes(), made.metadata_bytes(), made.tile_count(), made.max_escapes()};
+  });
+}
+
+int kvswap_encode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                        int width_eighths, void* slot) {
+  int state = -1;
+  succeeds([&] {
+    const HostBlock block(bases, sizes, num_slabs, width_eighths);
+    auto* into = static_cast<uint8_t*>(slot);
+    state = static_cast<int>(kvswap::encode_slot(block.slot_tiles(), 0, into));
+  });
+  return state;
+}
+
+int kvswap_decode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                        int width_eighths, const void* slot, int64_t first_slab, int64_t end_slab) {
+  int state = -1;
+  succeeds([&] {
+    const HostBlock block(bases, sizes, num_slabs, width_eighths);
+    const auto range =
+        block.format.tiles_of({static_cast<size_t>(first_slab), static_cast<size_t>(end_slab)});
+    const auto* from = static_cast<const uint8_t*>(slot);
+    state = static_cast<int>(kvswap::decode_slot(block.slot_tiles(), range, from, 0, 0));
+  });
+  return state;
+}
+
+int64_t kvswap_count_escapes(const int64_t* bases, const int64_t* sizes, int64_t num_slabs) {
+  int64_t escapes = -1;
+  succeeds([&] {
+    const auto tiles = kvswap::cut_into_tiles(read_numbers(sizes, num_slabs), 0);
+    const auto located = kvswap::tiles_in(HostBlock::slabs(bases, num_slabs), tiles);
+    escapes = static_cast<int64_t>(kvswap::count_escapes(located, 0));
+  });
+  return escapes;
+}
+
 // Handlers, jobs and gates.
 
 namespace {
@@ -213,6 +285,7 @@ kvswap_result to_c(const Job& job) {
   kvswap_result result{};
   result.id = job.id;
   result.nbytes = job.nbytes;
+  result.link_bytes = job.link_bytes;
   result.submit_seconds = job.submit_seconds;
   result.queue_seconds = job.queue_seconds;
   result.copy_seconds = job.copy_seconds;
@@ -222,6 +295,10 @@ kvswap_result to_c(const Job& job) {
   result.state = static_cast<int32_t>(job.state);
   result.error_kind = static_cast<int32_t>(job.error.kind());
   result.error = job.error.c_str();
+  if (job.rejected != nullptr) {
+    result.rejected_count = static_cast<int32_t>(job.rejected->size());
+    result.rejected = job.rejected->data();
+  }
   result.job = const_cast<Job*>(&job);
   return result;
 }
@@ -494,9 +571,10 @@ int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys, const int64_
   });
 }
 
-int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait) {
+int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded,
+                          const int64_t* rejected, int64_t num_rejected, bool wait) {
   return answer([&] {
-    manager_at(blocks).end(reservation, succeeded, wait);
+    manager_at(blocks).end(reservation, succeeded, {rejected, rejected + num_rejected}, wait);
     return 1;
   });
 }

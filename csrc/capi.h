@@ -49,6 +49,28 @@ KVSWAP_API bool kvswap_host_bind(void* address, uint64_t bytes, int node);
 KVSWAP_API bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse,
                                   const int32_t* cpus, int cpu_count);
 
+// Lossless encoding of blocks of bf16 values, see docs/encoding.md, by the CPU. sizes: bytes of a
+// block in each slab; bases: where they are in host memory. width_eighths: bits of a slot for each
+// value, in eighths of a bit.
+struct kvswap_slot_format {
+  uint64_t slot_bytes, metadata_bytes;
+  int64_t tiles, max_escapes;
+};
+// False if such blocks cannot be encoded.
+KVSWAP_API bool kvswap_encoding_format(const int64_t* sizes, int64_t num_slabs, int width_eighths,
+                                       kvswap_slot_format* format);
+// Returns 0; 1 if the block does not fit into the slot, which then holds none; -1 on failure.
+KVSWAP_API int kvswap_encode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                                   int width_eighths, void* slot);
+// Decodes the slabs from first_slab to end_slab - 1. Returns 0; 2 if the slot holds no block, and
+// nothing was written; -1 on failure.
+KVSWAP_API int kvswap_decode_block(const int64_t* bases, const int64_t* sizes, int64_t num_slabs,
+                                   int width_eighths, const void* slot, int64_t first_slab,
+                                   int64_t end_slab);
+// The escapes of a block, however many fit into its slot; -1 on failure.
+KVSWAP_API int64_t kvswap_count_escapes(const int64_t* bases, const int64_t* sizes,
+                                        int64_t num_slabs);
+
 // The error of the calling thread's last failed call, valid until its next one, and the name of the
 // Python exception for it.
 KVSWAP_API const char* kvswap_last_error();
@@ -84,6 +106,10 @@ struct kvswap_group {
       *layers;
   int64_t num_slabs, num_blocks, num_pages, blocks_per_page;
   int32_t block_space, slot_space;  // groups with equal numbers share their blocks, or their pages
+  // 0: a slot of a host page has the bytes of its block, slab after slab. 1: it has them encoded
+  // (csrc/encoding), with encoding_width_eighths / 8 bits for each value. All host_bases are then
+  // the address of the first slot, and host_strides are the distance of slots.
+  int32_t encoding, encoding_width_eighths;
   const kvswap_ready_range* ready_range;  // must outlive the handler
   int64_t number;                         // of the group in commands of a queued device
 };
@@ -136,7 +162,7 @@ struct kvswap_request {
   int32_t layer_groups;
   int32_t after_kind;
   int32_t grouped;            // whether errors name the group of an id
-  int32_t copy_engines_only;  // no kernels copy
+  int32_t copy_engines_only;  // no kernels copy; not for encoded groups
   void* after;                // a stream or an event
   void* gate;                 // null for none
   const int64_t* blocks;      // of all groups, one group after the other
@@ -152,14 +178,21 @@ KVSWAP_API void* kvswap_handler_submit(void* handler, kvswap_request* request);
 // The state of a job. Times are in seconds.
 struct kvswap_result {
   int64_t id;
-  uint64_t nbytes;
+  uint64_t nbytes;      // of its blocks
+  uint64_t link_bytes;  // between device and host: fewer if slots are encoded
   double submit_seconds, queue_seconds, copy_seconds;
   int32_t channel;
   int32_t layer_groups;
   int32_t copy_method;
-  int32_t state;       // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
-  int32_t error_kind;  // 0 other, 1 the device is lost, 2 what it reads was not written
-  const char* error;   // of a failed job, valid as long as the job
+  int32_t state;  // 0 queued, 1 running, 2 done, 3 failed, 4 cancelled
+  // 0 other, 1 the device is lost, 2 what it reads was not written, 3 some blocks were rejected:
+  // they do not fit into their slots, or their slots hold no block. The other blocks were copied.
+  int32_t error_kind;
+  int32_t rejected_count;
+  const char* error;  // of a failed job, valid as long as the job
+  // The places of the rejected blocks in the request's list `blocks`, ascending. Valid as long as
+  // the job.
+  const int64_t* rejected;
   void* job;
 };
 
@@ -273,8 +306,10 @@ struct kvswap_histogram {
 
 // The counters of a channel since the handler was made, and what it has to do now.
 struct kvswap_metrics {
-  uint64_t submitted, done, failed, cancelled;        // jobs
-  uint64_t bytes;                                     // of the jobs that are done
+  uint64_t submitted, done, failed, cancelled;  // jobs
+  uint64_t bytes, link_bytes;                   // of the jobs that are done
+  // Of the jobs that are done, or failed because some blocks were rejected.
+  uint64_t blocks, rejected_blocks;
   uint64_t queued, running;                           // jobs: in software, on the device
   uint64_t transfers;                                 // copies submitted to the device
   uint64_t streams, events;                           // that exist
@@ -346,8 +381,10 @@ KVSWAP_API int64_t kvswap_blocks_prepare_store(void* blocks, const void* keys,
                                                int64_t* new_counts, int64_t* reservation,
                                                int64_t* lease, bool wait);
 
-// Ends a reservation, after the copy. Returns 1.
-KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded, bool wait);
+// Ends a reservation, after the copy. rejected: positions of the pages whose blocks are forgotten
+// although the copy succeeded, ascending. Returns 1.
+KVSWAP_API int64_t kvswap_blocks_end(void* blocks, int64_t reservation, bool succeeded,
+                                     const int64_t* rejected, int64_t num_rejected, bool wait);
 
 // Marks the blocks as used. Returns 1.
 KVSWAP_API int64_t kvswap_blocks_touch(void* blocks, const void* keys, const int64_t* counts,
@@ -389,5 +426,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 6
+#define KVSWAP_ABI_VERSION 7
 KVSWAP_API int kvswap_abi_version();

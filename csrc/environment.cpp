@@ -8,9 +8,11 @@
 namespace kvswap {
 namespace {
 
-// One call with 51,828 fragments was reported to crash a driver, and the call's cost per fragment
-// is flat from some hundreds on.
-constexpr size_t kDefaultBatchLimit = 8192;
+// The link starts when the driver has read a whole call. And with more than about 100 fragments of
+// 16 KiB or less, a call to the GPU takes up to 2.5 us for each instead of 0.9: calls of 32 load 8
+// blocks of 160 x 8 KiB, in tensors of their own, in 0.8 ms, and one call takes 2.9 ms. 64 blocks
+// of 64 x 32 KiB: 4.4 and 6.6 ms (H200, driver 580).
+constexpr size_t kDefaultBatchLimit = 32;
 
 std::string value_of(const char* name) {
   const char* text = std::getenv(name);

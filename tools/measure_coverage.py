@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from instrumented import ROOT, build_library, make_copy, names_tests, say
 
@@ -76,14 +76,20 @@ def count_python() -> dict[str, Count]:
     )
     file = REPORT / "python.json"
     subprocess.run([*COVERAGE, "json", "--quiet", "-o", str(file)], cwd=COPY, check=True)
+    return read_python(json.loads(file.read_text()))
+
+
+def read_python(report: dict[str, Any]) -> dict[str, Count]:
+    """The counts in a report of coverage.py, by files. It knows no branches if no test has imported
+    the package."""
     counts = {}
-    for name, of_file in json.loads(file.read_text())["files"].items():
+    for name, of_file in report["files"].items():
         found = of_file["summary"]
         counts[name] = Count(
             found["num_statements"],
             found["covered_lines"],
-            found["num_branches"],
-            found["covered_branches"],
+            found.get("num_branches", 0),
+            found.get("covered_branches", 0),
         )
     return counts
 

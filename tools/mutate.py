@@ -41,6 +41,7 @@ TESTS = {
         *("test_handler.py", "test_failures.py", "test_staged.py", "test_channel.py"),
         *("test_gate.py", "test_stream_devices.py", "test_registration.py", "test_pinning.py"),
     ],
+    "csrc/encoding": ["test_codec.py", "test_encoding_gpu.py"],
     "csrc/offload": [
         *("test_handler.py", "test_scheduler.py", "test_queue.py", "test_gate.py"),
         *("test_stream_order.py", "test_failures.py", "test_job_table.py", "test_channel.py"),

@@ -3,6 +3,7 @@
 from torch_kvswap.devices.backend import DeviceBackend, register_device_backend
 from torch_kvswap.handler import (
     AFTER_NOTHING,
+    BlocksRejectedError,
     DeviceLostError,
     Gate,
     Job,
@@ -12,8 +13,9 @@ from torch_kvswap.handler import (
     TransferError,
 )
 from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.host_pool.recommend import EncodingRecommendation, recommend_encoding
 from torch_kvswap.host_pool.shared import PoolHandle
-from torch_kvswap.layout import PagedLayout
+from torch_kvswap.layout import PagedLayout, allocate_layers
 from torch_kvswap.metrics import ChannelMetrics, Histogram, Metrics
 from torch_kvswap.ops import (
     expand_block_ids,
@@ -41,9 +43,11 @@ __all__ = [
     "BlockGroup",
     "BlockManager",
     "BlockStats",
+    "BlocksRejectedError",
     "ChannelMetrics",
     "DeviceBackend",
     "DeviceLostError",
+    "EncodingRecommendation",
     "Gate",
     "Histogram",
     "HostPool",
@@ -63,7 +67,9 @@ __all__ = [
     "Store",
     "TransferError",
     "__version__",
+    "allocate_layers",
     "expand_block_ids",
+    "recommend_encoding",
     "register_device_backend",
     "swap_blocks",
     "swap_blocks_batch",

@@ -26,7 +26,7 @@ SHIPPED = Path(__file__).with_name("copy_method_costs.json")
 GENERIC = "NVIDIA H200"  # GPU whose shipped costs are used for a GPU without costs of its own
 SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 32 << 20
-_MOST_MICROSECONDS = 1e12
+_MAX_MICROSECONDS = 1e12
 _UNKNOWN = -1.0  # CopyMethodCosts.start of a method without costs: it is not chosen
 _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
 
@@ -281,8 +281,8 @@ def _check_keys(
 def _read_microseconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {kind_of(value)}; it must be a number of microseconds")
-    if not 0 <= value <= _MOST_MICROSECONDS:  # also rejects NaN
-        raise ValueError(f"{name} is {value}; it must be 0 to {_MOST_MICROSECONDS:g} microseconds")
+    if not 0 <= value <= _MAX_MICROSECONDS:  # also rejects NaN
+        raise ValueError(f"{name} is {value}; it must be 0 to {_MAX_MICROSECONDS:g} microseconds")
     return float(value)
 
 

@@ -127,6 +127,8 @@ class Groups:
             group.num_pages = pool.num_pages
             group.blocks_per_page = pool.blocks_per_page
             group.block_space, group.slot_space = space, pools[id(pool._ready_range)]
+            group.encoding = abi.RAW if pool.encoding == "raw" else abi.LOSSLESS
+            group.encoding_width_eighths = pool._encoding.width_eighths
             group.ready_range = ctypes.addressof(pool._ready_range)
             first_layer += len(layout.tensors)
 
@@ -207,3 +209,4 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 "the pool from this layout"
             )
         layout.check_same_blocks(pool.layout, "make the pool from this layout")
+        pool.check_encodable(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -12,12 +13,20 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, kind_of, read_int, read_timeout
-from torch_kvswap._native.errors import DeviceLostError, SourceFailedError, TransferError
+from torch_kvswap._native.errors import (
+    BlocksRejectedError,
+    DeviceLostError,
+    SourceFailedError,
+    TransferError,
+)
 from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.log import log
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
 from torch_kvswap.devices.handler import QueuedHandler
+from torch_kvswap.devices.unified_memory import warn_of_unified_memory
 from torch_kvswap.groups import Groups
+from torch_kvswap.host_pool.encoding import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import COPY_METHODS, Metrics, read_metrics
@@ -25,6 +34,7 @@ from torch_kvswap.nvtx import Ranges
 
 __all__ = [
     "AFTER_NOTHING",
+    "BlocksRejectedError",
     "DeviceLostError",
     "Gate",
     "Job",
@@ -48,10 +58,14 @@ _STATES: dict[int, State] = {
 # Looked up here because __del__ may run at exit, when the loader module is gone.
 _release = loader.library().kvswap_job_release
 
+# A share of rejected blocks above this one is warned of, from this many stored blocks on.
+_COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
+
 _ERRORS: dict[int, type[TransferError]] = {
     abi.OTHER_ERROR: TransferError,
     abi.DEVICE_LOST: DeviceLostError,
     abi.SOURCE_FAILED: SourceFailedError,
+    abi.REJECTED: BlocksRejectedError,
 }
 
 
@@ -63,10 +77,12 @@ class Result:
         job_id (int): Job.id.
         direction (str): "store" or "load".
         state (str): "done", "failed" or "cancelled". If it is not "done", the contents of the
-            destination are undefined.
-        nbytes (int): size of the transfer in bytes.
+            destination are undefined, unless `rejected` says which part of them.
+        nbytes (int): bytes of the blocks.
+        link_bytes (int): bytes in which the blocks cross the link: fewer than nbytes if they are
+            encoded.
         copy_method (str): "strided" (copy engine, one driver call per block), "batch" (copy engine,
-            one driver call for all fragments, or one call per fragment on older drivers), "staged"
+            one driver call for 32 fragments, or one call per fragment on older drivers), "staged"
             (kernels pack blocks into whole pages, the copy engine moves the pages), "kernel" (a
             kernel reads and writes host pages directly), "generic" (PyTorch's operations pack
             blocks, and copy each run of adjacent pages) or "host" (memcpy).
@@ -74,8 +90,12 @@ class Result:
         queue_seconds (float): time from submission until the driver got the copy.
         copy_seconds (float): time on the device, without the waits before the copy. Jobs that were
             merged into one copy all report the time of that copy. 0 if nothing was copied.
-        error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError or
-            a plain TransferError. Ignored in comparisons.
+        rejected (tuple[int, ...]): positions of blocks that were not copied, in the job's list of
+            blocks (the lists of all groups one after another), ascending. A store rejects blocks
+            that do not fit into encoded slots, and a load pages without a valid encoded block. The
+            job has failed with a BlocksRejectedError then, but all other blocks are valid.
+        error (TransferError | None): why the job failed: a DeviceLostError, a SourceFailedError, a
+            BlocksRejectedError or a plain TransferError. Ignored in comparisons.
         tag: the object passed to store() or load(). Ignored in comparisons; None after unpickling.
     """
 
@@ -83,10 +103,12 @@ class Result:
     direction: Direction
     state: State
     nbytes: int
+    link_bytes: int
     copy_method: str
     submit_seconds: float
     queue_seconds: float
     copy_seconds: float
+    rejected: tuple[int, ...]
     error: TransferError | None = field(compare=False)  # exceptions compare by identity
     tag: Any = field(default=None, compare=False)
 
@@ -96,7 +118,10 @@ class Result:
         return self.state == "done"
 
     def __repr__(self) -> str:
-        names = [one.name for one in fields(self) if one.name != "tag" or self.tag is not None]
+        left_out = {"tag"} if self.tag is None else set()
+        if not self.rejected:
+            left_out.add("rejected")
+        names = [one.name for one in fields(self) if one.name not in left_out]
         return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,6 +138,8 @@ def error_of(results: Sequence[Result]) -> TransferError:
     kinds = {type(result.error) if result.error else TransferError for result in results}
     kind = kinds.pop() if len(kinds) == 1 else TransferError
     error = kind("; ".join(map(_sentence, results)), results)
+    if isinstance(error, BlocksRejectedError) and len(results) == 1:
+        error.rejected = results[0].rejected
     error.__cause__ = results[0].error
     return error
 
@@ -132,20 +159,31 @@ def direction_of(channel: int) -> Direction:
 def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """The Result of a job that has ended."""
     error = None
+    rejected = _rejected_of(native)
     if native.error is not None:
         error = _ERRORS[native.error_kind](native.error.decode())
+        if isinstance(error, BlocksRejectedError):
+            error.rejected = rejected
     return Result(
         job_id=native.id,
         direction=direction_of(native.channel),
         state=_STATES[native.state],
         nbytes=native.nbytes,
+        link_bytes=native.link_bytes,
         copy_method=COPY_METHODS[native.copy_method],
         submit_seconds=native.submit_seconds,
         queue_seconds=native.queue_seconds,
         copy_seconds=native.copy_seconds,
+        rejected=rejected,
         error=error,
         tag=tag,
     )
+
+
+def _rejected_of(native: abi.JobResult) -> tuple[int, ...]:
+    """The positions of the rejected blocks; empty for almost every job."""
+    count = native.rejected_count
+    return tuple((ctypes.c_int64 * count).from_address(native.rejected)) if count else ()
 
 
 class Gate(NotCopyable):
@@ -254,6 +292,12 @@ class Job(NotCopyable):
         """The outcome, or None until query(), synchronize() or poll() has seen the job end."""
         answer = self.handler._native.job(self._native)
         return result_of(answer, self.tag) if answer.state in _STATES else None
+
+    @property
+    def _is_done(self) -> bool:
+        """What `result.ok` says, without making a Result. False as long as `result` is None."""
+        state: int = self.handler._native.job(self._native).state
+        return state == abi.DONE
 
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
@@ -386,9 +430,11 @@ class OffloadHandler(NotCopyable):
         self._tags_lock = threading.Lock()
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
+        self._has_warned = False  # of rejected blocks
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
+        warn_of_unified_memory(groups.device)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
@@ -442,6 +488,9 @@ class OffloadHandler(NotCopyable):
     ) -> Job:
         """Copies blocks of the cache to host pages.
 
+        In a pool with encoding="lossless", a block that does not fit into its slot is rejected: the
+        job fails with a BlocksRejectedError, and all other blocks are stored (Result.rejected).
+
         GPU block `gpu_block_ids[j]` goes to page `page_ids[(first_block + j) // k]`, slot
         `(first_block + j) % k`, where k is `HostPool.blocks_per_page`.
 
@@ -453,8 +502,8 @@ class OffloadHandler(NotCopyable):
         cancelled and poll() has not reported that load yet.
 
         Args:
-            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers; copied before the call
-                returns.
+            gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
+                is the fastest; copied before the call returns.
             page_ids: host pages, in the same form as gpu_block_ids.
             first_block (int | Sequence[int]): slot of the first block in the first page. The last
                 page may be partly filled, too.
@@ -464,7 +513,7 @@ class OffloadHandler(NotCopyable):
                 kernels that wrote the blocks. AFTER_NOTHING starts at once.
             copy_engines_only (bool): use no kernels, so that compute running beside the copy is
                 slowed down no more than by one large copy. Kernel launches may wait longer because
-                the driver is busier, and the copy may take longer.
+                the driver is busier, and the copy may take longer. Refused for encoded pages.
             tag: any object; returned in Result.tag and held until poll() has reported the job.
 
         Returns:
@@ -500,7 +549,8 @@ class OffloadHandler(NotCopyable):
         Work that uses the loaded blocks must wait for the job, on the host or with `Job.wait` on a
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
         is invalid until it is stored again. A page that was never stored is copied as it is: zeros
-        in a new pool.
+        in a new pool. An encoded page that was never stored, or whose store rejected the block, is
+        rejected: nothing is written to that block, and the load fails (Result.rejected).
 
         Args:
             page_ids: host pages, as in store().
@@ -533,7 +583,7 @@ class OffloadHandler(NotCopyable):
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
 
-        Call it regularly: until it has reported a job, the handler keeps the job's result (120
+        Call it regularly: until it has reported a job, the handler keeps the job's result (136
         bytes) and its tag.
 
         Returns:
@@ -555,6 +605,8 @@ class OffloadHandler(NotCopyable):
             self._ranges.end(result.job_id)
         if not results:
             return results
+        if any(result.rejected and result.direction == "store" for result in results):
+            self._warn_of_rejected_blocks()
         with self._tags_lock:  # store() and load() hold it until the tag is recorded
             if not self._tags:
                 return results
@@ -687,6 +739,24 @@ class OffloadHandler(NotCopyable):
 
     def _get_engine(self) -> object | None:
         return None if self._engine is None else self._engine()
+
+    def _warn_of_rejected_blocks(self) -> None:
+        """Warns, once, if stores reject so many blocks that another encoding is better."""
+        if self._has_warned:
+            return
+        stores = self.metrics().stores
+        is_common = stores.rejected_blocks > _COMMON_REJECTS * stores.blocks
+        if stores.blocks < _WARN_AFTER_BLOCKS or not is_common:
+            return
+        self._has_warned = True
+        encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
+        widest = WIDTHS[-1]
+        remedy = f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
+        log.warning(
+            "%d of %d stored blocks do not fit into slots of %g bits a value and were rejected; "
+            "make the host pool with %s (recommend_encoding() looks at your cache)",
+            *(stores.rejected_blocks, stores.blocks, min(encoded), remedy),
+        )
 
     def _submit(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
+
+_ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
 
 
 class Slabs:
@@ -76,10 +79,14 @@ class PagedLayout(Slabs):
         tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
             the same number of blocks in dimension `block_dim`.
         block_dim (int): the dimension that counts blocks; not negative.
+        dtype (torch.dtype | None): the type of the keys and values, if the tensors are views of
+            their bytes (torch.uint8 or torch.int8). None is the type of the tensors.
 
     Attributes:
         tensors (tuple[Tensor, ...]): the tensors.
         block_dim (int): the dimension that counts blocks.
+        dtype (torch.dtype | None): the type of the keys and values; None if the tensors have
+            several. Copies do not depend on it, but an encoding of host pages does.
         device (torch.device): the device of all tensors.
         tensor_of_slab (np.ndarray): int64 [slabs], index of the slab's tensor.
         storages (np.ndarray): int64 [slabs], address of the storage of the slab's tensor.
@@ -87,12 +94,20 @@ class PagedLayout(Slabs):
         storage_ends (list[int]): for each tensor, bytes of its storage up to its last element.
 
     Raises:
-        TypeError: tensors is not a list of strided tensors, or block_dim is not an integer.
+        TypeError: tensors is not a list of strided tensors, block_dim is not an integer, or dtype
+            is not a torch.dtype.
         ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
-            in device or number of blocks, or two of them share memory.
+            in device or number of blocks, or two of them share memory, or dtype is not the type of
+            a tensor.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], block_dim: int = 0) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        block_dim: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
             raise TypeError(
                 f"tensors is {kind_of(tensors)}; pass a list, [tensor] for a single tensor"
@@ -113,6 +128,7 @@ class PagedLayout(Slabs):
                     f"{list(tensor.stride())}, {tensor.dtype}, {tensor.device}) {problem}"
                 )
         self.block_dim = block_dim
+        self.dtype = _dtype_of(self.tensors, block_dim, dtype)
         self.device: torch.device = self.tensors[0].device
         bases = [_slab_bases(tensor, block_dim) for tensor in self.tensors]
         strides = [tensor.stride(block_dim) * tensor.element_size() for tensor in self.tensors]
@@ -143,7 +159,8 @@ class PagedLayout(Slabs):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PagedLayout, (self.tensors, self.block_dim)  # copied tensors have other addresses
+        # Built again, because copied tensors have other addresses.
+        return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
     def check_unmoved(self) -> None:
         """Checks that every tensor still has the memory it had at construction.
@@ -160,6 +177,88 @@ class PagedLayout(Slabs):
                     f"tensors[{index}] {problem} since the layout was made; make a new layout and "
                     "pass it to rebind()"
                 )
+
+
+def allocate_layers(
+    shape: Sequence[int],
+    num_layers: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+) -> list[Tensor]:
+    """Allocates the layers of a cache as slices of one allocation, at one distance.
+
+    The driver then copies a block of all layers with one strided copy. Layers that were allocated
+    one by one take a copy for each layer, because none may span two allocations
+    (docs/copy_methods.md has figures). Each layer begins at a multiple of 512 bytes, as tensors of
+    PyTorch's CUDA allocator do.
+
+    Dimensions before the one that counts blocks, such as [2, num_blocks, ...] for keys and values,
+    are at that distance too if the bytes of a layer are a multiple of 512. Otherwise each layer is
+    a strided copy of its own.
+
+    Args:
+        shape (Sequence[int]): the shape of a layer, such as [num_blocks, block_size, heads, size].
+        num_layers (int): the number of layers.
+        dtype (torch.dtype | None): as in `torch.zeros`.
+        device (torch.device | str | int | None): as in `torch.zeros`.
+
+    Returns:
+        list[Tensor]: contiguous tensors of zeros that share their storage. It is freed when the
+            last of them is.
+
+    Raises:
+        TypeError: shape is not a sequence of integers, num_layers is not an integer, or dtype is no
+            dtype.
+        ValueError: a number is not positive, or shape is empty.
+    """
+    num_layers = read_int("num_layers", num_layers, 1)
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        raise TypeError(
+            f"shape is {kind_of(shape)}; pass the shape of one layer, such as (2, 1000, 16)"
+        )
+    sizes = [read_int(f"shape[{dim}]", size, 1) for dim, size in enumerate(shape)]
+    if not sizes:
+        raise ValueError("shape is empty; a layer needs a dimension that counts blocks")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {kind_of(dtype)}; it must be a torch.dtype")
+    nbytes = math.prod(sizes) * dtype.itemsize
+    distance = (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    whole = torch.zeros((num_layers - 1) * distance + nbytes, dtype=torch.uint8, device=device)
+    slices = (whole[i * distance :][:nbytes] for i in range(num_layers))
+    return [layer.view(dtype).view(sizes) for layer in slices]
+
+
+def _dtype_of(
+    tensors: Sequence[Tensor], block_dim: int, dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The type of the values in the tensors, None if there are several.
+
+    Raises:
+        TypeError: dtype is not a torch.dtype.
+        ValueError: a tensor holds neither values of this type nor bytes of whole values.
+    """
+    if dtype is None:
+        kinds = {tensor.dtype for tensor in tensors}
+        return kinds.pop() if len(kinds) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {kind_of(dtype)}; it must be a torch.dtype, or None")
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype == dtype:
+            continue
+        if tensor.dtype not in (torch.uint8, torch.int8):
+            raise ValueError(
+                f"dtype is {dtype}, but tensors[{index}] is of {tensor.dtype}; leave dtype out, or "
+                "pass views of the tensors' bytes"
+            )
+        nbytes = _block_numel(tensor, block_dim)
+        if nbytes % dtype.itemsize:
+            raise ValueError(
+                f"dtype is {dtype}, but a block has {nbytes} bytes in tensors[{index}], which is "
+                f"no multiple of {dtype.itemsize}"
+            )
+    return dtype
 
 
 def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:

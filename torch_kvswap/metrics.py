@@ -78,7 +78,11 @@ class ChannelMetrics:
         done (int): jobs that ended as done.
         failed (int): jobs that ended as failed.
         cancelled (int): jobs that ended as cancelled.
-        bytes (int): bytes of the jobs done.
+        bytes (int): bytes of the blocks of the jobs done.
+        link_bytes (int): bytes in which these blocks crossed the link; fewer if they are encoded.
+        blocks (int): blocks of the jobs that are done, or that failed because they rejected blocks.
+        rejected_blocks (int): blocks that these jobs have rejected, because they do not fit into
+            encoded slots, or because a slot held no valid block.
         queued (int): jobs now in the software queue.
         running (int): jobs now on the device.
         transfers (int): copies given to the device. Jobs that were merged count as one copy.
@@ -95,6 +99,9 @@ class ChannelMetrics:
     failed: int
     cancelled: int
     bytes: int
+    link_bytes: int
+    blocks: int
+    rejected_blocks: int
     queued: int
     running: int
     transfers: int

@@ -11,7 +11,7 @@ import pytest
 import torch
 from blocks import ARRANGEMENTS
 from comparison import BIG, COLD, REFERENCE, WARM, Comparison, Samples
-from copy_methods_report import Cell, candidates, judge, tables
+from copy_methods_report import COPY_ENGINES_ONLY, Cell, candidates, judge, tables
 from corrupting_handler import CorruptingHandler, leave_one_out
 from expecttest import assert_expected_inline
 from timing import Move
@@ -94,9 +94,11 @@ def test_a_method_that_is_slow_when_warm_is_not_measured_cold(
     seconds = {"auto": 10.0, "strided": 10.0, "batch": 30.0, "kernel": 300.0}
     order: list[str] = []
 
-    def move(handler: str, blocks: Any, directions: Any, count: int, before: Any) -> Move:
-        order.append(handler)
-        return Move(seconds[handler], 1.0, handler)
+    def move(
+        handler: str, blocks: Any, directions: Any, count: int, before: Any, **options: Any
+    ) -> Move:
+        order.append("".join([handler, *options]))
+        return Move(seconds[handler] * (1 + len(options)), 1.0, handler)
 
     monkeypatch.setattr(copy_methods, "move", move)
     kind = Kind(Shape(2, 8), ARRANGEMENTS[0], "store", 8)
@@ -105,11 +107,14 @@ def test_a_method_that_is_slow_when_warm_is_not_measured_cold(
     cell = copy_methods.measure(compared(kind), ways, {}, blocks, kind)
     assert order.count("kernel") == 1
     assert order.count("batch") == 3 + 2
-    assert {*cell.states[COLD].moves} == {"auto", "strided", BIG, REFERENCE}
+    assert order.count("autocopy_engines_only") == order.count("auto")
+    assert {*cell.states[COLD].moves} == {"auto", "strided", COPY_ENGINES_ONLY, BIG, REFERENCE}
+    assert cell.best(WARM) == "strided"
     assert cell.states[WARM].copy_methods == {
         "auto": ["auto"],
         "strided": ["strided"],
         "batch": ["batch"],
+        COPY_ENGINES_ONLY: ["auto"],
     }
 
 

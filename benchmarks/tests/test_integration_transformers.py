@@ -26,6 +26,7 @@ class Loss:
     usual: list[float] = field(default_factory=lambda: [100.0])
     usual_with: list[float] = field(default_factory=lambda: [200.0])
     batches: int = 1
+    copies: float = 1.0
 
 
 @dataclass
@@ -84,7 +85,8 @@ def test_it_preempts_with_both_managers_and_finds_all_bytes(tmp_path, capsys):
     figures = json.loads(file.read_text())
     [lost], [rate] = figures["lost"], figures["throughput"]
     assert {name: len(of) for name, of in lost["losses_us"].items()} == {"theirs": 2, "ours": 2}
-    assert all(loss["host"] > 0 for of in lost["losses_us"].values() for loss in of)
+    losses = [loss for of in lost["losses_us"].values() for loss in of]
+    assert all(0 < loss["blocks"] < loss["host"] for loss in losses)
     [theirs], [ours] = rate["generations"]["theirs"], rate["generations"]["ours"]
     assert theirs["preempted"] > 0
     assert abs(theirs["batches"] - ours["batches"]) < 5
@@ -108,6 +110,45 @@ def test_generations_go_on_with_the_manager_that_they_began_with():
     each.__exit__(None, None, None)
     assert first.batches == second.batches
     assert first.preempted == second.preempted > 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("manager", ["theirs", "ours"])
+def test_blocks_that_a_request_gets_again_are_counted_once_with_either_manager(
+    monkeypatch, manager
+):
+    import integration_transformers as program
+    import preemptions
+    import timing
+    import torch
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    seconds = 0
+
+    def allocate(cache, *arguments, **options):
+        """Takes a second for each block."""
+        nonlocal seconds
+        before = num_blocks(run._view)
+        answer = given(cache, *arguments, **options)
+        seconds += num_blocks(run._view) - before
+        return answer
+
+    def num_blocks(view):
+        return sum(len(of) for group in view.groups for of in group.block_table.values())
+
+    model = program.new_model(torch.device("cpu"), 1, 1)
+    with program.pageable_without(False), program.managed_by(manager):
+        run = preemptions.Preemptions(model, 16, 4)
+    name = "allocate_blocks" if run._is_old else "can_store_request_tokens"
+    given = getattr(PagedAttentionCache, name)
+    delattr(run._cache, name)
+    monkeypatch.setattr(PagedAttentionCache, name, allocate)
+    run._watch_blocks(name)
+    for module in (preemptions, timing):
+        monkeypatch.setattr(module, "perf_counter", lambda: seconds)
+    loss = run.preempt()
+    assert loss.host == loss.blocks == 5e6
+    assert loss.copies == 0
 
 
 @needs_transformers

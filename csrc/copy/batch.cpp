@@ -11,10 +11,6 @@
 namespace kvswap {
 namespace {
 
-// For large fragments: how many are in the first call, and how much larger each later call is.
-constexpr size_t kFirstCall = 8, kCallGrowth = 4;
-constexpr uint64_t kLargeFragment = 256 << 10;
-
 [[noreturn]] void fail_at(const char* call, cuda::Result result, const Fragment& fragment) {
   std::string src = hex(fragment.src), dst = hex(fragment.dst);
   try {
@@ -75,24 +71,12 @@ struct BatchArguments {
   }
 };
 
-// The driver starts to copy when it has read a whole call, which takes 0.4 us for each fragment.
-// Large fragments take longer to copy than to read: a small first call lets the link start early,
-// and keeps it busy while the driver reads the next call.
-bool are_large(const std::vector<Fragment>& fragments) {
-  uint64_t bytes = 0;
-  for (const Fragment& fragment : fragments) bytes += fragment.bytes;
-  return bytes >= kLargeFragment * fragments.size();
-}
-
 void copy_in_batches(const std::vector<Fragment>& fragments, cuda::Stream stream,
                      const BatchOptions& options) {
   BatchArguments arguments;
   const size_t limit = std::min(options.environment.batch_limit, cuda::driver().max_batch);
-  const bool small_first = !options.one_call && are_large(fragments);
-  size_t max_count = small_first ? std::min(kFirstCall, limit) : limit;
   for (size_t first = 0, count; first < fragments.size(); first += count) {
-    count = std::min(max_count, fragments.size() - first);
-    max_count = std::min(limit, kCallGrowth * max_count);
+    count = std::min(limit, fragments.size() - first);
     arguments.fill(&fragments[first], count, options.host_source_any_order);
     size_t failed = 0;
     const cuda::Result result = cuda::driver().copy_batch_async(

@@ -14,7 +14,6 @@ struct BatchOptions {
   int src_device = -1;                 // of the sources, if they are on another GPU
   bool has_pageable = false;           // some address is pageable host memory
   bool wait = false;                   // return only when the bytes were read and written
-  bool one_call = false;               // no small first call: earlier copies keep the link busy
   bool host_source_any_order = false;  // host sources may be read before earlier work in the stream
 };
 

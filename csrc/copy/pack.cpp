@@ -84,9 +84,13 @@ SlabTable::~SlabTable() {
   if (address_ != 0) cuda::driver().free(address_);
 }
 
-bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
+bool has_kernel_ids(int64_t num_blocks, int64_t num_slots) {
   constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
-  if (num_blocks > kMaxId || num_slots > kMaxId) return false;
+  return num_blocks <= kMaxId && num_slots <= kMaxId;
+}
+
+bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
+  if (!has_kernel_ids(num_blocks, num_slots)) return false;
   for (size_t s = 1; s < host.count(); ++s) {
     if (host.bases[s] != host.bases[s - 1] + host.sizes[s - 1]) return false;
     if (host.strides[s] != host.strides[0]) return false;
@@ -95,12 +99,17 @@ bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots) {
 }
 
 uint64_t PackedCopy::block_bytes() const {
+  if (codec) return codec->packed_bytes();
   const size_t last = slabs.end - 1;
   return host->bases[last] + host->sizes[last] - host->bases[slabs.begin];
 }
 
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream) {
+  if (copy.codec) {
+    const uint64_t size = copy.block_bytes();
+    return code_packed(*copy.codec, begin / size, end / size, packed, kernels, stream);
+  }
   PackArguments arguments = arguments_of(copy, kOnDevice);
   const uint64_t size = arguments.block_bytes;
   arguments.packed_stride = size;
@@ -119,6 +128,10 @@ void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
 }
 
 void copy_by_kernel(const PackedCopy& copy, const cuda::Kernels& kernels, cuda::Stream stream) {
+  if (copy.codec) {
+    return code_on_host(*copy.codec, copy.slots, copy.host->bases[0], copy.host->strides[0],
+                        kernels, stream);
+  }
   PackArguments arguments = arguments_of(copy, kOverLink);
   arguments.packed = copy.host->bases[copy.slabs.begin];
   arguments.packed_stride = copy.host->strides[copy.slabs.begin];

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "copy/pack_arguments.h"
 #include "copy/slabs.h"
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
+#include "encoding/launch.h"
 
 // Copies by kernels. Blocks are spread over slabs on one side, on the GPU, and packed on the other:
 // contiguous, in a staging buffer or a host page.
@@ -36,15 +38,18 @@ class SlabTable {
   uint32_t word_bytes_ = 16;
 };
 
-// Whether the kernels can copy: the slabs of a block are contiguous on the host, and ids fit 32
-// bits.
+// Whether the kernels can name all blocks and slots.
+bool has_kernel_ids(int64_t num_blocks, int64_t num_slots);
+
+// Whether the kernels can copy: the slabs of a block are contiguous on the host, and they can name
+// all blocks and slots.
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
 // A copy of blocks, in some slabs of a group, between the GPU and host pages.
 struct PackedCopy {
   const Slabs* gpu;
   const Slabs* host;
-  const SlabTable* table;
+  const SlabTable* table;  // null for encoded blocks
   SlabRange slabs;
   const int64_t* blocks;
   const int64_t* slots;
@@ -52,7 +57,10 @@ struct PackedCopy {
   bool to_host;
   // Bytes of the same transfer that are copied just before and after these.
   uint64_t before = 0, after = 0;
+  // Of encoded blocks, which are packed as slots: the metadata, and the tiles of the slabs.
+  std::optional<CodecCopy> codec = {};
 
+  // Of a packed block.
   uint64_t block_bytes() const;
   uint64_t bytes() const { return count * block_bytes(); }
   uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
@@ -62,6 +70,7 @@ struct PackedCopy {
 
 // Packs (to_host) or unpacks bytes [begin, end) of the copy, counted block after block, between the
 // GPU's slabs and a buffer on the GPU. Byte `begin` is at address `packed`. Launches on `stream`.
+// Of encoded blocks, the bytes are whole slots.
 void pack(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
           const cuda::Kernels& kernels, cuda::Stream stream);
 

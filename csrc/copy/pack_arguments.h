@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 // The arguments of the kernels of pack.cu. Read by nvcc and by the C++ compiler, so it has nothing
 // but numbers.
 namespace kvswap {
@@ -36,12 +38,6 @@ static_assert(sizeof(PackArguments) <= 4096);
 struct PackChunk {
   uint64_t paged, packed, bytes;  // bytes: 0 if there is nothing to copy
 };
-
-#ifdef __CUDACC__
-#define KVSWAP_HOST_DEVICE __host__ __device__
-#else
-#define KVSWAP_HOST_DEVICE
-#endif
 
 // Chunk `number` of block_count * slab_count * chunks_per_slab. Within a block, consecutive numbers
 // are neighbours in packed memory.

@@ -14,11 +14,36 @@ uint64_t round_up(uint64_t bytes) {
   return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
 }
 
+// The slots of blocks [first, last), as far as they are packed, between the host pages and the
+// buffer.
+FragmentList slot_fragments(const PackedCopy& copy, uint64_t first, uint64_t last,
+                            uint64_t packed) {
+  const uint64_t size = copy.block_bytes(), metadata = copy.codec->format->metadata_bytes();
+  const uint64_t run = copy.codec->format->run_offset(copy.slabs);  // of tiles
+  FragmentList fragments((run == metadata ? 1 : 2) * (last - first));
+  for (uint64_t i = first; i < last; ++i, packed += size) {
+    const auto add = [&](uint64_t in_slot, uint64_t in_packed, uint64_t bytes, bool merge) {
+      const uint64_t page = copy.host_address(i) + in_slot, buffer = packed + in_packed;
+      const auto index = static_cast<int64_t>(i);
+      if (copy.to_host) {
+        fragments.add({buffer, page, bytes, index, false}, merge);
+      } else {
+        fragments.add({page, buffer, bytes, index, true}, merge);
+      }
+    };
+    add(0, 0, metadata, i > first && copy.can_merge(i));
+    add(run, metadata, size - metadata, true);
+  }
+  return fragments;
+}
+
 // The bytes from `begin` to `end` of all blocks, between the host pages and the buffer.
 void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t packed,
-                const cuda::StreamRef& stream, BatchOptions options) {
-  options.one_call = true;  // the piece before is on the link
+                const cuda::StreamRef& stream, const BatchOptions& options) {
   const uint64_t size = copy.block_bytes();
+  if (copy.codec) {
+    return copy_batch(slot_fragments(copy, begin / size, end / size, packed), stream, options);
+  }
   FragmentList fragments(end / size - begin / size + 1);
   for (uint64_t from = begin; from < end;) {
     const uint64_t i = from / size, to = std::min(end, (i + 1) * size);

@@ -2,14 +2,17 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "copy/pack_arguments.h"
 #include "cuda/context.h"
+#include "encoding/slot.h"
 #include "ops/expand_block_ids.h"
 
 #ifdef KVSWAP_WITH_KERNELS
-// That setup.py has made of copy/pack.cu and expand_block_ids.cu.
-extern "C" const unsigned char kvswap_pack_image[], kvswap_expand_block_ids_image[];
+// That setup.py has made of copy/pack.cu, encoding/codec.cu and ops/expand_block_ids.cu.
+extern "C" const unsigned char kvswap_pack_image[], kvswap_codec_image[],
+    kvswap_expand_block_ids_image[];
 #endif
 
 namespace kvswap::cuda {
@@ -18,8 +21,10 @@ namespace {
 #ifdef KVSWAP_WITH_KERNELS
 
 constexpr int kNoMachineCode = 209;
-constexpr int kHopper = 9;
-constexpr int kSharedBytes = 64 << 10;  // the most that a launch asks for; every GPU has it
+constexpr int kAmpere = 8, kHopper = 9;
+// The most that a launch asks for. Every GPU has them that has the kernel.
+constexpr int kPackSharedBytes = 64 << 10;
+constexpr int kCodecSharedBytes = codec_shared_bytes(kCodecMaxWarps, kCodecMaxWarps);
 
 Module load_module(const void* image) {
   Module module = nullptr;
@@ -36,6 +41,11 @@ Function find(Module module, const char* name) {
   KVSWAP_DRIVER_CHECK(driver().get_function(&function, module, name), "cuModuleGetFunction", " of ",
                       name);
   return function;
+}
+
+void allow_shared_bytes(Function function, int bytes) {
+  KVSWAP_DRIVER_CHECK(driver().set_function_attribute(function, kMaxDynamicSharedBytes, bytes),
+                      "cuFuncSetAttribute");
 }
 
 // Launches the kernel with nothing to do, which loads it.
@@ -55,15 +65,24 @@ Kernels load(int device) {
   kernels.pack_words = find(pack, "kvswap_pack_words");
   if (capability >= kHopper) {
     kernels.pack_bulk = find(pack, "kvswap_pack_bulk");
-    KVSWAP_DRIVER_CHECK(
-        driver().set_function_attribute(kernels.pack_bulk, kMaxDynamicSharedBytes, kSharedBytes),
-        "cuFuncSetAttribute");
+    allow_shared_bytes(kernels.pack_bulk, kPackSharedBytes);
+  }
+  if (capability >= kAmpere) {
+    const Module codec = load_module(kvswap_codec_image);
+    for (const auto& [kernel, name] : {std::pair{&kernels.encode, "kvswap_encode"},
+                                       std::pair{&kernels.decode, "kvswap_decode"}}) {
+      *kernel = find(codec, name);
+      allow_shared_bytes(*kernel, kCodecSharedBytes);
+    }
   }
   kernels.expand_block_ids =
       find(load_module(kvswap_expand_block_ids_image), "kvswap_expand_block_ids");
   const Stream stream = create_stream();
   if (kernels.pack_bulk != nullptr) warm_up(kernels.pack_bulk, PackArguments{}, stream);
   warm_up(kernels.pack_words, PackArguments{}, stream);
+  for (const Function codec : {kernels.encode, kernels.decode}) {
+    if (codec != nullptr) warm_up(codec, CodecArguments{}, stream);
+  }
   warm_up(kernels.expand_block_ids, Expansion{}, stream);
   const Result loaded = driver().synchronize_stream(stream);
   driver().destroy_stream(stream);

@@ -8,6 +8,7 @@ namespace kvswap::cuda {
 struct Kernels {
   Function pack_bulk = nullptr;  // null on GPUs older than Hopper
   Function pack_words = nullptr;
+  Function encode = nullptr, decode = nullptr;  // null on GPUs older than Ampere
   Function expand_block_ids = nullptr;
 };
 

@@ -1,5 +1,7 @@
 #include "device/cuda.h"
 
+#include <sys/mman.h>
+
 #include <new>
 
 #include "check.h"
@@ -25,11 +27,15 @@ class CudaTable : public KernelTable {
   SlabTable slabs;
 };
 
-PackedCopy packed(const PartCopy& part) {
-  const SlabTable* table = &static_cast<const CudaTable*>(part.table)->slabs;
-  return {part.gpu,   part.host,  table,        part.slabs,  part.blocks,
-          part.slots, part.count, part.to_host, part.before, part.after};
-}
+// Of an encoded group.
+class CudaTileTable : public KernelTable {
+ public:
+  CudaTileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream)
+      : tiles(format, gpu, stream) {}
+  void leak() noexcept override { tiles.leak(); }
+
+  TileTable tiles;
+};
 
 // Gives copies to the driver: to the channel's stream, and the packing of staged ones to a stream
 // of its own.
@@ -43,6 +49,8 @@ class CudaCopier : public Copier {
   }
 
   void use_staging(uint64_t begin, uint64_t bytes);
+  // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
+  void use_counters(uint64_t counters) { counters_ = counters; }
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t bytes) override;
   bool synchronize() noexcept override;
@@ -50,6 +58,7 @@ class CudaCopier : public Copier {
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
 
  private:
+  PackedCopy packed(const PartCopy& part) const;
   uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
                  uint64_t bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
@@ -61,7 +70,28 @@ class CudaCopier : public Copier {
   const Environment environment_;
   cuda::Stream kernels_ = nullptr;  // packs and unpacks
   std::unique_ptr<StagingBuffer> staging_;
+  uint64_t counters_ = 0;  // 0: never encodes
 };
+
+PackedCopy CudaCopier::packed(const PartCopy& part) const {
+  PackedCopy copy{part.gpu,   part.host,  nullptr,      part.slabs,  part.blocks,
+                  part.slots, part.count, part.to_host, part.before, part.after};
+  if (part.format == nullptr) {
+    copy.table = &static_cast<const CudaTable*>(part.table)->slabs;
+    return copy;
+  }
+  const TileTable* tiles = &static_cast<const CudaTileTable*>(part.table)->tiles;
+  const uint64_t counters = counters_ + (part.method == CopyMethod::kStaged ? kCounterBytes : 0);
+  copy.codec = CodecCopy{part.format,
+                         tiles,
+                         part.slabs,
+                         part.blocks,
+                         part.count,
+                         part.to_host,
+                         part.to_host ? counters : 0,
+                         reinterpret_cast<uint64_t>(part.states)};
+  return copy;
+}
 
 void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   kernels_ = cuda::create_stream();
@@ -132,7 +162,7 @@ bool CudaCopier::synchronize() noexcept {
   return alive;
 }
 
-class CudaDevice : public Device, public PackKernels, public StreamWords {
+class CudaDevice : public Device, public PackKernels, public StreamWords, public SlotCodec {
  public:
   using Device::Device;
 
@@ -215,10 +245,16 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   }
   PackKernels* pack_kernels() override { return cuda::driver().is_hip ? nullptr : this; }
   StreamWords* stream_words() override;
+  SlotCodec* slot_codec() override { return cuda::driver().is_hip ? nullptr : this; }
 
   void load_kernels() override { cuda::kernels(index()); }
-  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host, int64_t num_blocks,
+  std::shared_ptr<KernelTable> make_table(const Slabs& gpu, const Slabs& host,
+                                          const SlotFormat* format, int64_t num_blocks,
                                           int64_t num_slots, Stream stream) override {
+    if (format != nullptr) {
+      if (!has_kernel_ids(num_blocks, num_slots)) return nullptr;
+      return std::make_shared<CudaTileTable>(*format, gpu, stream);
+    }
     if (!is_packed(host, num_blocks, num_slots)) return nullptr;
     return std::make_shared<CudaTable>(gpu, host, stream);
   }
@@ -232,6 +268,14 @@ class CudaDevice : public Device, public PackKernels, public StreamWords {
   void use_staging(Copier& copier, uint64_t begin, uint64_t bytes) override {
     static_cast<CudaCopier&>(copier).use_staging(begin, bytes);
   }
+
+  uint64_t allocate_counters(Stream stream) override;
+  void use_counters(Copier& copier, uint64_t counters) override {
+    static_cast<CudaCopier&>(copier).use_counters(counters);
+  }
+
+  uint8_t* allocate_states(size_t count) override;
+  void free_states(uint8_t* states, size_t count) noexcept override;
 
   volatile uint64_t* allocate_words(int count) override;
   void write_word(Stream stream, volatile uint64_t* word, uint64_t value) override {
@@ -281,6 +325,43 @@ StreamWords* CudaDevice::stream_words() {
       driver.get_device_attribute(&supported, cuda::kHas64BitMemoryOperations, index()),
       "cuDeviceGetAttribute");
   return supported ? this : nullptr;
+}
+
+uint64_t CudaDevice::allocate_counters(Stream stream) {
+  const std::vector<uint8_t> zeros(2 * kCounterBytes);
+  cuda::Address address = 0;
+  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, zeros.size()), "cuMemAlloc", " of ",
+                      zeros.size(), " bytes");
+  const auto from = reinterpret_cast<cuda::Address>(zeros.data());
+  cuda::Result result = cuda::driver().copy_async(address, from, zeros.size(), stream);
+  if (result == cuda::kSuccess) result = cuda::driver().synchronize_stream(stream);
+  if (result == cuda::kSuccess) return address;
+  cuda::driver().free(address);
+  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the counters of escapes");
+  return 0;
+}
+
+// Shared, because a fork would give this process other pages than those that the driver knows, once
+// it writes them.
+uint8_t* CudaDevice::allocate_states(size_t count) {
+  void* const memory =
+      mmap(nullptr, count, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  try {
+    register_host(memory, count);
+  } catch (...) {
+    munmap(memory, count);
+    throw;
+  }
+  return static_cast<uint8_t*>(memory);
+}
+
+void CudaDevice::free_states(uint8_t* states, size_t count) noexcept {
+  try {
+    unregister_host(states);
+    munmap(states, count);
+  } catch (const std::exception&) {  // the driver still has it
+  }
 }
 
 volatile uint64_t* CudaDevice::allocate_words(int count) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace kvswap {
 namespace {
@@ -17,6 +18,28 @@ void sort_by_slot(TransferPart& part) {
   for (size_t i = 0; i < order.size(); ++i) {
     part.blocks[i] = old.blocks[order[i]];
     part.slots[i] = old.slots[order[i]];
+  }
+}
+
+// An encoded tile has three quarters of its bytes. Of the GPU's, these are the last ones.
+void add_tiles(FragmentList& fragments, const PartCopy& part) {
+  const SlotFormat& format = *part.format;
+  const auto [begin, end] = format.tiles_of(part.slabs);
+  for (size_t i = 0; i < part.count; ++i) {
+    const uint64_t slot = part.host->address(0, part.slots[i]);
+    for (uint32_t number = begin; number < end; ++number) {
+      const SlotFormat::Tile& tile = format.tiles()[number];
+      const uint64_t bytes = encoded_bytes(tile.bytes);
+      const uint64_t on_gpu =
+          part.gpu->address(tile.slab, part.blocks[i]) + tile.offset_in_slab + (tile.bytes - bytes);
+      const uint64_t on_host = slot + tile.offset;
+      const auto index = static_cast<int64_t>(i);
+      if (part.to_host) {
+        fragments.add({on_gpu, on_host, bytes, index, false}, /*merge=*/false);
+      } else {
+        fragments.add({on_host, on_gpu, bytes, index, true}, /*merge=*/false);
+      }
+    }
   }
 }
 
@@ -64,9 +87,11 @@ StreamPoint* Channel::record_point_after(Event event) {
   return record_point_on(event_stream_);
 }
 
-Transfers Channel::make_transfer(int layer_groups) {
+Transfers Channel::make_transfer(int layer_groups, std::vector<TransferPart> parts,
+                                 const std::vector<Group>& groups) {
   Transfers made{std::make_shared<Transfer>()};
   Transfer& transfer = *made.front();
+  transfer.parts = std::move(parts);
   transfer.ends.reserve(layer_groups);
   try {
     transfer.start = events_.take();
@@ -77,7 +102,22 @@ Transfers Channel::make_transfer(int layer_groups) {
     give_events(transfer);
     throw;
   }
+  take_states(transfer, groups);
   return made;
+}
+
+void Channel::take_states(Transfer& transfer, const std::vector<Group>& groups) {
+  size_t count = 0;
+  const auto states_of = [&](const TransferPart& part) {
+    return groups[part.group].format == nullptr ? 0 : part.blocks.size();
+  };
+  for (const TransferPart& part : transfer.parts) count += states_of(part);
+  if (count == 0) return;
+  transfer.states = states_.take(count);
+  uint8_t* next = states_.at(transfer.states);
+  for (TransferPart& part : transfer.parts) {
+    if (states_of(part) != 0) part.states = std::exchange(next, next + states_of(part));
+  }
 }
 
 void Channel::add_running(Transfers transfer) noexcept {
@@ -93,6 +133,7 @@ void Channel::retire_first() noexcept {
 }
 
 void Channel::retire(Transfers transfer) noexcept {
+  states_.give(transfer.front()->states);
   retired_.splice(retired_.end(), transfer);
   for (auto next = retired_.begin(); next != retired_.end();) {
     const auto waiting = next++;
@@ -147,14 +188,18 @@ void Channel::list_copies(const Transfer& transfer, int layer_group,
     part_copies_.push_back({part.method, number_ == kStores, group.number, &group.gpu, &group.host,
                             group.table.get(), &group.runs, slabs, part.blocks.data(),
                             part.slots.data(), part.blocks.size(), part.before, part.after,
-                            part.is_head_or_tail});
+                            part.is_head_or_tail, group.format.get(), part.states});
   }
 }
 
 void Channel::check_addresses() const {
   FragmentList fragments(0);
   for (const PartCopy& part : part_copies_) {
-    add_fragments(fragments, part.block_copy(), part.slabs);
+    if (part.format != nullptr) {
+      add_tiles(fragments, part);
+    } else {
+      add_fragments(fragments, part.block_copy(), part.slabs);
+    }
   }
   device_.check_addresses(fragments);
 }

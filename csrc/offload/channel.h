@@ -41,6 +41,8 @@ class Channel {
 
   // Whether a transfer that takes this many entries may be submitted now.
   bool has_room_for(size_t entries) const;
+  // Whether there are states for this many blocks of encoded groups more. Else they must wait.
+  bool has_states_for(size_t blocks) const { return states_.has_room(blocks); }
 
   // Records what a job starts after: the work given to the stream so far, or the work that the
   // event stands for now. Returns null if that has ended. The channel waits for all callers' events
@@ -59,14 +61,24 @@ class Channel {
     kernels.use_staging(*copier_, begin, bytes);
   }
 
-  // A transfer without jobs, with its events. Throws, and takes nothing, when one cannot be made.
-  Transfers make_transfer(int layer_groups);
+  // From now on transfers can encode with kernels.
+  void use_counters(PackKernels& kernels, uint64_t counters) {
+    kernels.use_counters(*copier_, counters);
+  }
+  // From now on blocks of encoded groups can be copied, with these SlotStates::kCount zeros.
+  void use_states(uint8_t* states) { states_.use(states); }
+
+  // A transfer of these parts without jobs, with its events. Throws, and takes nothing, when one
+  // cannot be made. There are states for its blocks.
+  Transfers make_transfer(int layer_groups, std::vector<TransferPart> parts,
+                          const std::vector<Group>& groups);
 
   // The transfer is in flight now.
   void add_running(Transfers transfer) noexcept;
   // The oldest transfer has ended.
   void retire_first() noexcept;
-  // Gives back the events of a transfer that has ended or failed, once no other thread holds it.
+  // Gives back what a transfer has taken: the oldest one, which has ended, or the newest one, which
+  // has failed. Its events only when no other thread holds it.
   void retire(Transfers transfer) noexcept;
 
   // Makes the stream wait for the events, records the transfer's start, submits its copies, and
@@ -99,6 +111,7 @@ class Channel {
   void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);
   void check_addresses() const;
+  void take_states(Transfer& transfer, const std::vector<Group>& groups);
   void give_events(Transfer& transfer) noexcept;
 
   const int number_;
@@ -110,6 +123,7 @@ class Channel {
   std::vector<PartCopy> part_copies_;  // for the copier; kept for its memory
   EventPool events_;                   // starts and ends of transfers; timed
   StreamPoints points_;
+  SlotStates states_;
   Transfers running_;   // in the order of submission
   size_t entries_ = 0;  // in flight
   Transfers retired_;   // ended, but another thread is about to wait for their events

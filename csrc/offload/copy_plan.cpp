@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "copy/pack_arguments.h"
+#include "copy/staged_piece.h"
 #include "offload/clock.h"
 
 namespace kvswap {
@@ -15,7 +16,9 @@ namespace {
 // the driver blocks the submitting thread (H200).
 constexpr size_t kFragmentsPerEntry = 25;
 constexpr size_t kPredictedPieces = 8;  // a staged transfer that fits into the queue has fewer
-// A kernel that waits for the link slows down the compute beside it all the while.
+// A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
+// 8 KiB blocks by 1.5 to 2.1 ms for each GB, as long as it takes. Staging them costs as much, but
+// leaves the SMs alone in between (H200).
 constexpr double kMaxKernelBytes = 4 << 20;
 
 // Seconds for a fragment of this size, interpolated between the powers of two around it.
@@ -31,14 +34,18 @@ double fragment_seconds(const double* table, double bytes) {
 
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
-// A transfer that took kCrowded times as long as predicted for the copy engines turns kernels off
-// for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying them again too early costs several
-// times as much as trying too late. Two copies that share the link are both slower; the copy
-// engines then lose nothing.
-// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time are stored at 37 GB/s, without this rule at
-// 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after it: 48 GB/s instead of 54
-// (H200).
+// Beside kernels that hold all SMs, a staged transfer waits for SMs at each piece. Copy engines do
+// not, and a kernel that loads does so once, for kLaunchSeconds, and must promise to be kCrowded
+// times as fast as they are. A transfer that took kCrowded times as long as predicted for the best
+// of these turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it
+// again too early costs several times as much as trying too late. Two copies that share the link
+// are both slower; the others then lose little.
+// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored at 37
+// GB/s, without this rule at 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after
+// it: 48 GB/s instead of 54. Layers at no common distance, 64 blocks at a time: copy engines load 8
+// GB/s, staging 9, a kernel 25 to 45 at 0.1 to 2.4 ms for each GB (H200).
 constexpr double kCrowded = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
+constexpr double kLaunchSeconds = 1e-3;
 constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
 constexpr size_t kMaxUnstagedRuns = 2;
@@ -97,6 +104,7 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
   for (const Group& group : groups) {
     GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
+    fitted.is_encoded = group.format != nullptr;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     const auto slabs = static_cast<double>(group.gpu.count());
     for (int direction = 0; direction < 2; ++direction) {
@@ -119,7 +127,9 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
   const kvswap_copy_method_costs& costs =
       groups_[copy.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
-  return costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
+  const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
+  const bool waits = copy.is_crowded && method == CopyMethod::kKernel;
+  return waits ? kCrowded * alone + kLaunchSeconds : alone;
 }
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
@@ -131,23 +141,41 @@ double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) c
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   const GroupCosts& group = groups_[copy.group];
+  if (group.is_encoded) return choose_encoding(copy);
   if (group.host_is_pageable) return CopyMethod::kBatch;
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
-  // Expedited loads have no staging buffer.
-  const bool may_stage = copy.may_launch && copy.may_stage && copy.channel != kExpedited;
+  // Expedited loads have no staging buffer, in which they would wait behind other loads.
+  const bool is_expedited = copy.channel == kExpedited;
+  const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited && !copy.is_crowded;
+  const bool has_kernel_limit = !is_expedited && !(copy.channel == kLoads && copy.is_crowded);
   CopyMethod best = available_.front();
   double least = std::numeric_limits<double>::infinity();
   for (const CopyMethod method : available_) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !copy.may_launch) continue;
     if (forces(method)) return method;
-    if (method == CopyMethod::kKernel && bytes > kMaxKernelBytes) continue;
+    if (method == CopyMethod::kKernel && has_kernel_limit && bytes > kMaxKernelBytes) continue;
     const double predicted = seconds(method, copy);
     if (predicted >= least) continue;
     least = predicted;
     best = method;
   }
   return best;
+}
+
+// Only kernels encode and decode on a GPU, also beside others that keep it busy.
+CopyMethod MethodChooser::choose_encoding(GroupCopy copy) const {
+  copy.is_crowded = false;
+  const auto is_available = [&](CopyMethod method) {
+    return std::find(available_.begin(), available_.end(), method) != available_.end();
+  };
+  if (!is_available(CopyMethod::kKernel)) return available_.front();
+  const bool may_stage = copy.may_stage && copy.channel != kExpedited;
+  if (!may_stage || forces(CopyMethod::kKernel)) return CopyMethod::kKernel;
+  const double bytes = static_cast<double>(copy.blocks) * groups_[copy.group].block_bytes;
+  if (forces(CopyMethod::kStaged) || bytes > kMaxKernelBytes) return CopyMethod::kStaged;
+  const bool is_faster = seconds(CopyMethod::kKernel, copy) < seconds(CopyMethod::kStaged, copy);
+  return is_faster ? CopyMethod::kKernel : CopyMethod::kStaged;
 }
 
 bool MethodChooser::may_choose(CopyMethod method) const {
@@ -163,15 +191,22 @@ bool MethodChooser::may_choose(CopyMethod method) const {
 }
 
 CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
-                         const kvswap_copy_method_options& options, Channel& stores, Channel& loads)
+                         const kvswap_copy_method_options& options, const Channels& channels)
     : groups_(groups),
       device_(device),
       options_(options),
       chooser_(options, device.copy_methods(), groups),
-      stream_(stores.stream()) {
+      stream_(channels[kStores]->stream()) {
   check_forced_method();
+  bool has_encoded = false;
+  for (const Group& group : groups_) {
+    if (group.format == nullptr) continue;
+    check_encoded(group);
+    has_encoded = true;
+  }
   try {
-    set_up(stores, loads);
+    if (has_encoded) set_up_states(channels);
+    set_up(channels);
   } catch (const std::bad_alloc&) {
     close();
     throw;
@@ -179,6 +214,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     close();
     has_kernels_ = false;
     missing_methods_ = error.what();
+    if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
       fail<ValueError>("copy_method='", copy_method_name(method),
@@ -200,7 +236,42 @@ void CopyPlanner::check_forced_method() const {
                    "; pass copy_method='auto', or unset KVSWAP_COPY_METHOD");
 }
 
-void CopyPlanner::set_up(Channel& stores, Channel& loads) {
+void CopyPlanner::check_encoded(const Group& group) const {
+  if (device_.slot_codec() == nullptr) {
+    fail<ValueError>("host pages with encoding='lossless' cannot be used with ", device_.name(),
+                     ": this library has no kernels for it; make the pool with encoding='raw'");
+  }
+  if (group.host_is_pageable) {
+    fail<ValueError>(
+        "host pages with encoding='lossless' must be pinned, because kernels read and write them; "
+        "pin the pool, or make it with encoding='raw'");
+  }
+  if (device_.pack_kernels() == nullptr) return;
+  for (const CopyMethod method : {CopyMethod::kStrided, CopyMethod::kBatch}) {
+    if (!chooser_.forces(method)) continue;
+    fail<ValueError>("copy_method='", copy_method_name(method),
+                     "' cannot encode host pages with encoding='lossless'; pass "
+                     "copy_method='auto', 'staged' or 'kernel', or make the pool with "
+                     "encoding='raw'");
+  }
+  // A piece, a quarter of the memory at most, has whole slots.
+  constexpr uint64_t kUnit = 2 * kStagingAlignment;
+  const uint64_t slot = group.format->slot_bytes();
+  const uint64_t least = std::max(kMinStagingBytes, 4 * ((slot + kUnit - 1) / kUnit * kUnit));
+  if (options_.staging_bytes < least && !chooser_.forces(CopyMethod::kKernel)) {
+    fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ", slot,
+                     " bytes with encoding='lossless'; give it ", least, " or more");
+  }
+}
+
+void CopyPlanner::set_up_states(const Channels& channels) {
+  states_ = device_.slot_codec()->allocate_states(kChannels * SlotStates::kCount);
+  for (int channel = 0; channel < kChannels; ++channel) {
+    channels[channel]->use_states(states_ + channel * SlotStates::kCount);
+  }
+}
+
+void CopyPlanner::set_up(const Channels& channels) {
   PackKernels* const kernels = device_.pack_kernels();
   if (kernels == nullptr) return;
   const bool stages = chooser_.may_choose(CopyMethod::kStaged);
@@ -212,22 +283,27 @@ void CopyPlanner::set_up(Channel& stores, Channel& loads) {
     const bool forced =
         chooser_.forces(CopyMethod::kStaged) || chooser_.forces(CopyMethod::kKernel);
     KVSWAP_CHECK(!forced || group.table != nullptr, "the host pages are not pinned");
+    if (group.format == nullptr || counters_ != 0) continue;
+    counters_ = kernels->allocate_counters(stream_);
+    channels[kStores]->use_counters(*kernels, counters_);
   }
   if (!stages) return;
   KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
                " is too little; give it ", kMinStagingBytes, " or more");
   staging_ = kernels->allocate_staging(options_.staging_bytes);
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
-  stores.use_staging(*kernels, staging_, half);
-  loads.use_staging(*kernels, staging_ + half, half);
+  channels[kStores]->use_staging(*kernels, staging_, half);
+  channels[kLoads]->use_staging(*kernels, staging_ + half, half);
 }
 
 void CopyPlanner::make_tables(std::vector<Group>& groups) const {
   for (Group& group : groups) {
     const int64_t slots = group.num_pages * group.blocks_per_page;
     if (group.host_is_pageable) continue;
-    group.table =
-        device_.pack_kernels()->make_table(group.gpu, group.host, group.num_blocks, slots, stream_);
+    group.table = device_.pack_kernels()->make_table(group.gpu, group.host, group.format.get(),
+                                                     group.num_blocks, slots, stream_);
+    KVSWAP_CHECK(group.table != nullptr || group.format == nullptr,
+                 "the kernels know blocks and slots up to number 2^31 - 1");
   }
 }
 
@@ -238,9 +314,8 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
-  const bool may_launch =
-      groups_[group].table != nullptr && !job.work->copy_engines_only && !is_crowded;
-  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0});
+  const bool may_launch = groups_[group].table != nullptr && !job.work->copy_engines_only;
+  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0, is_crowded});
 }
 
 void CopyPlanner::plan(Job& job) const noexcept {
@@ -264,9 +339,14 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   double predicted = kMinCrowdedSeconds;
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
-    launched |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
-    predicted +=
-        seconds_without_kernels({part.group, transfer.jobs.front().channel, part.blocks.size()});
+    const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
+    const bool by_kernels =
+        part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    launched |= by_kernels && !is_encoded;
+    const int channel = transfer.jobs.front().channel;
+    const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
+                                           true,       true,    true};
+    predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
   }
   if (!launched || seconds < kCrowded * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
@@ -294,25 +374,21 @@ std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alo
   // A load that others precede is unpacked while they are on the link.
   const bool has_head_or_tail =
       parts.size() == 1 && first.layer_groups == 1 && (is_alone || first.channel == kStores);
-  if (has_head_or_tail)
-    split_head_or_tail(parts, groups_[parts.front().group], first.channel, unstaged_blocks(first));
+  if (has_head_or_tail) {
+    const int group = parts.front().group;
+    split_head_or_tail(parts, groups_[group], first.channel, unstaged_blocks(group, first.channel));
+  }
   return parts;
 }
 
 // As many blocks as the link copies in the time that it takes to launch a kernel.
-size_t CopyPlanner::unstaged_blocks(const Job& job) const {
-  const int group = job.work->parts.front().group;
-  if (groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
+size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
+  if (groups_[group].format != nullptr || groups_[group].runs.size() > kMaxUnstagedRuns) return 0;
   const auto seconds = [&](size_t blocks) {
-    return chooser_.seconds(CopyMethod::kStrided, {group, job.channel, blocks});
+    return chooser_.seconds(CopyMethod::kStrided, {group, channel, blocks});
   };
   const double each = seconds(2) - seconds(1);
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
-}
-
-double CopyPlanner::seconds_without_kernels(const MethodChooser::GroupCopy& copy) const {
-  return std::min(chooser_.seconds(CopyMethod::kStrided, copy),
-                  chooser_.seconds(CopyMethod::kBatch, copy));
 }
 
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
@@ -327,13 +403,20 @@ void CopyPlanner::leak() noexcept {
   for (Group& group : groups_) {
     if (group.table != nullptr) group.table->leak();
   }
-  staging_ = 0;
+  staging_ = counters_ = 0;
+  states_ = nullptr;
 }
 
 void CopyPlanner::close() {
   for (Group& group : groups_) group.table.reset();
-  if (staging_ != 0) device_.pack_kernels()->free_staging(staging_);
-  staging_ = 0;
+  for (uint64_t* memory : {&staging_, &counters_}) {
+    if (*memory != 0) device_.pack_kernels()->free_staging(*memory);
+    *memory = 0;
+  }
+  if (states_ != nullptr) {
+    device_.slot_codec()->free_states(states_, kChannels * SlotStates::kCount);
+  }
+  states_ = nullptr;
 }
 
 }  // namespace kvswap

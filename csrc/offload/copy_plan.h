@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,8 +23,9 @@ class MethodChooser {
   struct GroupCopy {
     int group, channel;
     size_t blocks;
-    bool may_launch = true;  // kernels may copy
-    bool may_stage = true;   // the channel has a staging buffer
+    bool may_launch = true;   // kernels may copy
+    bool may_stage = true;    // the channel has a staging buffer
+    bool is_crowded = false;  // other kernels keep the GPU busy
   };
   CopyMethod choose(const GroupCopy& copy) const;
   // Predicted seconds; infinite for a copy method without figures.
@@ -37,9 +39,11 @@ class MethodChooser {
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
+  CopyMethod choose_encoding(GroupCopy copy) const;
+
   // What it takes to copy blocks of a group.
   struct GroupCosts {
-    bool host_is_pageable;
+    bool host_is_pageable, is_encoded;
     double block_bytes;
     // For a block, block_seconds includes all fragments, and submit_copy_seconds all copies.
     kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];
@@ -56,11 +60,13 @@ class CopyPlanner {
  public:
   static constexpr uint64_t kMinStagingBytes = 1 << 20;
 
+  using Channels = std::array<Channel*, kChannels>;
+
   // Gives the groups their tables and the channels their staging buffers, if some transfer would
-  // use them. Throws ValueError when the device does not have the forced copy method, or when that
-  // is not available.
+  // use them, and what they need for encoded groups. Throws ValueError when the device does not
+  // have the forced copy method, or when that is not available, or when it cannot encode a group.
   CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
-              Channel& stores, Channel& loads);
+              const Channels& channels);
   ~CopyPlanner() { close(); }
 
   // Why copy methods that would be chosen are not available, or "".
@@ -80,8 +86,8 @@ class CopyPlanner {
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // To be called with the time that each transfer took on the device. If one with kernels was much
-  // slower than predicted for the copy engines, because other kernels keep the GPU busy, only copy
-  // engines are chosen for a while.
+  // slower than predicted for the method chosen on a GPU that other kernels keep busy, that method
+  // is chosen for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.
@@ -91,22 +97,23 @@ class CopyPlanner {
 
  private:
   void check_forced_method() const;
-  void set_up(Channel& stores, Channel& loads);
+  void check_encoded(const Group& group) const;
+  void set_up(const Channels& channels);
+  void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
-  size_t unstaged_blocks(const Job& job) const;
-  // Predicted, by the faster method of the copy engines.
-  double seconds_without_kernels(const MethodChooser::GroupCopy& copy) const;
+  size_t unstaged_blocks(int group, int channel) const;
 
   std::vector<Group>& groups_;
   Device& device_;
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string missing_methods_;
-  double crowded_until_ = 0;  // until then no kernels copy: other kernels keep the GPU busy
+  double crowded_until_ = 0;  // until then other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
-  uint64_t staging_ = 0;
+  uint64_t staging_ = 0, counters_ = 0;
+  uint8_t* states_ = nullptr;  // SlotStates::kCount for each channel; null: no group is encoded
 };
 
 }  // namespace kvswap

@@ -8,6 +8,7 @@
 #include "capi.h"
 #include "copy/slab_runs.h"
 #include "device/device.h"
+#include "encoding/slot_format.h"
 
 namespace kvswap {
 
@@ -24,7 +25,11 @@ struct Group {
   int block_space = 0, slot_space = 0;
   const kvswap_ready_range* ready_range = nullptr;  // of the pool
   bool host_is_pageable = false;
-  uint64_t block_bytes = 0;            // in all slabs
+  uint64_t block_bytes = 0;  // in all slabs
+  // How the slots of host pages are encoded, with so many bits for each value; null: not at all.
+  // The host's slabs all begin with the first slot then.
+  std::shared_ptr<const SlotFormat> format;
+  int encoding_width_eighths = 0;
   std::vector<SlabRun> runs;           // of slabs at equal distances
   std::shared_ptr<KernelTable> table;  // for the kernels; null if they cannot be used
 
@@ -38,6 +43,9 @@ struct Group {
     };
     return {first_of(layer_group), first_of(layer_group + 1)};
   }
+
+  // What a block of a transfer with so many layer groups takes of the link.
+  uint64_t link_bytes(int layer_groups, int64_t num_layers) const;
 };
 
 // Whether some host pages are not pinned. The driver's call returns only when those are copied.

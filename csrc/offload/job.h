@@ -72,6 +72,7 @@ struct Work {
   bool was_cancelled = false;       // cancel() was called
   bool copy_engines_only = false;   // no kernels copy
   bool is_staged = false;           // in all groups, as planned
+  uint32_t encoded_blocks = 0;      // in groups whose slots are encoded
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
@@ -94,20 +95,25 @@ struct Work {
 // everything except the number of references.
 struct Job {
   int64_t id = 0;
-  uint64_t nbytes = 0;
+  uint64_t nbytes = 0, link_bytes = 0;  // of the blocks, and between device and host
   double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
   std::atomic<int> references{0};
   int channel = 0;
   int layer_groups = 1;
   State state = State::kQueued;
   CopyMethod copy_method = CopyMethod::kHost;
-  Reason error;                // of a job that has failed
+  Reason error;  // of a job that has failed
+  // Of a job that has failed because blocks of encoded groups were rejected: where they are in its
+  // list of blocks. Its other blocks were copied.
+  std::unique_ptr<const std::vector<int64_t>> rejected;
   std::unique_ptr<Work> work;  // null once it has ended
   Job* next = nullptr;         // in the queue, or in its transfer
   Job* next_ended = nullptr;   // in the list of unreported jobs
 
   bool has_ended() const { return state >= State::kDone; }
   bool has_succeeded() const { return state == State::kDone; }
+  // Whether blocks were rejected, and that is all that went wrong.
+  bool was_rejected() const { return error.kind() == Reason::Kind::kRejected; }
   // "store 17".
   std::string name() const { return direction_name(channel) + (" " + std::to_string(id)); }
 };

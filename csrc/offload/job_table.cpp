@@ -17,6 +17,13 @@ Reason because_of(const Job& source) noexcept {
 
 bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
 
+// Whether a job that reads what `source` writes must fail. A store with rejected blocks has written
+// the others, and marked the slots of those that it rejected: a load of them rejects them too.
+bool fails_readers(const Job& source) {
+  const bool is_marked = source.channel == kStores && source.was_rejected();
+  return has_ended_without_success(source) && !is_marked;
+}
+
 }  // namespace
 
 JobTable::JobTable(const std::vector<Group>& groups) {
@@ -139,7 +146,7 @@ void JobTable::add(const JobRef& job) noexcept {
 
 Reason JobTable::source_failure(const Job& job) const noexcept {
   for (const JobRef& source : job.work->sources) {
-    if (has_ended_without_success(*source)) return because_of(*source);
+    if (fails_readers(*source)) return because_of(*source);
   }
   return {};
 }
@@ -156,15 +163,18 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   if (state == State::kFailed) job.error = error;
   unreported_failures_ += !job.has_succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
+  if (job.has_succeeded() || job.was_rejected()) metrics.blocks += job.work->count();
+  if (job.rejected != nullptr) metrics.rejected_blocks += job.rejected->size();
   if (job.has_succeeded()) {
     ++metrics.done;
     metrics.bytes += job.nbytes;
+    metrics.link_bytes += job.link_bytes;
     ++metrics.jobs_by_copy_method[static_cast<int>(job.copy_method)];
     observe(metrics.queue, job.queue_seconds);
     observe(metrics.copy, job.copy_seconds);
   } else {
     ++(state == State::kFailed ? metrics.failed : metrics.cancelled);
-    if (job.channel == kStores) invalidate_slots(job);
+    if (job.channel == kStores && !job.was_rejected()) invalidate_slots(job);
   }
   job.work.reset();
   unreported_.push_back(JobRef(&job));

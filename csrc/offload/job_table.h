@@ -20,8 +20,9 @@ namespace kvswap {
 //
 // Failures. A job's sources are the jobs that write what it reads. It fails if one of them failed
 // or was cancelled. A slot that a failed store should have written stays invalid until it is stored
-// again. A GPU block is invalid only until the failed load was reported: from then on the caller
-// knows, and may write the block by other means.
+// again. But a store that only rejected some blocks fails no load: it has marked their slots, and a
+// load of such a slot rejects that block. A GPU block is invalid only until the failed load was
+// reported: from then on the caller knows, and may write the block by other means.
 //
 // Only prepare() and make_block_records() allocate, so nothing after them fails for lack of memory.
 //

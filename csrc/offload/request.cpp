@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "offload/slot_states.h"
 
 namespace kvswap {
 namespace {
@@ -106,9 +107,26 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   } else {
     refuse_duplicates(block_seen_[group.block_space], block_list, blocks, num_blocks);
   }
+  if (group.format != nullptr) add_encoded(*job.work, num_blocks);
   job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
+}
+
+void RequestReader::add_encoded(Work& work, int64_t num_blocks) {
+  if (work.copy_engines_only) {
+    fail<ValueError>(
+        "copy_engines_only=True: host pages with encoding='lossless' are encoded and decoded by "
+        "kernels; leave it out, or use a pool with encoding='raw'");
+  }
+  const uint64_t blocks = work.encoded_blocks + static_cast<uint64_t>(num_blocks);
+  if (blocks > SlotStates::kCount) {
+    fail<ValueError>("the job has ", blocks,
+                     " blocks for host pages with encoding='lossless'; a "
+                     "job can have ",
+                     SlotStates::kCount, "; submit several jobs");
+  }
+  work.encoded_blocks = static_cast<uint32_t>(blocks);
 }
 
 void RequestReader::refuse_duplicates(std::vector<int64_t>& seen, const std::string& list,

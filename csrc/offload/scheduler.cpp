@@ -52,7 +52,9 @@ Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, 
       groups_(std::move(groups)),
       table_(groups_),
       queues_{{kStores, device}, {kLoads, device}, {kExpedited, device}},
-      planner_(groups_, device, options, queues_[kStores].channel, queues_[kLoads].channel) {}
+      planner_(
+          groups_, device, options,
+          {&queues_[kStores].channel, &queues_[kLoads].channel, &queues_[kExpedited].channel}) {}
 
 Scheduler::~Scheduler() { std::for_each(gates_.begin(), gates_.end(), Gate::release); }
 
@@ -76,6 +78,9 @@ kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
 Reason Scheduler::prepare(const Lock&, Job& job) {
   job.work->submitted_at = now();
   planner_.plan(job);
+  for (const JobPart& part : job.work->parts) {
+    job.link_bytes += part.count * groups_[part.group].link_bytes(job.layer_groups, layers_);
+  }
   return table_.prepare(job);
 }
 
@@ -126,6 +131,7 @@ bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) c
 bool Scheduler::can_submit(const Queue& queue, const Job& job) const {
   if (queue.submitting >= 0) return false;
   if (job.id > flush_until_ && !queue.channel.has_room_for(job.work->entries)) return false;
+  if (!queue.channel.has_states_for(job.work->encoded_blocks)) return false;
   return all_before_are_submitted(queue, *job.work);
 }
 
@@ -246,10 +252,9 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& 
 Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
   const size_t entries = planner_.entries_of(parts);
-  Transfers made = queue.channel.make_transfer(jobs.front().layer_groups);
-  Transfer& transfer = *made.front();
-  transfer.parts = std::move(parts);
-  transfer.entries = entries;
+  Transfers made =
+      queue.channel.make_transfer(jobs.front().layer_groups, std::move(parts), groups_);
+  made.front()->entries = entries;
   return made;
 }
 
@@ -370,7 +375,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
 // Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
 JobList Scheduler::take_jobs(Queue& queue) noexcept {
   JobList jobs;
-  size_t bytes = 0, entries = 0;
+  size_t bytes = 0, entries = 0, encoded_blocks = 0;
   queue.submitting = queue.jobs.front().id;
   while (!queue.jobs.empty()) {
     Job& next = queue.jobs.front();
@@ -378,7 +383,11 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
       queue.jobs.pop_front();
       continue;
     }
-    if (!jobs.empty() && !can_join(queue, jobs, bytes, entries, next)) break;
+    encoded_blocks += next.work->encoded_blocks;
+    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next) ||
+                          !queue.channel.has_states_for(encoded_blocks))) {
+      break;
+    }
     bytes += next.nbytes;
     entries += next.work->entries;
     --queue.num_queued;
@@ -460,16 +469,19 @@ void Scheduler::retire_first(Queue& queue) {
   const Transfer& transfer = queue.channel.oldest();
   Reason error;
   double seconds = 0;
+  std::vector<RejectedBlock> rejected;
   try {
     seconds = queue.channel.copy_seconds(transfer);
     planner_.record_duration(transfer, seconds);
+    rejected = find_rejected(transfer);
   } catch (const std::exception& problem) {
     if (!queue.channel.is_alive()) throw;
     error = Reason(problem);
   }
   for (Job& job : transfer.jobs) {
     job.copy_seconds = seconds;
-    const Reason reason = error.empty() ? table_.source_failure(job) : error;
+    Reason reason = error.empty() ? table_.source_failure(job) : error;
+    if (reason.empty() && !job.work->was_cancelled) reason = reject(job, rejected);
     const State state = job.work->was_cancelled ? State::kCancelled
                         : reason.empty()        ? State::kDone
                                                 : State::kFailed;
@@ -477,6 +489,16 @@ void Scheduler::retire_first(Queue& queue) {
   }
   queue.channel.retire_first();
   progress_.notify_all();
+}
+
+// Sets Job::rejected. Returns why the job fails therefore, or an empty reason.
+Reason Scheduler::reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept {
+  try {
+    job.rejected = positions_in(job, rejected);
+  } catch (const std::exception& error) {
+    return Reason(error);
+  }
+  return job.rejected == nullptr ? Reason() : rejection(job, *job.rejected, groups_);
 }
 
 // Ends a job that was never submitted.

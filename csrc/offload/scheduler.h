@@ -13,6 +13,7 @@
 #include "offload/gate.h"
 #include "offload/group.h"
 #include "offload/job_table.h"
+#include "offload/rejected.h"
 
 namespace kvswap {
 
@@ -167,6 +168,7 @@ class Scheduler {
   Queue* next_to_retire();
   bool sources_have_ended(const Transfer& transfer) const;
   void retire_first(Queue& queue);
+  Reason reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept;
   void open_gates(const Lock& lock) noexcept;
   bool has_gates_to_open() const;
   void mark_lost(const Reason& reason) noexcept;

@@ -6,6 +6,7 @@
 
 #include "device/device.h"
 #include "offload/job.h"
+#include "offload/slot_states.h"
 
 namespace kvswap {
 
@@ -20,6 +21,7 @@ struct TransferPart {
   // The head or tail of a staged transfer, which is copied without staging, to keep the link busy
   // while a kernel packs or unpacks.
   bool is_head_or_tail = false;
+  uint8_t* states = nullptr;  // of an encoded group: a SlotState for each block
 };
 
 // The copies of one job, or of several small ones that were joined: they start and end together. A
@@ -29,11 +31,12 @@ struct Transfer {
   JobList jobs;                     // in the order of submission
   std::vector<TransferPart> parts;  // in the order in which they are copied
   Event start = nullptr;
-  std::vector<Event> ends;  // one for each layer group; the last is the end of all
-  size_t entries = 0;       // of the driver's queue
-  bool has_begun = false;   // some of its bytes may have been copied
-  int layer_group = 0;      // the first one that is not enqueued completely
-  CopyPosition next;        // what to enqueue next of it
+  std::vector<Event> ends;   // one for each layer group; the last is the end of all
+  size_t entries = 0;        // of the driver's queue
+  SlotStates::Range states;  // of all parts
+  bool has_begun = false;    // some of its bytes may have been copied
+  int layer_group = 0;       // the first one that is not enqueued completely
+  CopyPosition next;         // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

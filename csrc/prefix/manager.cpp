@@ -124,7 +124,8 @@ void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* foun
   }
 }
 
-void BlockManager::end(int64_t id, bool succeeded, bool wait) {
+void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,
+                       bool wait) {
   const auto lock = lock_for(0, wait);
   const auto found = reservations_.find(id);
   if (found == reservations_.end()) {
@@ -132,19 +133,40 @@ void BlockManager::end(int64_t id, bool succeeded, bool wait) {
   }
   const Reservation& reservation = found->second;
   if (!wait && reservation.pins.size() > kFewKeys) throw Busy{};
+  check_rejected(reservation, rejected);
+  auto next = rejected.begin();
+  int64_t position = 0;
   for (const Pin& pin : reservation.pins) {
+    if (reservation.is_store && !pin.fills) continue;  // cached before
     Group& group = groups_[pin.group];
-    if (succeeded && pin.fills) {
-      group.counters.stored += group.pages->mark_filled(pin.page);
-    } else if (succeeded) {
-      group.counters.loaded += !reservation.is_store;
-    } else if (pin.fills || !reservation.is_store) {
+    const bool is_rejected = next != rejected.end() && *next == position++;
+    next += is_rejected;
+    if (!succeeded || is_rejected) {
       group.pages->forget(pin.page);
       ++group.counters.failed;
+    } else if (pin.fills) {
+      group.counters.stored += group.pages->mark_filled(pin.page);
+    } else {
+      ++group.counters.loaded;
     }
   }
   release_all(reservation.pins);
   reservations_.erase(found);
+}
+
+void BlockManager::check_rejected(const Reservation& reservation,
+                                  const std::vector<int64_t>& rejected) {
+  const auto copied =
+      std::count_if(reservation.pins.begin(), reservation.pins.end(),
+                    [&](const Pin& pin) { return pin.fills || !reservation.is_store; });
+  int64_t least = 0;
+  for (size_t i = 0; i < rejected.size(); ++i) {
+    if (rejected[i] < least || rejected[i] >= copied) {
+      fail<ValueError>("rejected[", i, "] is ", rejected[i], "; the reservation has ", copied,
+                       " pages, and positions must ascend");
+    }
+    least = rejected[i] + 1;
+  }
 }
 
 void BlockManager::touch(const Keys& keys, bool wait) {

@@ -81,8 +81,9 @@ class BlockManager {
   std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
                                       int64_t* pages, int64_t* counts, bool wait);
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
-  // loaded, are forgotten.
-  void end(int64_t reservation, bool succeeded, bool wait);
+  // loaded, are forgotten. With success, only those of the rejected pages are, given by their
+  // positions among the pages that the reservation was made for, ascending.
+  void end(int64_t reservation, bool succeeded, const std::vector<int64_t>& rejected, bool wait);
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
@@ -138,6 +139,8 @@ class BlockManager {
   // them.
   void take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
                   std::vector<Pin>& pins);
+  // Throws unless these are ascending positions of pages that the reservation was made for.
+  static void check_rejected(const Reservation& reservation, const std::vector<int64_t>& rejected);
   void release_all(const std::vector<Pin>& pins);
   // Ends the leases that are over.
   void expire(double now, bool wait);

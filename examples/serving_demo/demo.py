@@ -22,6 +22,7 @@ from serving_demo.swapper import Swapper
 from serving_demo.text import cut_prompts, read_text
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.encoding import ENCODINGS, WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.engine import OffloadEngine
@@ -67,6 +68,13 @@ def _parser() -> ArgumentParser:
     add("--block-size", type=_positive, default=16, help="tokens per block")
     add("--host-pages", type=_positive, help="default: enough for all requests")
     add("--blocks-per-page", type=_positive, default=1)
+    add(
+        "--encoding",
+        choices=ENCODINGS,
+        default="raw",
+        help="of the host pages; lossless keeps keys and values in bfloat16",
+    )
+    add("--bits-per-value", type=float, choices=WIDTHS, help="of lossless pages")
     add("--rounds", type=_positive, default=3, help="rounds of prompts with common prefixes")
     add("--seed", type=int, default=0, help="seed of the weights and the prompts")
     add("--file", type=Path, help="text to cut the prompts from; default: the README")
@@ -103,6 +111,10 @@ def _check(options: Namespace, requests: list[Request]) -> None:
             f"--gpu-blocks {options.gpu_blocks} cannot hold the longest request, "
             f"which takes {largest} blocks of {options.block_size} tokens"
         )
+    if options.bits_per_value is not None and options.encoding == "raw":
+        raise UserError("--bits-per-value is for --encoding lossless")
+    if options.encoding != "raw" and options.device not in ("cpu", "cuda"):
+        raise UserError(f"--encoding {options.encoding} is for --device cpu and cuda")
     if options.device != "cpu" and not _has_device(options.device):
         raise UserError(
             f"--device {options.device}: torch finds no such device; --device cpu needs none"
@@ -112,7 +124,8 @@ def _check(options: Namespace, requests: list[Request]) -> None:
 def _run(options: Namespace, requests: list[Request]) -> int:
     device = torch.device(options.device)
     max_blocks = max(request.max_blocks for request in requests)
-    model = Model(options.block_size, max_blocks, options.seed, device)
+    cache_dtype = torch.float32 if options.encoding == "raw" else torch.bfloat16
+    model = Model(options.block_size, max_blocks, options.seed, device, cache_dtype)
     bar = _progress("alone  ", options)
     expected = []
     for request in requests:
@@ -134,7 +147,7 @@ def _serve(
     layout = PagedLayout(cache, block_dim=1)
     bar = _progress("serving", options)
     with (
-        HostPool(layout, pages, options.blocks_per_page) as host,
+        _host_pool(layout, pages, options) as host,
         OffloadHandler(layout, host) as handler,
     ):
         swapper = Swapper(OffloadEngine(handler), model.block_size)
@@ -152,6 +165,11 @@ def _serve(
     if swapper.traffic["store"].requests == 0:
         print("nothing was swapped: give fewer --gpu-blocks or more --host-pages", file=sys.stderr)
     return swapper, control
+
+
+def _host_pool(layout: PagedLayout, pages: int, options: Namespace) -> HostPool:
+    encoding = {"encoding": options.encoding, "bits_per_value": options.bits_per_value}
+    return HostPool(layout, pages, options.blocks_per_page, **encoding)
 
 
 def _compare(requests: list[Request], expected: list[list[int]], control: Control | None) -> int:
@@ -184,7 +202,7 @@ def _serve_alike(options: Namespace, model: Model, requests: list[Request]) -> i
     pages = options.host_pages or sum(-(-len(prompt) // model.block_size) for prompt in prompts)
     wrong = 0
     with (
-        HostPool(layout, pages, options.blocks_per_page) as host,
+        _host_pool(layout, pages, options) as host,
         OffloadHandler(layout, host) as handler,
     ):
         server = PrefixServer(model, OffloadEngine(handler))

@@ -1,6 +1,7 @@
 """A small decoder-only transformer over a paged KV cache.
 
-RMSNorm, rotary embedding, grouped queries, float32, greedy decoding of bytes.
+RMSNorm, rotary embedding, grouped queries, float32, greedy decoding of bytes. The cache may have
+another type.
 
 Its results depend bit for bit on the request alone, not on other requests or on block numbers. It
 computes one request at a time, in one of two shapes (a block of the prompt, or one token), and
@@ -16,6 +17,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from torch_kvswap import allocate_layers
 
 VOCAB = 256
 LAYERS = 4
@@ -67,9 +70,18 @@ class Model:
         max_blocks (int): blocks of the longest request.
         seed (int): seed of the weights.
         device (torch.device): where to compute.
+        cache_dtype (torch.dtype): the type of the cache, to which keys and values are rounded.
     """
 
-    def __init__(self, block_size: int, max_blocks: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        max_blocks: int,
+        seed: int,
+        device: torch.device,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.cache_dtype = cache_dtype
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.device = device
@@ -101,12 +113,12 @@ class Model:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def new_cache(self, num_blocks: int) -> list[Tensor]:
-        """A zeroed cache: per layer float32 [2, num_blocks, block_size, KV_HEADS, HEAD_DIM].
+        """A zeroed cache: per layer [2, num_blocks, block_size, KV_HEADS, HEAD_DIM].
 
         Index 0 of the first dimension is K, index 1 is V.
         """
         shape = (2, num_blocks, self.block_size, KV_HEADS, HEAD_DIM)
-        return [torch.zeros(shape, device=self.device) for _ in self.layers]
+        return allocate_layers(shape, len(self.layers), dtype=self.cache_dtype, device=self.device)
 
     def padded(self, blocks: list[int]) -> list[int]:
         """The block table of a request, padded to max_blocks entries with its last block."""
@@ -180,8 +192,8 @@ class Model:
         for layer, kv_cache in zip(self.layers, cache, strict=True):
             y = functional.rms_norm(x, (DIM,), layer.attention_norm)
             q, k, v = self._queries_keys_values(layer, y, start)
-            kv_cache[:, blocks, slots] = torch.stack((k, v))
-            keys, values = kv_cache.index_select(1, table).flatten(1, 2)
+            kv_cache[:, blocks, slots] = torch.stack((k, v)).to(kv_cache.dtype)
+            keys, values = kv_cache.index_select(1, table).flatten(1, 2).float()
             x = x + functional.linear(attention(q, keys, values, unseen), layer.out)
             y = functional.rms_norm(x, (DIM,), layer.mlp_norm)
             gate, up = functional.linear(y, layer.gate_up).chunk(2, -1)

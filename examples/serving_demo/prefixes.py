@@ -51,7 +51,8 @@ class PrefixServer:
         self._cache = list(layout.tensors)
         self._per_page = pool.blocks_per_page
         self._blocks = BlockAllocator(layout.num_blocks)
-        self._hasher = PrefixHasher("demo", "float32", model.block_size * pool.blocks_per_page)
+        tokens = model.block_size * pool.blocks_per_page
+        self._hasher = PrefixHasher("demo", str(layout.dtype), tokens)
         self._storing: deque[tuple[Job, list[int]]] = deque()
 
     def generate(self, prompt: bytes, new_tokens: int) -> list[int]:
@@ -80,7 +81,7 @@ class PrefixServer:
             RuntimeError: a transfer failed.
         """
         for result in self._engine.poll():
-            if not result.ok:
+            if not result.ok and not result.rejected:  # the engine forgets rejected blocks
                 message = f"{result.direction} {result.job_id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
 

@@ -51,12 +51,14 @@ def traffic_table(traffic: dict[str, Traffic], link: dict[str, float] | None) ->
         traffic (dict[str, Traffic]): by direction.
         link (dict[str, float] | None): GB/s of one large copy, by direction.
     """
-    lines = ["       requests    blocks        MB     GB/s" + ("   of the link" if link else "")]
+    lines = [
+        "       requests    blocks        MB  link MB     GB/s" + ("   of the link" if link else "")
+    ]
     for direction, moved in traffic.items():
         speed = moved.nbytes / moved.seconds / 1e9 if moved.seconds else 0.0
         share = f"{speed / link[direction]:8.0%} of {link[direction]:.1f}" if link else ""
         lines.append(
             f"{direction:5}{moved.requests:10}{moved.blocks:10}"
-            f"{moved.nbytes / 1e6:10.1f}{speed:9.2f}{share}"
+            f"{moved.nbytes / 1e6:10.1f}{moved.link_bytes / 1e6:9.1f}{speed:9.2f}{share}"
         )
     return "\n".join(lines)

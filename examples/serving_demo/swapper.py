@@ -18,12 +18,14 @@ class Traffic:
         requests (int): requests moved.
         blocks (int): blocks copied.
         nbytes (int): bytes copied.
+        link_bytes (int): bytes in which they crossed the link.
         seconds (float): sum of the transfers' times on the device.
     """
 
     requests: int = 0
     blocks: int = 0
     nbytes: int = 0
+    link_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -43,7 +45,8 @@ class Swapper:
         self.traffic = {"store": Traffic(), "load": Traffic()}
         self._engine = engine
         self._block_bytes = layout.block_bytes
-        self._hasher = PrefixHasher("demo", "float32", block_size * self._host.blocks_per_page)
+        tokens = block_size * self._host.blocks_per_page
+        self._hasher = PrefixHasher("demo", str(layout.dtype), tokens)
         self._reserved = 0
         self._moving: dict[int, Request] = {}
         self._stored: list[Request] = []  # stored without a transfer: the host had all blocks
@@ -116,6 +119,7 @@ class Swapper:
             traffic = self.traffic[result.direction]
             traffic.blocks += result.nbytes // self._block_bytes
             traffic.nbytes += result.nbytes
+            traffic.link_bytes += result.link_bytes
             traffic.seconds += result.copy_seconds
             if result.direction == "load" and request.preempted is not None:
                 self._engine.release(request.preempted)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from engine_bytes import CHECKS
 from fake_accelerator import DEVICE_TYPE, Accelerator, needs_compiler
 from fuzz import fuzz
 from fuzz_cache import MismatchError
 from fuzz_devices import Accelerated
 from fuzz_engine import Server
-from queued_devices import on_queued_device, run_on_device
+from queued_devices import DEVICE, on_queued_device, run_on_device
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -36,6 +38,14 @@ def test_engines_load_the_bytes_of_the_keys(accelerator: Accelerator) -> None:
 def test_as_a_control_blocks_that_were_not_computed_are_found(accelerator: Accelerator) -> None:
     with pytest.raises(MismatchError):
         fuzz(lambda seed: Server(Unstalled(accelerator, seed), seed, stale=True), 20)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@on_queued_device
+def test_an_engine_loads_the_bytes_that_it_stored(
+    accelerator: Accelerator, check: Callable[[str], None]
+) -> None:
+    check(DEVICE)
 
 
 @needs_compiler

@@ -544,6 +544,22 @@ def free_under_a_copy(accelerator: Accelerator, record: bool) -> torch.Tensor:
     return page
 
 
+def num_mappings() -> int:
+    """How many ranges of addresses the process has. The kernel allows 65,530."""
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@on_fake_accelerator
+def test_freed_memory_leaves_no_mapping_behind(accelerator):
+    torch.zeros(1, device=DEVICE_TYPE)  # starts the stream's thread
+    before = num_mappings()
+    made = [torch.empty(4096, dtype=torch.uint8, device=DEVICE_TYPE) for _ in range(500)]
+    assert num_mappings() >= before + len(made)
+    while made:
+        made.pop(len(made) // 3)
+    assert num_mappings() < before + 50
+
+
 @on_fake_accelerator
 def test_memory_that_another_stream_uses_is_kept_if_it_was_recorded(accelerator):
     page = free_under_a_copy(accelerator, record=True)
@@ -593,6 +609,18 @@ def test_tensors_events_and_threads_leave_nothing_behind(accelerator):
     assert (after.live_events, after.live_streams) == (0, 0)
     assert torch.accelerator.memory_allocated() == after.live_bytes
     assert threading.active_count() == threads
+
+
+@on_fake_accelerator
+def test_a_test_can_see_device_memory_although_copies_wait(accelerator):
+    cache, page = device_and_page()
+    with accelerator.hold_copies():
+        cache.copy_(page.fill_(6), non_blocking=True)
+        assert values(accelerator.peek(cache)) == {1}
+    torch.accelerator.synchronize()
+    assert values(accelerator.peek(cache[1:3])) == {6}
+    with pytest.raises(RuntimeError, match="not in one allocation of device memory"):
+        accelerator.peek(page)
 
 
 @on_fake_accelerator
@@ -807,11 +835,7 @@ def lose_the_device(accelerator: Accelerator) -> None:
     assert in_time(lambda: accelerator.pending() == "")
 
 
-@pytest.fixture
-def worker():
-    made = workers.new()
-    yield made
-    made.close()
+worker = workers.fixture()
 
 
 @pytest.mark.slow

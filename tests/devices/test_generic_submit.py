@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 from fake_accelerator import needs_compiler
 from fake_accelerator.tests import environment
+from generic_submit import Cell, table
+from timing import Spread
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "generic_submit.py"
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "generic_submit.py"
+
+
+def cells_of(file: Path) -> list[Cell]:
+    cells = json.loads(file.read_text())["cells"]
+    return [
+        Cell(**{name: Spread(**of) if isinstance(of, dict) else of for name, of in cell.items()})
+        for cell in cells
+    ]
 
 
 @needs_compiler
-def test_it_times_stores_and_loads_beside_bare_torch() -> None:
-    arguments = ["--fake-accelerator", "--samples", "2", "--blocks", "1", "3"]
+def test_it_times_stores_and_loads_beside_bare_torch(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ["--fake-accelerator", "--samples", "2", "--blocks", "1", "3", "--json", str(file)]
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *arguments],
         env=environment(),
@@ -23,9 +36,16 @@ def test_it_times_stores_and_loads_beside_bare_torch() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    header, *lines = done.stdout.splitlines()
-    assert header.split()[-4:] == ["idle", "behind", "work", "torch"]
-    assert [line.split()[:2] for line in lines] == [
-        [direction, blocks] for blocks in ("1", "3") for direction in ("store", "load")
+    cells = cells_of(file)
+    assert table(cells) in done.stdout
+    assert [(cell.blocks, cell.direction, cell.wrong) for cell in cells] == [
+        (blocks, direction, 0) for blocks in (1, 3) for direction in ("store", "load")
     ]
-    assert all(float(figure) > 0 for line in lines for figure in line.split()[3:])
+    assert all(
+        times.median > 0 for cell in cells for times in (cell.idle, cell.behind_work, cell.by_hand)
+    )
+
+
+def test_the_docs_have_the_figures_of_the_results() -> None:
+    cells = cells_of(ROOT / "benchmarks" / "results" / "generic_submit-cpu.json")
+    assert table(cells) in (ROOT / "docs" / "devices.md").read_text()

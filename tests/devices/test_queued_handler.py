@@ -9,7 +9,6 @@ import pytest
 import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
-from logged import logged
 from paged_caches import LAYOUTS, NUM_BLOCKS, Cache, check_round_trip
 from patience import PATIENCE, in_time
 from queued_devices import DEVICE, ROW, Rows, current, on_queued_device, queue_of
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_kvswap import AFTER_NOTHING, HostPool, OffloadHandler, PagedLayout
-from torch_kvswap.devices.queue import _warn_of_unified_memory
 
 
 def let_it_run(rows: Rows) -> None:
@@ -27,6 +25,15 @@ def let_it_run(rows: Rows) -> None:
 
 
 # Bytes
+
+
+@on_queued_device
+def test_encoded_pages_are_refused_where_the_kernels_do_not_run(accelerator: Accelerator) -> None:
+    layout = PagedLayout([torch.zeros(4, 4096, dtype=torch.bfloat16, device=DEVICE)])
+    assert " ".join(error_text(HostPool, layout, 1, encoding="lossless").split()) == (
+        "ValueError: encoding='lossless' needs kernels of this library, which "
+        f"{layout.device} does not have; leave encoding out"
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -303,13 +310,3 @@ def test_a_mode_of_torch_does_not_see_the_copies(accelerator: Accelerator, mode:
         load.wait()
         load.synchronize(PATIENCE)
     assert not [name for name in seen if "copy" in name or "index" in name]
-
-
-def test_unified_memory_is_warned_of() -> None:
-    with logged() as messages:
-        _warn_of_unified_memory(torch.device("mps"))
-        _warn_of_unified_memory(torch.device("xpu"))
-    assert messages == [
-        "mps has no memory of its own: host pages take as much of the same memory as the blocks that "
-        "they free; a larger cache does without copies (docs/devices.md)"
-    ]

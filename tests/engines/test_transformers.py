@@ -121,6 +121,72 @@ def test_without_host_memory_all_are_computed_again():
 
 
 @needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoded_blocks_come_back_with_the_same_bytes(kind):
+    net = model(kind, dtype=torch.bfloat16)
+    with first_parts_of(4096), ours(encoding="lossless", bits_per_value=12.5) as seen:
+        tokens(net, prompts(), config(small(kind)))
+    assert seen.parked == seen.back > 0
+    assert seen.wrong == 0
+    assert seen.is_empty
+    assert seen.swap.pool.encoding == "lossless"
+    stores = seen.swap.handler.metrics().stores
+    assert 0 < stores.link_bytes < 0.79 * stores.bytes
+
+
+@needs_transformers
+def test_the_same_memory_holds_more_encoded_blocks():
+    net, pages = model("full", dtype=torch.bfloat16), []
+    for options in ({}, {"encoding": "lossless", "bits_per_value": 12.5}):
+        with ours(**options) as seen:
+            tokens(net, prompts(), config(small("full")))
+        pages.append(seen.swap.pool.num_pages)
+    assert pages[1] == pytest.approx(1.28 * pages[0], abs=2)
+
+
+@needs_transformers
+def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
+    net, inputs = model("full", dtype=torch.bfloat16), prompts()
+    from torch_kvswap.integrations.transformers import swap
+
+    class Spoiled(swap.HostPool):
+        """Its slots lose their headers before the first load, as if stores had rejected blocks."""
+
+        def _register_user(self, handler: Any) -> None:
+            super()._register_user(handler)
+            load = handler.load
+
+            def spoil(**arguments: Any) -> Any:
+                if not spoiled:
+                    spoiled.append(arguments["page_ids"][0])
+                    handler.synchronize()
+                    self.pages[spoiled[0]].zero_()
+                return load(**arguments)
+
+            handler.load = spoil
+
+    spoiled: list[int] = []
+    with (
+        mock.patch.object(swap, "HostPool", Spoiled),
+        ours(encoding="lossless", bits_per_value=12.5) as seen,
+    ):
+        got = tokens(net, inputs, config(small("full")))
+    assert spoiled
+    assert list(map(len, got)) == list(map(len, tokens(net, inputs, config(500, gib=0.0))))
+    assert seen.swap.handler.metrics().loads.rejected_blocks == 1
+    assert (seen.back, seen.wrong) == (seen.parked - 1, 0)
+    assert seen.is_empty
+
+
+def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
+    with pytest.raises(ValueError, match="encoding is 'zstd'; it can be raw or lossless"):
+        integration.enable(encoding="zstd")  # type: ignore[arg-type]
+    said = "copy_engines_only=True is not possible with encoding='lossless', because kernels"
+    with pytest.raises(ValueError, match=said):
+        integration.enable(encoding="lossless", copy_engines_only=True)
+
+
+@needs_transformers
 def test_a_manager_that_is_used_again_begins_with_all_pages():
     net, inputs = model("full"), prompts()
     with ours() as seen:

@@ -46,11 +46,19 @@ def late(driver: Driver, guarded: bool = True, **options: Any) -> Iterator[Seen]
     def finish(self: Any, job: Any) -> None:
         run_until(driver, job.query)
 
+    def placed(tensors: Any, **named: Any) -> Any:
+        return place(driver, layout(tensors, **named))
+
+    def pinned(layout: Any, num_pages: int, *, encoding: str, bits_per_value: float | None) -> Any:
+        assert (encoding, bits_per_value) == ("raw", None)
+        return pool(driver, layout, num_pages)
+
+    pinned.page_bytes_of = transformers_swap.HostPool.page_bytes_of  # type: ignore[attr-defined]
     with (
-        mock.patch.object(transformers_cache, "PagedLayout", lambda t: place(driver, layout(t))),
-        mock.patch.object(transformers_swap, "HostPool", lambda lay, n: pool(driver, lay, n)),
+        mock.patch.object(transformers_cache, "PagedLayout", placed),
+        mock.patch.object(transformers_swap, "HostPool", pinned),
         mock.patch.object(swap, "_make_stream_wait", finish if guarded else lambda self, job: None),
-        mock.patch.object(swap, "wait", finish),
+        mock.patch.object(swap, "wait", lambda self, load: finish(self, load.job)),
         ours(**options) as seen,
     ):
         try:
@@ -151,7 +159,7 @@ def loading(steps: Steps, seen: Seen, driver: Driver) -> str:
 
     steps.until(lambda: bool(some()))
     [name, *_] = some()
-    assert not parked_of(seen).requests[name].load.query()
+    assert not parked_of(seen).requests[name].load.job.query()
     return name
 
 
@@ -336,17 +344,18 @@ def test_a_parked_request_that_does_not_fit_holds_up_none_that_does(driver):
         [first, second] = list(parked.requests.values())[:2]
         states = [first.state, second.state]
         assert first.load is second.load is None
-        allocate = parked.view.allocate
-        parked.view.demand = lambda scheduler: 0
-        parked.view.allocate = lambda state, demand: state is second.state
-        with mock.patch.object(parked.swap, "load") as load:
-            load.return_value.query.return_value = False
-            assert parked.ready(states) == []
-        assert first.load is None
-        assert second.load is load.return_value
-        second.load = None
-        del parked.view.demand
-        parked.view.allocate = allocate
+        for refuses in ("fits", "allocate"):
+            takes_second = mock.Mock(side_effect=lambda state, *demand: state is second.state)
+            yes = mock.Mock(return_value=True)
+            answers = {"has_margin": yes, "demand": yes, "fits": yes, "allocate": yes}
+            with (
+                mock.patch.multiple(parked.view, **(answers | {refuses: takes_second})),
+                mock.patch.object(parked.swap, "load") as load,
+            ):
+                assert parked.ready(states) == []
+            assert first.load is None
+            assert second.load is load.return_value
+            second.load = None
         steps.processor.fail_all_requests(RuntimeError("enough"))
         driver.set_mode("immediate")
         driver.run()

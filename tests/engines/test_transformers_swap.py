@@ -4,6 +4,7 @@ a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import pytest
@@ -12,7 +13,12 @@ from continuous_batching import first_parts_of
 
 from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.integrations.transformers.cache import Cache
-from torch_kvswap.integrations.transformers.swap import Options, Swap
+from torch_kvswap.integrations.transformers.swap import (
+    UNITS_PER_QUESTION,
+    UNREPORTED_JOBS,
+    Options,
+    Swap,
+)
 from torch_kvswap.layout import PagedLayout
 
 
@@ -35,6 +41,17 @@ def test_what_was_stored_comes_back_to_other_blocks():
     assert swap.num_free == 3
     swap.free(stored)
     assert swap.num_free == 6
+
+
+def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
+    blocks = torch.randn(20, 2048).to(torch.bfloat16)
+    layout, options = PagedLayout([blocks]), Options(encoding="lossless", bits_per_value=12.5)
+    swap = Swap(layout, 6, None, options)
+    assert swap.pool.page_bytes == options.page_bytes(layout) == 3200
+    before = blocks.clone()
+    stored = swap.store([ids(3, 1), ids(7)])
+    swap.load(stored, [ids(10, 11), ids(12)])
+    assert torch.equal(blocks[10:13], before[[3, 1, 7]])
 
 
 def test_groups_are_loaded_as_far_as_both_sides_go():
@@ -87,7 +104,8 @@ def test_pages_that_are_free_again_are_taken_in_the_order_in_which_they_lie():
     first = swap.store([ids(1, 2, 3)])
     swap.free(first)
     again = swap.store([ids(4, 5, 6)])
-    assert again.pages == first.pages == [[0, 1, 2]]
+    assert [pages.tolist() for pages in again.pages] == [[3, 4, 5]]
+    assert again.pages == first.pages
 
 
 def test_no_page_is_taken_twice():
@@ -117,7 +135,7 @@ class View(Cache):
     def units_per_block(self, group):
         return group.units
 
-    host_bytes = demand = allocate = mark_restored = None
+    host_bytes = has_margin = fits = demand = allocate = mark_restored = None
 
     def free(self, request_id):
         for group in self.groups:
@@ -153,40 +171,67 @@ def test_a_request_that_has_no_blocks_is_not_freed():
     assert view.groups[0].block_table == {}
 
 
-def test_a_batch_is_looked_at_only_while_something_may_be_copied():
+def waits_of(swap: Swap, written: Iterable[int] | None) -> list[int]:
+    """The ids of the jobs that guard() makes the stream wait for."""
+    with mock.patch.object(swap, "_make_stream_wait") as waited:
+        swap.guard(written)
+    return [call.args[0].id for call in waited.call_args_list]
+
+
+def unwanted() -> Iterator[int]:
+    raise AssertionError("nobody needs this")
+    yield
+
+
+def test_a_batch_is_looked_at_only_while_a_store_runs():
     _, swap = make()
-
-    def written():
-        raise AssertionError("nobody needs this")
-        yield
-
-    swap.guard(written())
-    swap.store([ids(1, 2)])
+    swap.guard(unwanted())
+    stored = swap.store([ids(1, 2)])
     with pytest.raises(AssertionError, match="nobody needs this"):
-        swap.guard(written())
+        swap.guard(unwanted())
     swap.collect()  # on the CPU it has ended
-    swap.guard(written())
+    swap.guard(unwanted())
+    swap.load(stored, [ids(3, 4)])
+    swap.guard(unwanted())
 
 
-def test_the_device_is_asked_only_for_a_batch_that_writes_what_is_being_copied():
+def test_the_device_is_asked_for_stores_each_time_after_so_many_units_of_batches():
     _, swap = make()
-    with (
-        mock.patch.object(OffloadHandler, "poll", return_value=[]) as finished,
-        mock.patch.object(Job, "result", None),  # nothing has ended
-    ):
+    some = range(100, 100 + UNITS_PER_QUESTION // 2)
+    swap.store([ids(1, 2)])
+    with mock.patch.object(Job, "query", return_value=False) as asked:
+        for expected in (0, 0, 1, 1, 2):
+            swap.guard(some)
+            assert asked.call_count == expected
+        swap.guard(some)
+        swap.store([ids(3)])  # to ask for its end at once would be in vain
+        swap.guard(some)
+        assert asked.call_count == 2
+    swap.guard(some)
+    swap.guard(unwanted())  # asked once more: both have ended
+
+
+def test_a_stream_waits_once_for_each_store_whose_units_a_batch_writes():
+    _, swap = make()
+    with mock.patch.object(Job, "query", return_value=False):
         swap.store([ids(1, 2)])
         swap.store([ids(3)])
-        finished.reset_mock()
-        swap.guard(ids(4, 5))
-        finished.assert_not_called()
-        with mock.patch.object(swap, "_make_stream_wait") as waited:
-            swap.guard(ids(4, 3))
-            finished.assert_called_once_with()
-            assert [call.args[0].id for call in waited.call_args_list] == [1]
-            swap.guard(ids(3))  # the stream waits already
-            assert waited.call_count == 1
-            swap.guard(None)
-            assert [call.args[0].id for call in waited.call_args_list] == [1, 0]
+        assert waits_of(swap, ids(4, 5)) == []
+        assert waits_of(swap, ids(4, 3)) == [1]
+        assert waits_of(swap, ids(3)) == []  # the stream waits already
+        assert waits_of(swap, None) == [0]
+
+
+def test_a_stream_waits_for_a_load_only_after_its_units_were_given_away():
+    _, swap = make()
+    stored = swap.store([ids(1, 2)])
+    swap.reset()
+    load = swap.load(stored, [ids(3, 4)])
+    with mock.patch.object(Job, "query", return_value=False):
+        assert waits_of(swap, ids(3)) == waits_of(swap, None) == []
+        load.is_exposed = True
+        assert waits_of(swap, ids(5)) == []
+        assert waits_of(swap, ids(3)) == [load.job.id]
 
 
 def test_only_what_nobody_wants_any_more_is_cancelled():
@@ -200,22 +245,54 @@ def test_only_what_nobody_wants_any_more_is_cancelled():
     assert swap.num_free == 6
 
 
-def test_the_handler_need_not_remember_the_jobs_of_earlier_requests():
+def test_the_handler_remembers_no_more_than_so_many_jobs_that_have_ended():
     _, swap = make()
-    for block in range(5):
-        stored = swap.store([ids(block)])
-        job = swap.load(stored, [ids(block)])
-        swap.free(stored)
-    results = swap.handler.poll()
-    assert [result.job_id for result in results] == [stored.stores[0].id, job.id]
+    with mock.patch.object(swap.handler, "poll", wraps=swap.handler.poll) as poll:
+        for number in range(1, 3 * UNREPORTED_JOBS // 2 + 1):
+            stored = swap.store([ids(1)])
+            swap.load(stored, [ids(2)])
+            swap.free(stored)
+            swap.collect()
+            assert poll.call_count == 2 * number // UNREPORTED_JOBS
+    assert swap.handler.poll() == []
+
+
+def test_a_store_asks_the_device_only_while_a_load_runs():
+    _, swap = make()
+    with mock.patch.object(Job, "query", return_value=False) as asked:
+        stored = swap.store([ids(1)])
+        swap.store([ids(2)])
+        asked.assert_not_called()
+        swap.load(stored, [ids(3)])
+        swap.store([ids(4)])
+    assert asked.call_count == 3
+
+
+def test_a_failed_load_is_reported_at_once_because_its_blocks_cannot_be_stored_before():
+    _, swap = make()
+    stored = swap.store([ids(1)])
+    load = swap.load(stored, [ids(2)])
+    with (
+        mock.patch.object(Job, "_is_done", False),
+        mock.patch.object(swap.handler, "poll") as poll,
+    ):
+        swap.store([ids(2)])
+    assert load.ok is False
+    poll.assert_called_once_with()
 
 
 def test_the_host_waits_for_a_job_and_a_guard_has_the_stream_wait_for_it():
     _, swap = make()
-    (job,) = swap.store([ids(3)]).stores
+    stored = swap.store([ids(3)])
+    load = swap.load(stored, [ids(4)])
     with mock.patch.object(swap.handler, "synchronize") as waited:
-        swap.wait(job)
-    waited.assert_called_once_with(job)
-    with mock.patch.object(swap, "collect"), mock.patch.object(type(job), "wait") as waited:
-        swap.guard([3])  # the copy seems to run, since nobody has looked
+        swap.wait(load)
+    waited.assert_called_once_with(load.job)
+    (job,) = stored.stores
+    with (
+        mock.patch.object(Job, "query", return_value=False),
+        mock.patch.object(Job, "wait") as waited,
+    ):
+        swap.guard([3])
     waited.assert_called_once_with(None)
+    assert job.query()

@@ -13,7 +13,7 @@ import torch
 from gpu_cache import NEW, OLD, keep_busy
 
 from torch_kvswap.host_pool.pool import HostPool
-from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
+from torch_kvswap.integrations.vllm.layout import Move, Place, group_layouts, read_move
 from torch_kvswap.integrations.vllm.retry import Retry
 from torch_kvswap.layout import PagedLayout
 
@@ -87,6 +87,14 @@ def test_each_group_has_its_own_first_block_and_may_be_empty():
     assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
 
 
+def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), 3, 3)
+    assert move.places(3) == [
+        *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
+        *(Place(2, 3, 8, 1), Place(2, 4, 8, 2), Place(2, 5, 9, 0)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
 )
@@ -105,8 +113,8 @@ def test_a_transfer_of_another_number_of_groups_is_refused():
 
 def moved(layout: PagedLayout, pool: HostPool, direction: Any) -> tuple[Retry, torch.Tensor]:
     """Blocks 4, 1 and 3 and the slots 1 to 3 of pages 2 and 0."""
-    move = Move([np.array([4, 1, 3])], [np.array([2, 0])], [1])
-    retry = Retry([layout], pool.pages, direction, move)
+    places = Move([np.array([4, 1, 3])], [np.array([2, 0])], [1]).places(2)
+    retry = Retry([layout], [pool], direction, places, {})
     retry.wait()
     return retry, torch.stack([pool.pages[2, 1], pool.pages[0, 0], pool.pages[0, 1]])
 
@@ -170,8 +178,8 @@ def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeyp
     layout = PagedLayout([torch.zeros(6, 64, dtype=torch.int8)])
     pool = HostPool(layout, 3, 2)
     layout.device = torch.device("cuda", 1)
-    move = Move([np.array([4])], [np.array([2])], [1])
-    assert Retry([layout], pool.pages, "store", move).error is None
+    places = [Place(0, 4, 2, 1)]
+    assert Retry([layout], [pool], "store", places, {}).error is None
     assert log == [
         "a stream is made",
         "it waits for the stream of cuda:1",
@@ -192,14 +200,14 @@ def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(directio
     layout = PagedLayout([cache])
     pool = HostPool(layout, 3, 2)
     pool.pages.fill_(OLD)
-    move = Move([np.array([4])], [np.array([2])], [1])
+    places = [Place(0, 4, 2, 1)]
     idle = torch.cuda.Stream()
-    Retry([layout], pool.pages, "load", move).wait()  # the first one takes longer
+    Retry([layout], [pool], "load", places, {}).wait()  # the first one takes longer
     torch.cuda.synchronize()
     keep_busy()
     cache.fill_(NEW)
     with contextlib.nullcontext() if waits else torch.cuda.stream(idle):
-        retry = Retry([layout], pool.pages, direction, move)
+        retry = Retry([layout], [pool], direction, places, {})
     retry.wait()
     was_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -18,6 +18,8 @@ def test_what_is_not_said_has_a_default():
         manager="torch_kvswap",
         copy_method=None,
         staging_bytes=32 << 20,
+        encoding="raw",
+        bits_per_value=None,
     )
 
 
@@ -29,6 +31,8 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "manager": "vllm",
         "copy_method": "strided",
         "staging_bytes": 0,
+        "encoding": "lossless",
+        "bits_per_value": 12.5,
     }
     of_vllm = {
         "spec_name": "x",
@@ -42,7 +46,7 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "canonical_layout": False,
     }
     read = read_options(ours | of_vllm)
-    assert read == Options(7, "arc", 2, "vllm", "strided", 0)
+    assert read == Options(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -62,6 +66,15 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
             "eviction_policy is 'mru'; it must be lru",
         ),
         ({"cpu_bytes_to_use": 1, "manager": "ours"}, "must be torch_kvswap or vllm"),
+        ({"cpu_bytes_to_use": 1, "encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
+        (
+            {"cpu_bytes_to_use": 1, "encoding": "lossless", "bits_per_value": 12},
+            "kv_connector_extra_config: bits_per_value is 12; it can be 12.125 or 12.5",
+        ),
+        (
+            {"cpu_bytes_to_use": 1, "bits_per_value": 12.5},
+            "kv_connector_extra_config: bits_per_value is 12.5, but encoding is 'raw'",
+        ),
         ({"cpu_bytes_to_use": 1, "load_after": "nothing"}, "has load_after, which"),
         ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "canonical_layout is for vLLM's own"),
     ],

@@ -30,8 +30,8 @@ def worker_of(driver: Driver) -> Iterator[tuple[Any, torch.Tensor]]:
     cache = torch.randint(256, (16, 64), dtype=torch.uint8)
     layout = place(driver, PagedLayout([cache]))
 
-    def pageable(*shape: Any) -> HostPool:
-        made = HostPool(*shape, pinned=False)
+    def pageable(*shape: Any, **encoding: Any) -> HostPool:
+        made = HostPool(*shape, pinned=False, **encoding)
         driver.adopt(made.pages, 1)
         return made
 

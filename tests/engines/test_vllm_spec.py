@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm_engine import (
     KVSwapManager,
     KVSwapOffloadingSpec,
     base,
+    caches,
     config,
     keys,
 )
@@ -73,8 +75,6 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
 def test_workers_with_the_same_cache_load_what_rank_0_has_stored():
     from concurrent.futures import ThreadPoolExecutor
 
-    from vllm_engine import caches
-
     def worker_of(rank: int) -> Any:
         # The caches of the ranks differ, so that a load is seen.
         canonical = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
@@ -110,6 +110,33 @@ def test_too_few_bytes_for_a_chunk_are_refused():
 
 def test_the_bytes_of_one_chunk_are_enough():
     assert KVSwapOffloadingSpec(config(2, 4, cpu_bytes_to_use=8000)).num_pages == 1
+
+
+@pytest.mark.parametrize(("width", "pages"), [(None, 13), (12.125, 13), (12.5, 12)])
+def test_encoded_pages_are_more_in_the_same_memory(width, pages):
+    options = {"encoding": "lossless", "cpu_bytes_to_use": 10 << 20}
+    options |= {} if width is None else {"bits_per_value": width}
+    spec = KVSwapOffloadingSpec(config(1, 1, 1 << 20, **options))
+    assert spec.num_pages == pages
+    worker = spec.get_worker(caches([[(0, 1 << 20)]], [1 << 20], "cpu", blocks=2))
+    assert 10 * (1 << 20) - worker._pool.page_bytes < worker._pool.nbytes <= 10 * (1 << 20)
+    assert worker._pool.bits_per_value == (width or 12.125)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp8_e4m3"])
+def test_a_cache_that_cannot_be_encoded_is_refused_by_its_type(dtype):
+    settings = config(1, 1, 1 << 20, encoding="lossless", cpu_bytes_to_use=10 << 20)
+    settings = replace(settings, model=replace(settings.model, dtype=dtype))
+    with pytest.raises(ValueError, match=f"for bfloat16, but the KV cache is of {dtype}; leave"):
+        KVSwapOffloadingSpec(settings)
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
+def test_workers_that_share_pages_cannot_encode_them():
+    options = {"encoding": "lossless", "cpu_bytes_to_use": 10 << 20}
+    with pytest.raises(ValueError, match="the 8 workers have the same cache and share raw pages"):
+        KVSwapOffloadingSpec(config(8, 1, 1 << 20, replicated=True, **options))
 
 
 def test_a_model_without_a_cache_is_refused():

@@ -61,28 +61,25 @@ pop context
     )
 
 
-def test_more_fragments_than_the_limit_go_in_several_calls():
+@pytest.mark.parametrize(
+    ("environment", "calls"),
+    [({}, [32, 32, 32, 32, 12]), ({"KVSWAP_BATCH_LIMIT": "100"}, [100, 40])],
+    ids=["default", "of the environment"],
+)
+def test_more_fragments_than_the_limit_go_in_several_calls(environment, calls):
     def body(driver):
         gpu, host = driver.memory(4096, DEVICE), driver.memory(4096, HOST)
         host.random_(0, 256)
         driver.set_stream(0, 70)
-        offsets = torch.arange(0, 4000, 16)
+        offsets = torch.arange(0, 140 * 16, 16)
         sizes = torch.full_like(offsets, 8)
         ops.swap_blocks_batch(host.data_ptr() + offsets, gpu.data_ptr() + offsets, sizes)
         print(driver.log(), end="")
-        print(torch.equal(gpu[:4000].view(-1, 16)[:, :8], host[:4000].view(-1, 16)[:, :8]))
+        print(torch.equal(gpu[:2240].view(-1, 16)[:, :8], host[:2240].view(-1, 16)[:, :8]))
 
-    assert_expected_inline(
-        simulated_driver.run(body, KVSWAP_BATCH_LIMIT="100"),
-        """\
-push context of device 0
-batch of 100 on stream 70, source order 1 from 0
-batch of 100 on stream 70, source order 1 from 0
-batch of 50 on stream 70, source order 1 from 0
-pop context
-True
-""",
-    )
+    batches = [f"batch of {count} on stream 70, source order 1 from 0" for count in calls]
+    expected = ["push context of device 0", *batches, "pop context", "True", ""]
+    assert simulated_driver.run(body, **environment) == "\n".join(expected)
 
 
 def copy_two_fragments(driver):

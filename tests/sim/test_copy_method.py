@@ -15,7 +15,14 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
-from simulated_cache import CHANNELS, needs_kernels, new_threads, threads
+from simulated_cache import (
+    CHANNELS,
+    let_threads_look,
+    needs_kernels,
+    new_threads,
+    run_until,
+    threads,
+)
 from simulated_driver import DEVICE, Driver, on_device, place, run, simulated, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -24,7 +31,7 @@ from torch_kvswap._native.handler import NativeHandler
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.copy_method import CHOICES, copy_method_options
 from torch_kvswap.groups import Groups
-from torch_kvswap.handler import Result
+from torch_kvswap.handler import Job, Result
 from torch_kvswap.metrics import COPY_METHODS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -309,15 +316,56 @@ def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path
 
 @needs_kernels
 @simulated
-def test_a_large_load_is_not_left_to_a_kernel(driver: Driver, tmp_path: Path) -> None:
+def test_a_large_load_is_left_to_a_kernel_only_if_it_is_expedited(
+    driver: Driver, tmp_path: Path
+) -> None:
     with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
         taken = paths_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
     assert_expected_inline(
         taken,
         """\
 16: kernel kernel kernel strided
-17: strided strided strided strided""",
+17: strided strided kernel strided""",
     )
+
+
+@pytest.mark.parametrize("expedited", [True, False])
+@needs_kernels
+@simulated
+def test_a_large_expedited_load_ends_while_a_staged_load_waits(
+    driver: Driver, tmp_path: Path, expedited: bool
+) -> None:
+    """A load that is not expedited is the control: it waits too."""
+    whole = torch.randint(256, (4, 40, 64 << 10), dtype=torch.uint8)
+    layout = on_device(driver, whole)
+    copies = driver.cuda.create_stream() + 3
+    first, second = list(range(17)), list(range(20, 37))  # more bytes than a kernel loads otherwise
+    with (
+        figures(tmp_path, strided=(0, 0, 9), staged=(1, 0, 0), kernel=(1, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 40)) as handler,
+    ):
+        handler.synchronize(handler.store(gpu_block_ids=first + second, page_ids=first + second))
+        expected = whole.clone()
+        whole.zero_()
+        driver.set_mode("manual")
+        hold = driver.hold(copies)
+        jobs = [
+            handler.load(page_ids=first, gpu_block_ids=first, after=()),
+            handler.load(page_ids=second, gpu_block_ids=second, after=(), expedited=expedited),
+        ]
+        if expedited:
+            run_until(driver, jobs[1].query)
+            assert torch.equal(whole[:, second], expected[:, second])
+        else:
+            let_threads_look(driver)
+        assert [job.query() for job in jobs] == [False, expedited]
+        driver.release(hold)
+        run_until(driver, lambda: all(job.query() for job in jobs))
+        driver.set_mode("immediate")
+        assert torch.equal(whole[:, first + second], expected[:, first + second])
+        results = [job.result for job in jobs]
+    taken = [result.copy_method for result in results if result]
+    assert taken == ["staged", "kernel" if expedited else "staged"]
 
 
 @needs_kernels
@@ -335,6 +383,16 @@ def slow_store(driver: Driver, handler: OffloadHandler, stream: int, ms: float =
     """Of one whose copies on `stream` start so late."""
     driver.set_mode("manual")
     job = handler.store(gpu_block_ids=[1], page_ids=[1], after=())
+    return slow(driver, handler, job, stream, ms)
+
+
+def slow_load(driver: Driver, handler: OffloadHandler, stream: int) -> Result:
+    driver.set_mode("manual")
+    job = handler.load(page_ids=[1], gpu_block_ids=[1], after=())
+    return slow(driver, handler, job, stream, 200)
+
+
+def slow(driver: Driver, handler: OffloadHandler, job: Job, stream: int, ms: float) -> Result:
     assert driver.step(stream)  # its start is recorded
     driver.advance_clock(ms)
     driver.set_mode("immediate")
@@ -368,6 +426,28 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
             is_soon = took < avoided[0]
         assert second.copy_method == "strided"
         assert slow_store(driver, handler, copies, ms).copy_method == "staged"
+
+
+@pytest.mark.parametrize(("strided_ms", "then"), [(4, "strided"), (8, "kernel"), (1000, "kernel")])
+@needs_kernels
+@simulated
+def test_where_staged_loads_are_held_up_a_kernel_takes_over_if_the_copy_engines_are_slow(
+    driver: Driver, tmp_path: Path, strided_ms: float, then: str
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 3
+    with (
+        figures(tmp_path, strided=(strided_ms, 0, 0), staged=(1, 0, 0), kernel=(3, 0, 0)),
+        OffloadHandler(layout, HostPool(layout, 4)) as handler,
+    ):
+        is_soon = False
+        while not is_soon:  # a busy machine may stop this thread for as long as the rule holds
+            began = time.monotonic()
+            taken = [slow_load(driver, handler, copies).copy_method for _ in range(2)]
+            is_soon = time.monotonic() - began < 2
+            if not is_soon:
+                time.sleep(2)
+    assert taken == ["staged", then]
 
 
 @needs_kernels

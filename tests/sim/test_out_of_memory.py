@@ -12,13 +12,16 @@ import faulthandler
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from drained import drain
+from encoded_cache import EncodedCache
 from patience import PATIENCE, in_time
-from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream
+from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
@@ -190,10 +193,11 @@ def fill_the_queue(attempt: Attempt) -> None:
 
 def leave_a_job_to_the_worker(attempt: Attempt) -> None:
     attempt.begin()
-    attempt.submit("store", 0, 0, count=300)
-    attempt.run()
-    attempt.submit("load", 300, 300, count=200, layer_groups=2)
-    attempt.run()
+    store = attempt.submit("store", 0, 0, count=300)
+    load = attempt.submit("load", 300, 300, count=200, layer_groups=2)
+    for job in (store, load):
+        if job is not None:
+            attempt.run_until_ended(job)  # the worker has made its allocations
 
 
 def wait_and_cancel(attempt: Attempt) -> None:
@@ -353,6 +357,71 @@ def test_every_job_ends_and_the_handler_works_on_whichever_allocation_fails(name
     preload = str(build() / "liballocations.so")
     allocations = int(run(program, SCENARIO=name, LD_PRELOAD=preload))
     assert allocations > 10
+
+
+def run_and_see(driver: Driver, jobs: list[Job]) -> bool:
+    """Whether all jobs have ended, after the device did all it can do."""
+    driver.run()
+    return all([job.query() for job in jobs])
+
+
+def sweep_encoded(driver: Driver, method: str) -> None:
+    """Copies with rejected blocks, with the first allocation failing, with the second, and so on."""
+    library = allocations()
+    for nth in itertools.count(1):
+        faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)
+        driver.reset()
+        cache = EncodedCache(driver, copy_method=method)
+        cache.spoil(2)
+        before = {block: cache.block(block) for block in (1, 3, 8)}
+        live = driver.live("allocations")
+        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        jobs = []
+        with suppress(MemoryError, RuntimeError):
+            gpu, host = cache.layouts[0], cache.pools[0]
+            OffloadHandler(gpu, host, copy_method=method, staging_bytes=1 << 20).close()
+        with suppress(MemoryError):
+            jobs.append(cache.store([1, 2, 3], [0, 1, 2]))
+            jobs.append(cache.load([0, 1, 2], [7, 8, 9]))
+        assert in_time(partial(run_and_see, driver, jobs)), "a job does not end"
+        failed = library.allocations_stop()
+        assert driver.live("allocations") == live
+        for job, targets in zip(jobs, ((), (7, 8, 9)), strict=False):
+            assert job.result is not None
+            if job.result.rejected:
+                assert job.result.rejected == (1,)
+                for target, source in zip(targets, (1, 8, 3), strict=False):
+                    assert cache.is_same(target, before[source])
+            else:
+                assert told(job.result.error), f"allocation {nth}: {job.result}"
+        drain(cache.handler)
+        cache.handler.poll()
+        driver.set_mode("immediate")
+        cache.store([1, 3], [1, 4]).synchronize(PATIENCE)
+        cache.load([1, 4], [5, 6]).synchronize(PATIENCE)
+        assert cache.is_same(5, before[1])
+        assert cache.is_same(6, before[3])
+        cache.handler.close()
+        faulthandler.cancel_dump_traceback_later()
+        if not failed:
+            print(nth - 1)
+            return
+
+
+def program_of_encoded(driver: Driver) -> None:
+    import os
+
+    from test_out_of_memory import sweep_encoded
+
+    sweep_encoded(driver, os.environ["METHOD"])
+
+
+@pytest.mark.parametrize("method", ["staged", "kernel"])
+@needs_kernels
+@without_cuda
+def test_no_rejected_block_is_lost_whichever_allocation_fails(method: str) -> None:
+    preload = str(build() / "liballocations.so")
+    assert int(run(program_of_encoded, METHOD=method, LD_PRELOAD=preload)) > 10
 
 
 CALLS: dict[str, Callable[[BlockManager], Any]] = {

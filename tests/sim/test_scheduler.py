@@ -168,6 +168,21 @@ def test_jobs_that_read_the_same_are_joined(driver: Driver, kind: str) -> None:
         assert transfers_of(sim, kind, same) == 1
 
 
+@pytest.mark.parametrize("kind", CHANNELS)
+@simulated
+def test_jobs_are_joined_behind_one_without_blocks(driver: Driver, kind: str) -> None:
+    with SimulatedCache(driver) as sim:
+        *early, queued = sim.fill(kind)
+        assert sim.handler.cancel(queued)
+        sim.submit(kind, [], [])
+        for i in range(1, 4):
+            sim.submit(kind, [i], [i])
+        results = sim.finish()
+        assert sim.is_right(without=[queued])
+        assert sorted(states(results)) == ["cancelled"] + ["done"] * (len(early) + 4)
+        assert sim.metrics(kind).transfers == len(early) + 1
+
+
 @simulated
 def test_a_job_in_layer_groups_is_joined_with_no_other(driver: Driver) -> None:
     with SimulatedCache(driver, layers=2) as sim:

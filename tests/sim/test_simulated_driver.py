@@ -690,11 +690,7 @@ def sleep(driver: Driver) -> None:
     time.sleep(10 * PATIENCE)
 
 
-@pytest.fixture
-def worker():
-    made = workers.new()
-    yield made
-    made.close()
+worker = workers.fixture()
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from simulated_driver import DEVICE, Driver, on_device, simulated
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 BLOCKS = 7
+MAPPING = 2 << 20  # the least that PyTorch maps, and unmaps, in an expandable segment
 
 
 def moved(driver: Driver, layout: PagedLayout, copy_method: str = "auto") -> str:
@@ -107,12 +110,38 @@ def test_layers_more_than_two_gib_apart_are_one_copy(driver: Driver) -> None:
     driver.reset()
 
 
+@pytest.mark.parametrize(("gap", "rows"), [(512, 3), (MAPPING - 512, 3), (MAPPING, 1)])
+@simulated
+def test_layers_of_their_own_that_leave_room_for_no_mapping_are_one_copy(
+    driver: Driver, gap: int, rows: int
+) -> None:
+    """As PyTorch's allocator places one after another in an expandable segment."""
+    layer_bytes = BLOCKS * 48
+    whole = torch.randint(256, (3, layer_bytes + gap), dtype=torch.uint8)
+    # Tensors on the same bytes, which know only their own.
+    layers = [torch.from_numpy(row[:layer_bytes].view(BLOCKS, 48).numpy()) for row in whole]
+    log = moved(driver, on_device(driver, whole, layers), "strided")
+    assert f"strided copy of {rows} x 48 bytes" in log
+
+
+@simulated
+def test_layers_of_two_allocations_are_two_copies(driver: Driver) -> None:
+    whole = torch.randint(256, (4, BLOCKS, 48), dtype=torch.uint8)
+    driver.adopt(whole[:2].view(-1), DEVICE)
+    driver.adopt(whole[2:].view(-1), DEVICE)
+    layout = PagedLayout([torch.from_numpy(layer.numpy()) for layer in whole])
+    layout.device = torch.device("cuda", 0)
+    log = moved(driver, layout, "strided")
+    assert log.count("strided copy of 2 x 48 bytes") == 8
+
+
 @pytest.mark.parametrize("storages", [1, 2])
 @simulated
 def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, storages: int) -> None:
     """The driver knows all expandable segments of a stream as one reservation. What lies between
     two tensors may be unmapped at any time, and a copy across it is refused then."""
-    raw = torch.randint(256, (3, BLOCKS, 48), dtype=torch.uint8)
+    size = MAPPING // BLOCKS // 16 * 16 + 16  # a layer has more bytes than a mapping
+    raw = torch.randint(256, (3, BLOCKS, size), dtype=torch.uint8)
     whole = raw.view(-1)
     driver.adopt(whole, DEVICE)
     layers = [raw[0], raw[2]]
@@ -122,7 +151,7 @@ def test_no_copy_lies_across_memory_of_others_which_may_go(driver: Driver, stora
         driver.unmap(raw[1])
     layout = PagedLayout(layers)
     layout.device = torch.device("cuda", 0)
-    rows = {1: "strided copy of 2 x 48 bytes", 2: "strided copy of 1 x 48 bytes"}
+    rows = {1: f"strided copy of 2 x {size} bytes", 2: f"strided copy of 1 x {size} bytes"}
     assert rows[storages] in moved(driver, layout, "strided")
 
 
@@ -187,6 +216,36 @@ def test_memory_that_goes_between_two_layers_does_not_matter(copy_method: str) -
     for tensor, wanted in zip((first, last), expected, strict=True):
         wanted[[6, 0]] = wanted[[1, 4]]
         assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.gpu
+def test_layers_that_were_allocated_one_after_another_arrive_from_one_copy_or_from_many() -> None:
+    """One copy with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where the layers follow each
+    other in one range of addresses."""
+    torch.cuda.empty_cache()
+    shape = (24 << 10, 1 << 10)  # an allocation of its own without expandable segments
+    layers = [torch.randint(256, shape, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    addresses = [layer.data_ptr() for layer in layers]
+    distances = {later - earlier for earlier, later in pairwise(addresses)}
+    is_one_run = distances == {layers[0].nbytes} and "expandable_segments:True" in os.environ.get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    )
+    layout = PagedLayout(layers)
+    host = HostPool(layout, num_pages=3)
+    with OffloadHandler(layout, host) as handler:
+        for direction in ("store", "load"):
+            move = getattr(handler, direction)
+            job = move(gpu_block_ids=[1, 4], page_ids=[2, 0], copy_engines_only=True)
+            handler.synchronize(job)
+            assert job.result is not None
+            assert not is_one_run or job.result.copy_method == "strided"
+            if direction == "store":
+                expected = [layer[[1, 4]].clone() for layer in layers]
+                for layer in layers:
+                    layer[[1, 4]] = 0
+    for layer, blocks in zip(layers, expected, strict=True):
+        assert torch.equal(layer[[1, 4]], blocks)
+    host.close()
 
 
 @pytest.mark.gpu

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from fuzz_cache import Group, MismatchError, make_groups, make_pools, random_shapes
+from bf16_blocks import KINDS, make_block, random_bits
+from fuzz_cache import Group, Memory, MismatchError, Slab, make_groups, make_pools, random_shapes
 from fuzz_devices import Device
 
-from torch_kvswap import BlockGroup, Job, OffloadEngine, OffloadHandler, TransferError
+from torch_kvswap import (
+    BlockGroup,
+    HostPool,
+    Job,
+    OffloadEngine,
+    OffloadHandler,
+    TransferError,
+)
 
 PROMPTS, LONGEST = 6, 5
 
@@ -21,17 +31,14 @@ class Server:
     def __init__(self, device: Device, seed: int, steps: int = 120, stale: bool = False) -> None:
         self.device, self.rng, self.steps = device, random.Random(f"{seed} engine"), steps
         self.stale = stale  # does not compute blocks before it stores them, as a control
-        shapes = random_shapes(self.rng, device, 1)
-        groups, _ = make_groups(self.rng, device, shapes, [self.rng.randint(40, 60)])
-        self.group: Group = groups[0]
-        (self.pool,), _ = make_pools(self.rng, device, groups, 3)
+        self.group, self.pool = self.make_cache()
         self.per_page = self.pool.blocks_per_page
         self.is_list = self.rng.random() < 0.3
         layouts, pools = [self.group.layout], [self.pool]
         self.handler = OffloadHandler(
             layouts if self.is_list else layouts[0],
             pools if self.is_list else pools[0],
-            copy_method=self.rng.choice(device.copy_methods),
+            copy_method=self.rng.choice(self.copy_methods()),
             submit_thread=self.rng.random() < 0.3,
         )
         self.is_lazy = self.rng.random() < 0.3
@@ -50,10 +57,7 @@ class Server:
             length = self.rng.randint(max(len(shared), 1), LONGEST)
             own = [(number, place) for place in range(len(shared), length)]
             self.prompts.append(shared + own)
-        generator = torch.Generator().manual_seed(seed)
-        rows = PROMPTS * LONGEST * self.per_page + 1  # the last is nobody's
-        shape = rows, self.group.block_bytes
-        table = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        table = self.make_rows(PROMPTS * LONGEST * self.per_page + 1)  # the last is nobody's
         self.contents, self.table = table.clone(), device.rows(table)
         self.jobs: dict[
             int, tuple[Job, list[int], list[int]]
@@ -63,6 +67,25 @@ class Server:
         self.held: list[tuple[Any, list[tuple[int, int]], int | None]] = []  # with the store's job
         self.states: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
+
+    def make_cache(self) -> tuple[Group, HostPool]:
+        shapes = random_shapes(self.rng, self.device, 1)
+        groups, _ = make_groups(self.rng, self.device, shapes, [self.rng.randint(40, 60)])
+        (pool,), _ = make_pools(self.rng, self.device, groups, 3)
+        return groups[0], pool
+
+    def copy_methods(self) -> Sequence[str]:
+        return self.device.copy_methods
+
+    def make_rows(self, count: int) -> torch.Tensor:
+        """The bytes of so many blocks."""
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+        shape = count, self.group.block_bytes
+        return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+    def fits(self, key: tuple[int, int]) -> bool:
+        """Whether the page of the key can be stored."""
+        return True
 
     # Ids and bytes
 
@@ -145,6 +168,8 @@ class Server:
         keys = keys or self.some_keys()
         ready = self.engine.lookup(self.passed(keys)).ready
         keys = keys[:ready]
+        if not all(map(self.fits, keys)):
+            raise MismatchError(f"of {keys} a block is found that does not fit")
         blocks = self.free_blocks(len(keys) * self.per_page)
         if not ready or not blocks:
             return False
@@ -195,7 +220,9 @@ class Server:
             self.counts[result.state] += 1
             self.states[result.job_id] = result.state
             assert result.state != "cancelled" or result.job_id in self.cancelled
-            assert result.state != "failed" or self.device.faults()[0] or self.cancelled
+            is_explained = self.device.faults()[0] or self.cancelled or result.rejected
+            assert result.state != "failed" or is_explained
+            self.counts["rejected"] += len(result.rejected)
             if result.ok:
                 self.compare(blocks, rows)
 
@@ -262,3 +289,47 @@ class Server:
     def __str__(self) -> str:
         lazy = "lazy" if self.is_lazy else "eager"
         return f"{self.device.name}, {lazy}, {self.pool.num_pages} pages of {self.per_page}"
+
+
+class EncodedServer(Server):
+    """With encoded pages, and blocks of which some do not fit."""
+
+    SLABS, SLAB_BYTES = 4, 2048
+
+    def make_cache(self) -> tuple[Group, HostPool]:
+        blocks, size = self.rng.randint(40, 60), self.SLAB_BYTES
+        raw = torch.zeros(self.SLABS * blocks * size + 64, dtype=torch.uint8)
+        first = -raw.data_ptr() % 16  # as kernels need it
+        memory = Memory(self.device.cache_memory(raw), "cache")
+        tensor = memory.raw[first : first + self.SLABS * blocks * size].view(torch.bfloat16)
+        layout = self.device.layout([tensor.view(self.SLABS, blocks, -1)], 1)
+        slabs = [
+            Slab(memory, first + number * blocks * size, size, size, number * size)
+            for number in range(self.SLABS)
+        ]
+        pool = HostPool(
+            layout,
+            self.rng.randint(3, 10),
+            self.rng.choice([1, 1, 2, 3]),
+            encoding="lossless",
+            bits_per_value=12.5,
+        )
+        return Group(layout, slabs, blocks, 0, self.SLABS * size, 1), pool
+
+    def copy_methods(self) -> Sequence[str]:
+        can_encode = ("auto", "staged", "kernel")
+        return [method for method in self.device.copy_methods if method in can_encode]
+
+    def make_rows(self, count: int) -> torch.Tensor:
+        sizes = [self.SLAB_BYTES] * self.SLABS
+        self.overflows = {row for row in range(count - 1) if self.rng.random() < 0.1}
+        rows = [
+            random_bits(sizes, row)
+            if row in self.overflows
+            else make_block(self.rng.choice(list(KINDS)), sizes, row)
+            for row in range(count)
+        ]
+        return torch.from_numpy(np.stack([np.concatenate(row).view(np.uint8) for row in rows]))
+
+    def fits(self, key: tuple[int, int]) -> bool:
+        return self.overflows.isdisjoint(self.rows([key]))

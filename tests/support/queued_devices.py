@@ -44,12 +44,14 @@ def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def forget_queues() -> None:
-    """The next handler of each device makes a new queue, as in a new process."""
+    """The next handler of each device makes a new queue, as in a new process. Frees what lost devices
+    have left, on which nothing runs any more."""
     from torch_kvswap.devices import queue
 
     for one in queue._queues.values():
         one.stop()
     queue._queues.clear()
+    queue._leaked.clear()
 
 
 class Rows:
@@ -102,7 +104,7 @@ def run_on_device(script: str, *arguments: str) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=3 * PATIENCE,  # as of a test in a worker
         check=False,
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"

@@ -31,7 +31,7 @@ LAYERS = (
     ("cli", "integrations", "calibrate", "__init__", "__main__"),
 )
 # Folders of csrc/ that include no torch header.
-TORCH_FREE = ("copy", "device", "offload", "prefix")
+TORCH_FREE = ("copy", "device", "encoding", "offload", "prefix")
 
 
 def package_of(module: str) -> str:
@@ -203,6 +203,8 @@ def test_a_native_file_includes_what_its_folder_may(path):
     if path.parent.name in TORCH_FREE:
         assert not [name for name in names if name.startswith(("torch/", "ATen/", "c10/"))]
     if path.parent.name == "copy":
+        assert not [name for name in names if re.match("device/|offload/", name)], "no jobs"
+    if path.parent.name == "encoding":
         assert not [name for name in names if re.match("device/|offload/", name)], "no jobs"
     if path.parent.name == "device":
         assert not [name for name in names if "offload/" in name], "devices know no jobs"

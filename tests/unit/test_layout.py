@@ -1,6 +1,8 @@
 """A layout has the address of every block of every slab; errors name the tensor."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from random import Random
 
@@ -304,3 +306,43 @@ def test_whether_slabs_share_bytes_is_what_their_bytes_say() -> None:
             assert not meets
             accepted += 1
     assert 40 < accepted < 360
+
+
+# The type of the values
+
+
+def test_the_type_of_the_values_is_that_of_the_tensors_if_they_have_one() -> None:
+    halves = [torch.zeros(4, 8, dtype=torch.float16) for _ in range(2)]
+    assert PagedLayout(halves).dtype == torch.float16
+    assert PagedLayout([*halves, torch.zeros(4, 8)]).dtype is None
+
+
+def test_bytes_have_the_type_that_the_caller_names() -> None:
+    tensors = [torch.zeros(4, 8, dtype=one) for one in (torch.uint8, torch.int8, torch.bfloat16)]
+    assert PagedLayout(tensors, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_layout_has_the_same_type() -> None:
+    layout = PagedLayout([torch.zeros(4, 8, dtype=torch.int8)], dtype=torch.bfloat16)
+    for other in (copy.copy(layout), pickle.loads(pickle.dumps(layout))):
+        assert other.dtype == torch.bfloat16
+
+
+def test_a_type_that_the_values_cannot_have_is_refused() -> None:
+    assert_expected_inline(
+        error_text(PagedLayout, [torch.zeros(4, 8)], dtype=torch.bfloat16),
+        """\
+ValueError: dtype is torch.bfloat16, but tensors[0] is of torch.float32; leave dtype
+out, or pass views of the tensors' bytes""",
+    )
+    odd = [torch.zeros(4, 9, dtype=torch.uint8)]
+    assert_expected_inline(
+        error_text(PagedLayout, odd, dtype=torch.bfloat16),
+        """\
+ValueError: dtype is torch.bfloat16, but a block has 9 bytes in tensors[0], which is no
+multiple of 2""",
+    )
+    assert_expected_inline(
+        error_text(PagedLayout, odd, dtype="bfloat16"),
+        """TypeError: dtype is a str; it must be a torch.dtype, or None""",
+    )

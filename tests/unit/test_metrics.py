@@ -21,13 +21,16 @@ from torch_kvswap.metrics import (
 )
 
 EMPTY = Histogram((), (0,), 0.0)
-IDLE = ChannelMetrics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {"batch": 0}, EMPTY, EMPTY, EMPTY)
+IDLE = ChannelMetrics(*[0] * 13, {"batch": 0}, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
     submitted=9,
     done=4,
     failed=1,
     cancelled=2,
     bytes=4096,
+    link_bytes=3104,
+    blocks=5,
+    rejected_blocks=1,
     queued=1,
     running=1,
     transfers=3,
@@ -54,7 +57,7 @@ def fill(channel: int, out: Any) -> bool:
 
 
 def test_the_structures_are_as_long_as_those_of_the_header() -> None:
-    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 97 * 8)
+    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 100 * 8)
     assert ctypes.sizeof(abi.Command) == 12 * 8
 
 
@@ -69,16 +72,19 @@ done=1001,
 failed=1002,
 cancelled=1003,
 bytes=1004,
-queued=1005,
-running=1006,
-transfers=1007,
-streams=1008,
-events=1009,
-jobs_by_copy_method={'host': 1010, 'batch': 1011, 'strided': 1012, 'staged': 1013, 'kernel': 1014, 'generic': 1015}""",
+link_bytes=1005,
+blocks=1006,
+rejected_blocks=1007,
+queued=1008,
+running=1009,
+transfers=1010,
+streams=1011,
+events=1012,
+jobs_by_copy_method={'host': 1013, 'batch': 1014, 'strided': 1015, 'staged': 1016, 'kernel': 1017, 'generic': 1018}""",
     )
 
     for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
-        first = 1016 + 27 * number
+        first = 1019 + 27 * number
         assert histogram == Histogram(BOUNDS, tuple(range(first, first + 26)), 1 + number / 4)
 
 
@@ -160,11 +166,26 @@ kvswap_jobs_ended_total{direction="load",channel="expedited",rank="1",state="can
 kvswap_jobs_copied_total{direction="store",channel="stores",rank="1",copy_method="batch"} 4
 kvswap_jobs_copied_total{direction="load",channel="loads",rank="1",copy_method="batch"} 0
 kvswap_jobs_copied_total{direction="load",channel="expedited",rank="1",copy_method="batch"} 0
-# HELP kvswap_copied_bytes_total Bytes of the jobs done.
+# HELP kvswap_copied_bytes_total Bytes of the blocks of jobs done.
 # TYPE kvswap_copied_bytes_total counter
 kvswap_copied_bytes_total{direction="store",channel="stores",rank="1"} 4096
 kvswap_copied_bytes_total{direction="load",channel="loads",rank="1"} 0
 kvswap_copied_bytes_total{direction="load",channel="expedited",rank="1"} 0
+# HELP kvswap_link_bytes_total Bytes in which they crossed the link.
+# TYPE kvswap_link_bytes_total counter
+kvswap_link_bytes_total{direction="store",channel="stores",rank="1"} 3104
+kvswap_link_bytes_total{direction="load",channel="loads",rank="1"} 0
+kvswap_link_bytes_total{direction="load",channel="expedited",rank="1"} 0
+# HELP kvswap_blocks_total Blocks of jobs done or with rejects.
+# TYPE kvswap_blocks_total counter
+kvswap_blocks_total{direction="store",channel="stores",rank="1"} 5
+kvswap_blocks_total{direction="load",channel="loads",rank="1"} 0
+kvswap_blocks_total{direction="load",channel="expedited",rank="1"} 0
+# HELP kvswap_rejected_blocks_total Rejected blocks.
+# TYPE kvswap_rejected_blocks_total counter
+kvswap_rejected_blocks_total{direction="store",channel="stores",rank="1"} 1
+kvswap_rejected_blocks_total{direction="load",channel="loads",rank="1"} 0
+kvswap_rejected_blocks_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_transfers_total Copies given to the device.
 # TYPE kvswap_transfers_total counter
 kvswap_transfers_total{direction="store",channel="stores",rank="1"} 3

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
 
 from torch_kvswap._native import abi
 from torch_kvswap.handler import (
+    BlocksRejectedError,
     DeviceLostError,
     Result,
     SourceFailedError,
@@ -24,6 +27,7 @@ def native(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> 
     return abi.JobResult(
         id=7,
         nbytes=4096,
+        link_bytes=3104,
         submit_seconds=1,
         queue_seconds=2,
         copy_seconds=3,
@@ -39,7 +43,7 @@ def result(state: int, channel: int = abi.LOADS, error: bytes | None = None) -> 
 
 
 def test_a_result_has_what_the_native_side_says() -> None:
-    assert result(abi.DONE) == Result(7, "load", "done", 4096, "strided", 1, 2, 3, None)
+    assert result(abi.DONE) == Result(7, "load", "done", 4096, 3104, "strided", 1, 2, 3, (), None)
     assert result(abi.DONE, abi.STORES).direction == "store"
     assert result(abi.DONE, abi.EXPEDITED).direction == "load"
 
@@ -88,6 +92,7 @@ KINDS = {
     abi.OTHER_ERROR: TransferError,
     abi.DEVICE_LOST: DeviceLostError,
     abi.SOURCE_FAILED: SourceFailedError,
+    abi.REJECTED: BlocksRejectedError,
 }
 
 
@@ -105,7 +110,40 @@ def test_an_error_is_of_the_kind_that_all_of_its_jobs_failed_with(kind: int) -> 
         assert type(duplicate(error_of([one, other]))) is KINDS[kind]
         assert type(duplicate(one.error)) is KINDS[kind]
     assert type(error_of([one, result(abi.CANCELLED)])) is TransferError
-    assert type(error_of([one, failed((kind + 1) % 3)])) is TransferError
+    assert type(error_of([one, failed((kind + 1) % len(KINDS))])) is TransferError
+
+
+def rejecting(*positions: int) -> Result:
+    found = native(abi.FAILED, abi.STORES, b"blocks do not fit")
+    found.error_kind = abi.REJECTED
+    array = (ctypes.c_int64 * len(positions))(*positions)
+    found.rejected, found.rejected_count = ctypes.addressof(array), len(positions)
+    return result_of(found)
+
+
+def test_a_result_and_its_error_name_the_rejected_blocks() -> None:
+    one = rejecting(4, 9)
+    assert isinstance(one.error, BlocksRejectedError)
+    assert one.rejected == one.error.rejected == (4, 9)
+    assert ", rejected=(4, 9), error=BlocksRejectedError(" in repr(one)
+    assert "rejected=" not in repr(result(abi.DONE))
+    error = error_of([one])
+    assert isinstance(error, BlocksRejectedError)
+    assert (str(error), error.rejected) == ("store 7 failed: blocks do not fit", (4, 9))
+
+
+def test_an_error_of_several_jobs_leaves_their_rejected_blocks_to_the_results() -> None:
+    error = error_of([rejecting(4, 9), rejecting(1)])
+    assert isinstance(error, BlocksRejectedError)
+    assert error.rejected == ()
+    assert [one.rejected for one in error.results] == [(4, 9), (1,)]
+
+
+@pytest.mark.parametrize("duplicate", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
+def test_rejected_blocks_survive_pickling(duplicate: Callable[[Any], Any]) -> None:
+    one = rejecting(4, 9)
+    assert duplicate(one).rejected == duplicate(one).error.rejected == (4, 9)
+    assert duplicate(error_of([one])).rejected == (4, 9)
 
 
 def test_a_tag_is_compared_with_nothing_and_is_not_pickled() -> None:

@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = range(5)
-OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED = range(3)
+OTHER_ERROR, DEVICE_LOST, SOURCE_FAILED, REJECTED = range(4)
+RAW, LOSSLESS = range(2)  # encodings of a group
 COPY_METHODS = ("host", "batch", "strided", "staged", "kernel", "generic")  # by number
 HOST, CUDA, QUEUED_DEVICE = range(3)  # kinds of devices
 (
@@ -67,6 +68,8 @@ class Group(ctypes.Structure):
         ("blocks_per_page", ctypes.c_int64),
         ("block_space", ctypes.c_int32),
         ("slot_space", ctypes.c_int32),
+        ("encoding", ctypes.c_int32),
+        ("encoding_width_eighths", ctypes.c_int32),
         ("ready_range", ctypes.c_void_p),
         ("number", ctypes.c_int64),
     )
@@ -120,6 +123,7 @@ class JobResult(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int64),
         ("nbytes", ctypes.c_uint64),
+        ("link_bytes", ctypes.c_uint64),
         ("submit_seconds", ctypes.c_double),
         ("queue_seconds", ctypes.c_double),
         ("copy_seconds", ctypes.c_double),
@@ -128,8 +132,21 @@ class JobResult(ctypes.Structure):
         ("copy_method", ctypes.c_int32),
         ("state", ctypes.c_int32),
         ("error_kind", ctypes.c_int32),
+        ("rejected_count", ctypes.c_int32),
         ("error", ctypes.c_char_p),
+        ("rejected", _Int64s),
         ("job", ctypes.c_void_p),
+    )
+
+
+class SlotFormat(ctypes.Structure):
+    """kvswap_slot_format"""
+
+    _fields_ = (
+        ("slot_bytes", ctypes.c_uint64),
+        ("metadata_bytes", ctypes.c_uint64),
+        ("tiles", ctypes.c_int64),
+        ("max_escapes", ctypes.c_int64),
     )
 
 
@@ -176,6 +193,7 @@ class Metrics(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 *("submitted", "done", "failed", "cancelled", "bytes"),
+                *("link_bytes", "blocks", "rejected_blocks"),
                 *("queued", "running", "transfers", "streams", "events"),
             )
         ),
@@ -251,6 +269,10 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
     "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_encoding_format": (_Bool, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_encode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer),
+    "kvswap_decode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer, _Long, _Long),
+    "kvswap_count_escapes": (_Long, _Pointer, _Pointer, _Long),
     "kvswap_last_error": (_Text,),
     "kvswap_last_error_type": (_Text,),
     "kvswap_cache_moved": (_Bool, _Pointer),
@@ -291,7 +313,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_blocks_lookup": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Pointer, _Bool),
     "kvswap_blocks_prepare_load": (_Long, *[_Pointer] * 4, _Bool),
     "kvswap_blocks_prepare_store": (_Long, *[_Pointer] * 3, _Real, _Bool, *[_Pointer] * 5, _Bool),
-    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Bool),
+    "kvswap_blocks_end": (_Long, _Pointer, _Long, _Bool, _Int64s, _Long, _Bool),
     "kvswap_blocks_touch": (_Long, _Pointer, _Pointer, _Pointer, _Bool),
     "kvswap_blocks_order": (_Long, _Pointer, _Pointer, _Pointer, _Bool, _Bool),
     "kvswap_blocks_lease": (_Long, _Pointer, _Pointer, _Pointer, _Real, _Real, _Bool),

@@ -103,10 +103,12 @@ class NativeBlockManager(NotCopyable):
             done = _call_without_gil(done, "prepare_store", *arguments)
         return (ids[0], ids[1], numbers[:count], numbers[count:], new) if done else None
 
-    def end(self, reservation: int, succeeded: bool) -> None:
-        answer = _end(self.pointer, reservation, succeeded, False)
+    def end(self, reservation: int, succeeded: bool, rejected: array[int]) -> None:
+        """Ends a reservation; `rejected` has ascending positions of its pages."""
+        place, count = rejected.buffer_info()
+        answer = _end(self.pointer, reservation, succeeded, place, count, False)
         if answer < 0:
-            _call_without_gil(answer, "end", self.pointer, reservation, succeeded)
+            _call_without_gil(answer, "end", self.pointer, reservation, succeeded, place, count)
 
     def touch(self, digests: bytes, counts: array[int]) -> None:
         place = counts.buffer_info()[0]

@@ -40,6 +40,23 @@ class SourceFailedError(TransferError):
     """The jobs' source was not written, because the job that writes it failed or was cancelled."""
 
 
+class BlocksRejectedError(TransferError):
+    """Blocks of a store do not fit into encoded slots, or slots of a load hold no valid block.
+
+    All other blocks of the job are valid.
+
+    Attributes:
+        rejected (tuple[int, ...]): Result.rejected, if the error is that of one job; empty for
+            several jobs, whose `results` have them.
+    """
+
+    def __init__(
+        self, message: str, results: Sequence[Result] = (), rejected: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, results)
+        self.rejected = tuple(rejected)
+
+
 def error_type(name: str) -> type[Exception]:
     """The exception type for a name from the native library."""
     if name == DeviceLostError.__name__:

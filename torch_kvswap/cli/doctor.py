@@ -15,6 +15,7 @@ from torch_kvswap._native import loader
 from torch_kvswap.copy_method import read_figures
 from torch_kvswap.devices.capabilities import capabilities
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.encoding import WIDTHS
 
 _MISSING = "so nothing is staged, and expand_block_ids takes CPU ids only"
 
@@ -92,6 +93,17 @@ def _host_memory() -> str:
     )
 
 
+def _encodings() -> str:
+    """How host pages can be encoded, and what that gains."""
+    gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
+    where = (
+        "the CPU and CUDA"
+        if capabilities("cuda").kernels
+        else "the CPU only: CUDA kernels are missing"
+    )
+    return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
+
+
 def _devices() -> dict[str, str]:
     """What each type of device has that this process may use."""
     types = ["cuda"] if loader.library().kvswap_driver_version() else []
@@ -113,6 +125,7 @@ def report() -> dict[str, str]:
         "CUDA kernels": _kernels(),
         "scattered copies": _scattered_copies(),
         **_devices(),
+        "encodings": _encodings(),
         "copy costs": _copy_method_costs(),
         "host memory": _host_memory(),
     }

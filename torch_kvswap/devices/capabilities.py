@@ -17,7 +17,8 @@ class Capabilities:
     Attributes:
         batched_copies (bool): one call copies many fragments: copy_method="batch".
         strided_copies (bool): one call copies a block of all layers: copy_method="strided".
-        kernels (bool): kernels of this library copy: copy_method="staged" and "kernel".
+        kernels (bool): kernels of this library copy and encode: copy_method="staged" and "kernel",
+            and pools with encoding="lossless".
         gates (bool): streams wait for words of memory: OffloadHandler.gate().
         host_registration (bool): host memory that exists can be pinned, in place of memory that
             torch allocates: shared pools, huge pages, NUMA nodes.

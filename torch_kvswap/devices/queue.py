@@ -136,7 +136,6 @@ class DeviceQueue:
         self.device, self.index = device, index
         self.backend: DeviceBackend | None = find_device_backend(device.type)
         self.is_timed = _measures_time(device)
-        _warn_of_unified_memory(device)
         self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
         self.records: dict[int, _Record] = {}
         self.lost: str | None = None
@@ -580,15 +579,6 @@ def _measures_time(device: torch.device) -> bool:
         )
         return False
     return True
-
-
-def _warn_of_unified_memory(device: torch.device) -> None:
-    if device.type == "mps":
-        log.warning(
-            "%s has no memory of its own: host pages take as much of the same memory as the blocks "
-            "that they free; a larger cache does without copies (docs/devices.md)",
-            device,
-        )
 
 
 def _is_plain_thread() -> bool:

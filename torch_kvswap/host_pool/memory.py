@@ -23,7 +23,7 @@ from torch_kvswap.host_pool.system import check_room
 
 MAX_NODES = 1024  # size of the NUMA node masks in csrc/host_memory.cpp
 _ALIGNMENT = 2 << 20  # of transparent huge pages, in bytes
-_MOST_THREADS = 16  # assumed to saturate memory bandwidth; benchmarks/host_memory.py measures it
+_MAX_THREADS = 16  # assumed to saturate memory bandwidth; benchmarks/host_memory.py measures it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -110,7 +110,7 @@ class Mapping:
         """
         held = self.tensor  # keeps the memory mapped if the pool is closed meanwhile
         cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         options = threads, self._collapse, cpus, len(cpus)
         loader.call("kvswap_host_touch", address, last - first, *options)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
+from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.layout import PagedLayout, Slabs
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -24,10 +25,12 @@ class Pages:
         rank (int): this process.
         world (int): processes that share the pool.
         replicated (bool): every process uses all pages.
+        encoding (Encoding): how blocks are kept.
 
     Attributes:
         count (int): number of pages.
         blocks_per_page (int): blocks per page.
+        slot_bytes (int): bytes per block.
         size (int): bytes per page.
         nbytes (int): bytes of all pages.
         local (range): the pages that this process uses.
@@ -35,7 +38,8 @@ class Pages:
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
-        ValueError: a number is out of range, or the layout is on meta.
+        ValueError: a number is out of range, the layout is on meta, or its blocks cannot be
+            encoded.
     """
 
     def __init__(
@@ -46,19 +50,15 @@ class Pages:
         rank: int = 0,
         world: int = 1,
         replicated: bool = False,
+        encoding: Encoding = RAW,
     ) -> None:
-        if not isinstance(layout, PagedLayout):
-            raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
-        if layout.device.type == "meta":
-            raise ValueError(
-                "the layout is on meta, where tensors have no memory; make it from tensors of a "
-                "device or of the CPU"
-            )
+        check_layout(layout)
         count = read_int("num_pages", count, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         world = read_int("world", world, 1)
         rank = read_int("rank", rank, 0, world - 1)
-        if (nbytes := count * blocks_per_page * layout.block_bytes) > INT64_MAX:
+        self.slot_bytes = encoding.slot_bytes(layout)
+        if (nbytes := count * blocks_per_page * self.slot_bytes) > INT64_MAX:
             raise ValueError(
                 f"num_pages={count} with blocks_per_page={blocks_per_page} need {nbytes} bytes, "
                 "more than can be addressed; ask for fewer pages"
@@ -69,7 +69,7 @@ class Pages:
             )
         self.count = count
         self.blocks_per_page = blocks_per_page
-        self.size = blocks_per_page * layout.block_bytes
+        self.size = blocks_per_page * self.slot_bytes
         self.nbytes = nbytes
         self.world, self.replicated = world, bool(replicated)
         part = rank * count // world, (rank + 1) * count // world
@@ -86,20 +86,40 @@ class Pages:
         return max(least, 1 << max(nbytes // self.size, 1).bit_length() - 1)
 
     def view(self, memory: Tensor) -> Tensor:
-        """The memory as uint8 [pages, blocks_per_page, bytes of a block]."""
+        """The memory as uint8 [pages, blocks_per_page, bytes of a slot]."""
         return memory.view(self.count, self.blocks_per_page, -1)
 
-    def slabs(self, memory: Tensor, layout: Slabs, slot_bytes: int | None = None) -> Slabs:
-        """The slabs of the pages' blocks: in host memory, the slabs of a block lie in a row.
+    def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
+        """The slabs of the pages' blocks.
+
+        The slabs of a raw block lie in a row. Those of an encoded block have no addresses of their
+        own: each has the address of the slot.
 
         Args:
             memory (Tensor): uint8 [nbytes].
             layout (Slabs): the cache whose blocks the pages hold.
-            slot_bytes (int | None): bytes from one block to the next, if more than a block has.
+            encoding (Encoding): how its blocks are kept.
         """
+        offsets = np.cumsum(layout.sizes) - layout.sizes
         return Slabs(
-            bases=memory.data_ptr() + np.cumsum(layout.sizes) - layout.sizes,
-            strides=np.full_like(layout.sizes, slot_bytes or layout.block_bytes),
+            bases=memory.data_ptr() + (offsets if encoding is RAW else np.zeros_like(offsets)),
+            strides=np.full_like(layout.sizes, self.slot_bytes),
             sizes=layout.sizes,
             num_blocks=self.count * self.blocks_per_page,
+        )
+
+
+def check_layout(layout: object) -> None:
+    """Checks that a pool can be made for a layout.
+
+    Raises:
+        TypeError: it is not a layout.
+        ValueError: it is on meta.
+    """
+    if not isinstance(layout, PagedLayout):
+        raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
+    if layout.device.type == "meta":
+        raise ValueError(
+            "the layout is on meta, where tensors have no memory; make it from tensors of a "
+            "device or of the CPU"
         )

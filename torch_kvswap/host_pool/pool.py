@@ -11,9 +11,23 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import NotCopyable, read_int, read_switch, read_timeout
+from torch_kvswap._native.arguments import (
+    INT64_MIN,
+    NotCopyable,
+    read_int,
+    read_switch,
+    read_timeout,
+)
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.encoding import (
+    RAW,
+    SLOT_ALIGNMENT,
+    Encoding,
+    EncodingName,
+    decode_block,
+    read_encoding,
+)
 from torch_kvswap.host_pool.memory import (
     Mapping,
     TorchMemory,
@@ -22,7 +36,7 @@ from torch_kvswap.host_pool.memory import (
     map_new,
     pins_with_torch,
 )
-from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.host_pool.pages import Pages, check_layout
 from torch_kvswap.host_pool.pinning import (
     DEFAULT_CHUNK_BYTES,
     ONE_CHUNK,
@@ -47,9 +61,10 @@ class _Memory:
     Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
-    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages) -> None:
+    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
+        self.encoding = encoding  # of the largest blocks, for which the pool was made
         self.pages: Tensor | None = pages.view(mapping.tensor)
         # The native side reads it at each submission.
         self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
@@ -99,6 +114,11 @@ class HostPool(NotCopyable):
         layout (PagedLayout): the cache whose blocks are stored here.
         num_pages (int): at least 1.
         blocks_per_page (int): at least 1.
+        encoding (str): "raw" keeps blocks as they are; "lossless" encodes blocks of torch.bfloat16
+            in slots of a smaller, fixed size, and decodes them bit for bit. A block that does not
+            fit is rejected by its store. docs/encoding.md says what is gained.
+        bits_per_value (float | None): size of the slots of "lossless": 12.125 (the default) or 12.5
+            bits for each value of a block. recommend_encoding() finds out which one is enough.
         pinned (bool | None): None pins unless the cache is on the CPU, and logs a warning if the
             driver refuses; True raises then, and is refused for a cache on the CPU; False uses
             pageable memory. For devices other than CUDA, PyTorch allocates and pins the memory, or
@@ -120,15 +140,19 @@ class HostPool(NotCopyable):
         device (torch.device): the device of the cache.
         num_pages (int): pages of the pool, in all processes.
         blocks_per_page (int): blocks per page.
+        slot_bytes (int): bytes per block, encoded or raw.
         page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
         local_pages (range): the pages that this process pins and can use.
-        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks.
+        encoding (str): "raw" or "lossless".
+        bits_per_value (float | None): size of encoded slots; None if the blocks are raw.
+        layout (Slabs): the slabs of the pages, with num_pages * blocks_per_page blocks. The slabs
+            of encoded blocks have the sizes of raw ones, and all have the address of their slot.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, an option is not possible for the device, the layout
-            is on meta, or the machine does not have this much memory.
+            is on meta, its blocks cannot be encoded, or the machine does not have this much memory.
         RuntimeError: the driver does not pin the memory. Nothing stays mapped.
     """
 
@@ -138,6 +162,8 @@ class HostPool(NotCopyable):
         num_pages: int,
         blocks_per_page: int = 1,
         *,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
         pinned: bool | None = None,
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
@@ -145,13 +171,15 @@ class HostPool(NotCopyable):
         numa_node: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
-        pages = Pages(layout, num_pages, blocks_per_page)
+        kept = read_encoding(encoding, bits_per_value)
+        pages = Pages(layout, num_pages, blocks_per_page, encoding=kept)
         huge_pages = read_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
+        _check_encoded_pinning(layout.device, kept, pinning)
         mapping = _map_private(layout.device, pages, pinning, huge_pages)
-        self._open(layout, pages, mapping, pinning, None)
+        self._open(layout, pages, mapping, kept, pinning, None)
 
     @classmethod
     def create_shared(
@@ -163,6 +191,8 @@ class HostPool(NotCopyable):
         world: int,
         rank: int = 0,
         replicated: bool = False,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
         pinned: bool | None = None,
         pin_in_background: bool = False,
         on_progress: Progress | None = None,
@@ -175,9 +205,9 @@ class HostPool(NotCopyable):
         Each process pins and uses only its part of the pages, `local_pages`.
 
         Args:
-            layout, num_pages, blocks_per_page, pinned, pin_in_background, on_progress, huge_pages,
-                numa_node, chunk_bytes: see HostPool. num_pages is at least `world` unless
-                replicated.
+            layout, num_pages, blocks_per_page, encoding, bits_per_value, pinned, pin_in_background,
+                on_progress, huge_pages, numa_node, chunk_bytes: see HostPool. num_pages is at least
+                `world` unless replicated.
             world (int): processes that share the pages, including this one.
             rank (int): this process, 0 to world - 1.
             replicated (bool): every process pins and uses all pages. The caller must make sure that
@@ -186,16 +216,18 @@ class HostPool(NotCopyable):
         Raises:
             TypeError, ValueError, RuntimeError: see HostPool.
         """
-        pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated)
+        kept = read_encoding(encoding, bits_per_value)
+        pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
         huge_pages = read_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
         sharing = pages.world, pages.replicated, huge_pages is not False
         pool = cls.__new__(cls)
+        _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
         mapping = map_new(pages.nbytes, huge_pages, shared=True)
-        pool._open(layout, pages, mapping, pinning, sharing)
+        pool._open(layout, pages, mapping, kept, pinning, sharing)
         return pool
 
     @classmethod
@@ -214,7 +246,8 @@ class HostPool(NotCopyable):
         """Makes a pool on the memory of another process's pool.
 
         Args:
-            layout (PagedLayout): this process's cache, with the page size of the handle.
+            layout (PagedLayout): this process's cache, with the page size of the handle. The
+                encoding is that of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             rank (int): this process, 0 to world - 1; each process has its own.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
@@ -223,11 +256,15 @@ class HostPool(NotCopyable):
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
-            ValueError: the handle has another page size, or an argument is out of range.
+            ValueError: the handle has another page size, the layout's blocks cannot be encoded as
+                the handle says, or an argument is out of range.
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
         shape = check_handle(handle).num_pages, handle.blocks_per_page
-        pages = Pages(layout, *shape, rank, handle.world, handle.replicated)
+        kept = read_encoding(handle.encoding, handle.bits_per_value)
+        check_layout(layout)
+        kept.slot_bytes(layout, "attach with a layout of the cache that the pool was made for")
+        pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
@@ -239,17 +276,35 @@ class HostPool(NotCopyable):
                     "placed its pages; leave it out, or give it to create_shared()"
                 )
             pinning = pinning._replace(places=False)
+        _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
         sharing = pages.world, pages.replicated, handle.huge_pages
         pool = cls.__new__(cls)
-        pool._open(layout, pages, map_handle(handle, pages.nbytes), pinning, sharing)
+        pool._open(layout, pages, map_handle(handle, pages.nbytes), kept, pinning, sharing)
         return pool
+
+    @staticmethod
+    def page_bytes_of(
+        layout: PagedLayout,
+        blocks_per_page: int = 1,
+        *,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
+    ) -> int:
+        """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
+
+        Raises:
+            TypeError, ValueError: see HostPool.
+        """
+        kept = read_encoding(encoding, bits_per_value)
+        return Pages(layout, 1, blocks_per_page, encoding=kept).size
 
     def _open(
         self,
         layout: PagedLayout,
         pages: Pages,
         mapping: Mapping | TorchMemory,
+        encoding: Encoding,
         pinning: PinningOptions,
         sharing: tuple[int, bool, bool] | None,
     ) -> None:
@@ -259,17 +314,20 @@ class HostPool(NotCopyable):
             layout (PagedLayout): the cache.
             pages (Pages): the shape of the pool.
             mapping (Mapping): the memory.
+            encoding (Encoding): how blocks are kept.
             pinning (PinningOptions): the pinning options.
             sharing (tuple[int, bool, bool] | None): world, replicated and huge_pages of a
                 PoolHandle; None for a pool of one process.
         """
         self.device = layout.device
         self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
+        self.slot_bytes = pages.slot_bytes
         self.page_bytes, self.nbytes = pages.size, pages.nbytes
         self.local_pages = pages.local
-        self.layout = pages.slabs(mapping.tensor, layout)
         self._sharing = sharing
-        self._memory = _Memory(mapping, pages)
+        self._pages = pages
+        self._memory = _Memory(mapping, pages, encoding)
+        self._keep(layout, encoding)
         is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
         if isinstance(mapping, TorchMemory):
             if pinning.on_progress is not None:
@@ -279,12 +337,23 @@ class HostPool(NotCopyable):
                 mapping.place(layout.device, pinning.numa_node, pages.local_bytes)
             self._memory.make_pinning(pages, layout.device).start(pinning)
 
+    def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
+        """Sets how blocks of the layout are kept in the slots."""
+        self._encoding = encoding
+        self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
+        self.layout = self._pages.slabs(self._memory.mapping.tensor, layout, encoding)
+
     def __repr__(self) -> str:
         pages = len(self.local_pages)
         is_open = self._memory.pages is not None
+        encoding = (
+            ""
+            if self._encoding is RAW
+            else f"encoding={self.encoding!r}, bits_per_value={self.bits_per_value}, "
+        )
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
-            f"page_bytes={self.page_bytes}, device={self.device}, "
+            f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
             f"{f'{self.num_ready_pages} of {pages} pages ready' if is_open else 'closed'})"
         )
 
@@ -305,42 +374,109 @@ class HostPool(NotCopyable):
                 "this pool belongs to one process; make it with HostPool.create_shared()"
             )
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        return PoolHandle(os.dup(fd), *shape, *self._sharing)
+        kept = self._memory.encoding
+        return PoolHandle(os.dup(fd), *shape, *self._sharing, kept.name, kept.bits_per_value)
 
-    def view_for(self, layout: PagedLayout) -> HostPool:
+    def view_for(
+        self,
+        layout: PagedLayout,
+        *,
+        encoding: EncodingName | None = None,
+        bits_per_value: float | None = None,
+    ) -> HostPool:
         """Makes a view of the same pages for another group of layers.
 
         A page then holds blocks of one group or the other. The view keeps the memory alive, and
         closing the pool or a view closes all of them.
 
         Args:
-            layout (PagedLayout): the other group, whose blocks are not larger than this pool's.
+            layout (PagedLayout): the other group, whose slots are not larger than this pool's.
+            encoding (str | None): how its blocks are kept. None keeps them as those of the pool.
+            bits_per_value (float | None): see HostPool. None is that of the pool, if it has one.
 
         Raises:
-            ValueError: the blocks are larger.
+            ValueError: the slots are larger, the blocks cannot be encoded, or the pool has raw
+                slots that hold these blocks as they are, so that nothing is gained.
             RuntimeError: the pool is closed.
         """
         self._memory.check_open()
-        slot_bytes = self.page_bytes // self.blocks_per_page
-        sizes = Pages(layout, self.num_pages, self.blocks_per_page)
-        if layout.block_bytes > slot_bytes:
+        check_layout(layout)
+        pool = self._memory.encoding
+        if encoding is None:
+            encoding = pool.name
+        if encoding == "lossless" and bits_per_value is None:
+            bits_per_value = pool.bits_per_value
+        kept = read_encoding(encoding, bits_per_value)
+        needed = kept.slot_bytes(layout, "pass encoding='raw' for this view")
+        if needed > self.slot_bytes:
+            of = "" if kept is RAW else f", encoded in {needed} bytes,"
             raise ValueError(
-                f"blocks of {layout.block_bytes} bytes do not fit into pages for blocks of "
-                f"{slot_bytes}; make the pool from the layout with the largest blocks"
+                f"blocks of {layout.block_bytes} bytes{of} do not fit into slots of "
+                f"{self.slot_bytes} bytes; make the pool from the layout with the largest slots"
             )
+        if kept is not RAW and pool is RAW:
+            if layout.block_bytes <= self.slot_bytes:
+                raise ValueError(
+                    f"encoding='lossless' makes slots of {needed} bytes from blocks of "
+                    f"{layout.block_bytes}, but the raw slots of this pool have {self.slot_bytes} "
+                    "bytes, so no page gets smaller; leave encoding out"
+                )
+            if self.slot_bytes % SLOT_ALIGNMENT:
+                raise ValueError(
+                    f"the slots of this pool have {self.slot_bytes} bytes, which is no multiple of "
+                    f"{SLOT_ALIGNMENT}, as encoded blocks need; leave encoding out"
+                )
         view = HostPool.__new__(HostPool)
         vars(view).update(vars(self))
-        view.layout = sizes.slabs(self._memory.mapping.tensor, layout, slot_bytes)
+        view._keep(layout, kept)
         return view
 
     @property
     def pages(self) -> Tensor:
-        """The memory, uint8 [num_pages, blocks_per_page, block_bytes].
+        """The memory, uint8 [num_pages, blocks_per_page, slot_bytes].
+
+        Encoded blocks are in the format of docs/encoding.md.
 
         Views of it stay valid after close(). Jobs do not order accesses to it: wait for them on the
         host first. Raises RuntimeError if the pool is closed.
         """
         return self._memory.check_open()
+
+    def read_block(self, page: int, slot: int = 0) -> Tensor:
+        """Copies a block out of a page, and decodes it if it is encoded, on the CPU.
+
+        Jobs do not order this access: wait for them on the host first.
+
+        Args:
+            page (int): one of local_pages.
+            slot (int): 0 to blocks_per_page - 1.
+
+        Returns:
+            Tensor: uint8, the slabs of the block in a row.
+
+        Raises:
+            IndexError: the pool has no such page or slot, or its page is not ready.
+            ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
+            RuntimeError: the pool is closed.
+        """
+        pages, ready = self._memory.check_open(), self._ready_range
+        page, slot = read_int("page", page, INT64_MIN), read_int("slot", slot, INT64_MIN)
+        if not ready.first_page <= page < ready.end_page:
+            raise IndexError(
+                f"page is {page}; the pages {ready.first_page} to {ready.end_page - 1} can be used"
+            )
+        if not 0 <= slot < self.blocks_per_page:
+            raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
+        memory = pages[page, slot]
+        if self._encoding is RAW:
+            return memory[: self.layout.block_bytes].clone()
+        block = decode_block(self.layout.sizes, self._encoding.width_eighths, memory)
+        if block is None:
+            raise ValueError(
+                f"slot {slot} of page {page} holds no encoded block: its store was rejected, or "
+                "nothing was stored there"
+            )
+        return block
 
     @property
     def _ready_range(self) -> abi.ReadyRange:
@@ -403,6 +539,14 @@ class HostPool(NotCopyable):
         """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
+    def check_encodable(self, layout: PagedLayout) -> None:
+        """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
+
+        Args:
+            layout (PagedLayout): a cache with the slab sizes of the pool.
+        """
+        self._encoding.slot_bytes(layout, "make the pool from this layout")
+
     @property
     def _has_pinned_pages(self) -> bool:
         """Whether the pages are pinned when they are ready."""
@@ -463,6 +607,17 @@ def _map_private(
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
         return map_new(pages.nbytes, huge_pages, shared=False)
+
+
+def _check_encoded_pinning(
+    device: torch.device, encoding: Encoding, pinning: PinningOptions
+) -> None:
+    """Refuses pageable slots that kernels could not read."""
+    if encoding is not RAW and device.type != "cpu" and pinning.pinned is False:
+        raise ValueError(
+            f"encoding='lossless' needs pinned pages for {device}, because kernels encode and "
+            "decode them; leave pinned=False out"
+        )
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

@@ -9,9 +9,10 @@ import struct
 import weakref
 
 from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, kind_of, read_int
+from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
 from torch_kvswap.host_pool.pages import Pages
 
-_NUMBERS = struct.Struct("=6q")
+_NUMBERS = struct.Struct("=7q")
 
 
 class PoolHandle(NotCopyable):
@@ -29,6 +30,8 @@ class PoolHandle(NotCopyable):
         world (int): processes that share the pool.
         replicated (bool): whether every process uses all pages.
         huge_pages (bool): whether the kernel may use transparent huge pages.
+        encoding (str): HostPool.encoding.
+        bits_per_value (float | None): HostPool.bits_per_value.
     """
 
     _instead = "send() it through a Unix socket"
@@ -42,12 +45,16 @@ class PoolHandle(NotCopyable):
         world: int,
         replicated: bool,
         huge_pages: bool,
+        encoding: EncodingName = "raw",
+        bits_per_value: float | None = None,
     ) -> None:
         self.num_pages = read_int("num_pages", num_pages, 1)
         self.blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
         self.world = read_int("world", world, 1)
         self.replicated, self.huge_pages = bool(replicated), bool(huge_pages)
+        self._encoding = read_encoding(encoding, bits_per_value)
+        self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
@@ -68,7 +75,8 @@ class PoolHandle(NotCopyable):
             connection (socket.socket): a connected Unix stream socket.
         """
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        message = _NUMBERS.pack(*shape, self.world, self.replicated, self.huge_pages)
+        sharing = self.world, self.replicated, self.huge_pages
+        message = _NUMBERS.pack(*shape, *sharing, self._encoding.width_eighths)
         socket.send_fds(connection, [message], [self.fd])
 
     @classmethod
@@ -97,7 +105,10 @@ class PoolHandle(NotCopyable):
                     "a host pool; send it with PoolHandle.send"
                 )
             try:
-                return cls(fds[0], *_NUMBERS.unpack(message))
+                *numbers, width_eighths = _NUMBERS.unpack(message)
+                encoding = encoding_of(width_eighths)
+                numbers += [encoding.name, encoding.bits_per_value]
+                return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
         except BaseException:  # a timeout, a signal

@@ -69,10 +69,32 @@ class _Pools:
 
     def select(
         self, blocks: Sequence[array[int]], key_indices: Any
-    ) -> Int64Array | list[Int64Array]:
-        """Selects the GPU blocks of the keys with these indices."""
+    ) -> tuple[Int64Array | list[Int64Array], list[int]]:
+        """Selects the GPU blocks of the keys with these indices; also returns how many per pool."""
         indices = key_indices if self._is_list else [key_indices]
-        return self._join(list(map(_select, self._pools, blocks, indices)))
+        selected = list(map(_select, self._pools, blocks, indices))
+        return self._join(selected), list(map(len, selected))
+
+    def pages_with(self, positions: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """The positions of the pages that hold some blocks of a job.
+
+        Args:
+            positions (Sequence[int]): positions of the blocks, ascending. The blocks of all pools
+                count in a row, and so do the pages.
+            counts (Sequence[int]): blocks per pool. All pages are full, except that the last one of
+                a pool may have fewer blocks.
+        """
+        pages: list[int] = []
+        first_block, first_page = 0, 0
+        for pool, count in zip(self._pools, counts, strict=True):
+            of_pool = range(first_block, first_block + count)
+            pages += [
+                first_page + (position - first_block) // pool.blocks_per_page
+                for position in positions
+                if position in of_pool
+            ]
+            first_block, first_page = of_pool.stop, first_page - (-count // pool.blocks_per_page)
+        return list(dict.fromkeys(pages))
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
         """The digests of each pool, and the GPU blocks."""
@@ -144,6 +166,18 @@ def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
     slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
     selected: Int64Array = numbers[slots[slots < len(numbers)]]
     return selected
+
+
+class _Open(NamedTuple):
+    """A job whose end poll() has not reported.
+
+    Attributes:
+        reservation (Load | Store): the pages of the job.
+        counts (list[int]): blocks per pool.
+    """
+
+    reservation: Load | Store
+    counts: list[int]
 
 
 class Preempted(NamedTuple):
@@ -224,7 +258,7 @@ class OffloadEngine(NotCopyable):
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
         self._lock = threading.Lock()
         # By job id, since the tag of a job is the caller's.
-        self._reservations: dict[int, Load | Store] = {}
+        self._open: dict[int, _Open] = {}
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
@@ -258,7 +292,8 @@ class OffloadEngine(NotCopyable):
         """Loads the blocks of the keys.
 
         Work that uses the blocks must wait for the job. If the load fails, poll() forgets its
-        blocks, and lookups no longer find them.
+        blocks, and lookups no longer find them. If it fails with rejected blocks
+        (Result.rejected), the other blocks are loaded, and only those pages are forgotten.
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
@@ -301,7 +336,8 @@ class OffloadEngine(NotCopyable):
         """Stores the blocks that the host does not have.
 
         The blocks must not change until the job has ended. They can be loaded after poll() has
-        reported it. With a lazy store policy the blocks are only recorded, for evict().
+        reported it, except rejected ones (Result.rejected), which are not stored. With a lazy store
+        policy the blocks are only recorded, for evict().
 
         Args:
             keys: keys of a prompt's blocks, in order.
@@ -449,16 +485,22 @@ class OffloadEngine(NotCopyable):
     def poll(self) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
 
-        Stored blocks can be loaded from now on. Blocks of failed jobs are forgotten.
+        Stored blocks can be loaded from now on. Blocks of failed jobs are forgotten; of a job with
+        rejected blocks (Result.rejected) only the pages with these are, and all other blocks were
+        stored or loaded.
         """
         results = self.handler._take_results()
         for result in results:
             with self._lock:
-                reservation = self._reservations.pop(result.job_id, None)
-            if reservation is None:
+                job = self._open.pop(result.job_id, None)
+            if job is None:
                 continue  # submitted to the handler directly
+            reservation, counts = job
             if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
                 self.manager.complete(reservation)
+            elif result.rejected:
+                pages = self._pools.pages_with(result.rejected, counts)
+                self.manager.complete(reservation, pages)
             else:
                 self.manager.fail(reservation)
         return results
@@ -502,11 +544,11 @@ class OffloadEngine(NotCopyable):
         is_load = isinstance(reservation, Load)
         submit = self.handler.load if is_load else self.handler.store
         try:
-            selected = self._pools.select(blocks, reservation.key_indices)
+            selected, counts = self._pools.select(blocks, reservation.key_indices)
             pages = self._pools.in_pools(reservation.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
                 job = submit(gpu_block_ids=selected, page_ids=pages, **options)
-                self._reservations[job.id] = reservation
+                self._open[job.id] = _Open(reservation, counts)
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.
             (self.manager.complete if is_load else self.manager.fail)(reservation)

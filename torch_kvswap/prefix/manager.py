@@ -13,6 +13,7 @@ import numpy as np
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, kind_of, read_int, read_seconds
 from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
+from torch_kvswap._native.submit import read_ids
 from torch_kvswap.prefix.groups import (
     BlockGroup,
     needed_blocks,
@@ -24,6 +25,7 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, cut_digests, join_di
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
+_NONE = array("q")
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
@@ -130,7 +132,7 @@ class BlockStats:
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
         refused (int): stores that found no room.
-        failed (int): blocks of failed loads and stores.
+        failed (int): blocks of failed loads and stores, and rejected blocks.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
@@ -326,18 +328,23 @@ class BlockManager(NotCopyable):
         """
         return self._store(keys, keep=True)
 
-    def complete(self, reservation: Load | Store) -> None:
+    def complete(self, reservation: Load | Store, rejected: Sequence[int] = ()) -> None:
         """Ends a reservation whose copy succeeded, or a load that was cancelled.
 
-        Stored blocks become ready, loaded blocks can be evicted again.
+        Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
+        forgotten: a lookup finds the blocks in front of them only.
 
         Args:
             reservation (Load | Store): from prepare_load(), prepare_store() or preempt().
+            rejected (Sequence[int]): positions of pages with a block in `Result.rejected`, in
+                reservation.pages, those of all groups one after another; ascending.
 
         Raises:
-            ValueError: the reservation has already ended.
+            TypeError: a position is not an integer.
+            ValueError: the reservation has already ended, or the positions do not ascend or are not
+                those of its pages. Nothing is changed then.
         """
-        self._end(reservation, True)
+        self._end(reservation, True, rejected)
 
     def fail(self, reservation: Load | Store) -> None:
         """Ends a reservation whose copy failed, or a store that was cancelled.
@@ -438,11 +445,14 @@ class BlockManager(NotCopyable):
         native = self._native.stats(group, self._clock())
         return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
 
-    def _end(self, reservation: Load | Store, succeeded: bool) -> None:
+    def _end(
+        self, reservation: Load | Store, succeeded: bool, rejected: Sequence[int] = ()
+    ) -> None:
         if not isinstance(reservation, Load | Store):
             raise TypeError(f"reservation is {kind_of(reservation)}; pass a Load or a Store")
+        positions = read_ids("rejected", rejected) if len(rejected) else _NONE
         if reservation.id:
-            self._native.end(reservation.id, succeeded)
+            self._native.end(reservation.id, succeeded, positions)
 
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)

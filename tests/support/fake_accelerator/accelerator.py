@@ -78,7 +78,7 @@ class Accelerator:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name in ("failure", "error", "pending"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_char_p
-        for name in ("hold", "fail", "copy_batch", "pin", "unpin"):
+        for name in ("hold", "fail", "copy_batch", "pin", "unpin", "peek"):
             getattr(library, f"accelerator_{name}").restype = ctypes.c_int64
         library.accelerator_is_forked.restype = ctypes.c_bool
         self._library = library
@@ -183,6 +183,14 @@ class Accelerator:
         self._library.accelerator_counters(device, found)
         calls = dict(zip(CALLS, found, strict=False))
         return Counters(calls, *found[len(CALLS) :])
+
+    def peek(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor of the device, contiguous, as they are now: waits for no stream."""
+        assert tensor.is_contiguous()
+        found = torch.empty(tensor.shape, dtype=tensor.dtype)
+        address, to = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(found.data_ptr())
+        self._check(self._library.accelerator_peek(address, ctypes.c_int64(tensor.nbytes), to))
+        return found
 
     def pending(self) -> str:
         """What the streams have to do and do now, a line for each operation."""

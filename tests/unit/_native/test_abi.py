@@ -30,6 +30,7 @@ STRUCTURES = {
     "kvswap_copy_method_options": abi.CopyMethodOptions,
     "kvswap_request": abi.Request,
     "kvswap_result": abi.JobResult,
+    "kvswap_slot_format": abi.SlotFormat,
     "kvswap_unended": abi.Unended,
     "kvswap_histogram": abi.Histogram,
     "kvswap_metrics": abi.Metrics,
@@ -206,7 +207,7 @@ def test_what_needs_a_driver_says_why_there_is_none():
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, "cuMemcpyBatchAsync, 8192 fragments a call"),
+        ({}, "cuMemcpyBatchAsync, 32 fragments a call"),
         ({"KVSWAP_BATCH_LIMIT": "64"}, "cuMemcpyBatchAsync, 64 fragments a call"),
         ({"KVSWAP_BATCH": "0"}, "one call per fragment: KVSWAP_BATCH=0"),
         (

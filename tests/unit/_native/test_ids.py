@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch_kvswap._native.submit import read_ids
         [4, 0],
         (4, 0),
         range(4, -1, -4),
+        array("q", [4, 0]),
+        array("B", [4, 0]),
         np.array([4, 0], np.uint8),
         np.array([4, 0], np.uint64),
         np.array([4, 9, 0])[::2],
@@ -39,7 +43,11 @@ def test_ids_may_be_read_only() -> None:
     assert read_ids("page_ids", pages).tolist() == [3, 1]
 
 
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def of_int64(ids: list[int]) -> array[int]:
+    return array("q", ids)
+
+
+@pytest.mark.parametrize("make", [list, of_int64, np.array, torch.tensor])
 def test_ids_that_change_after_they_were_read_change_nothing(make: type) -> None:
     ids = make([4, 0])
     read = read_ids("page_ids", ids)

@@ -26,6 +26,7 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
         "GPUs",
         "CUDA kernels",
         "scattered copies",
+        "encodings",
         "copy costs",
         "host memory",
         "0",

@@ -87,7 +87,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (48, False, ConnectionError),  # all numbers are 0
+        (56, False, ConnectionError),  # all numbers are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(
@@ -397,6 +397,44 @@ def test_ranks_of_several_processes_see_the_same_pages(shm: None) -> None:
         assert process.wait() == 0
     values: list[Any] = pool.pages.view(6, -1)[:, 77].tolist()
     assert values == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_process_loads_the_encoded_pages_of_another(shm: None) -> None:
+    script = """
+        connection, _ = rank(int(sys.argv[1]))
+        from torch_kvswap import OffloadHandler
+        cache = torch.zeros(4, 8192, dtype=torch.bfloat16)
+        layout = PagedLayout([cache])
+        handle = PoolHandle.receive(connection)
+        assert (handle.encoding, handle.bits_per_value) == ("lossless", 12.5)
+        pool = HostPool.attach(layout, handle, rank=1)
+        with OffloadHandler(layout, pool) as handler:
+            handler.load(page_ids=[0, 2], gpu_block_ids=[3, 1]).synchronize()
+            connection.sendall(cache[[3, 1]].view(torch.int16).numpy().tobytes())
+            cache[2] = cache[1]
+            handler.store(gpu_block_ids=[2], page_ids=[1]).synchronize()
+        connection.sendall(b"!")
+    """
+    cache = torch.randn(4, 8192).to(torch.bfloat16)
+    expected = cache.clone()
+    here, there = socket.socketpair()
+    options: dict[str, Any] = {"encoding": "lossless", "bits_per_value": 12.5}
+    paged = PagedLayout([cache])
+    with here, there, HostPool.create_shared(paged, 3, world=2, replicated=True, **options) as pool:
+        process = start(script, there)
+        there.close()
+        with OffloadHandler(paged, pool) as handler:
+            handler.store(gpu_block_ids=[0, 1], page_ids=[0, 2]).synchronize()
+            pool.share().send(here)
+            found = b""
+            while more := here.recv(2 * 8192 * 2 - len(found)):
+                found += more
+            assert found == expected[:2].view(torch.int16).numpy().tobytes()
+            assert here.recv(1) == b"!"
+            assert process.wait() == 0
+            handler.load(page_ids=[1], gpu_block_ids=[3]).synchronize()
+    assert torch.equal(cache[3], expected[1])
 
 
 @pytest.mark.gpu

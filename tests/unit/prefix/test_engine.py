@@ -6,10 +6,13 @@ import copy
 import pickle
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
+from bf16_cache import Bf16Cache
 from drained import drain
+from engine_bytes import BLOCKS, CHECKS, PAGES, make
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
@@ -20,30 +23,13 @@ from simulated_driver import Driver, cache, place, simulated
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
 
-BLOCKS, PAGES = 16, 6
 
-
-def make(per_page=1, pages=PAGES, **options):
-    """Block i of the cache is full of i."""
-    numbers = torch.arange(BLOCKS, dtype=torch.float32)[:, None].expand(BLOCKS, 5)
-    layout = PagedLayout([numbers.clone(), -numbers])
-    handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
-    return OffloadEngine(handler, **options), layout.tensors[0]
-
-
-def test_a_prefix_that_was_stored_is_loaded_into_other_blocks():
-    engine, tensor = make()
-    with engine.handler:
-        assert engine.store(["a", "b", "c"], [1, 2, 3]) is not None
-        assert engine.lookup(["a", "b", "x"]) == (2, 0, 2)  # nobody has asked for results yet
-        assert engine.load(["a", "b"], [8, 9]) is None
-        assert [result.ok for result in engine.poll()] == [True]
-        found = engine.lookup(["a", "b", "x"])
-        assert found == (2, 2, 0)
-        engine.load(["a", "b", "x"], [8, 9, 10], found.ready).wait()
-        assert tensor[8:11, 0].tolist() == [1, 2, 10]
-        assert [result.direction for result in engine.poll()] == ["load"]
-        assert engine.manager.stats().idle_pages == 3
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_an_engine_loads_the_bytes_that_it_stored(
+    check: Callable[[str], None], device: str
+) -> None:
+    check(device)
 
 
 def test_only_what_is_new_is_copied():
@@ -56,51 +42,6 @@ def test_only_what_is_new_is_copied():
         engine.poll()
         assert engine.store(["a", "c"], [1, 3]) is None
         assert engine.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
-
-
-@pytest.mark.parametrize("ids", [list, torch.tensor])
-def test_a_key_stands_for_all_blocks_of_a_page(ids):
-    engine, tensor = make(per_page=3)
-    with engine.handler:
-        engine.store(["a", "b"], ids([0, 1, 2, 3, 4, 5]))
-        engine.poll()
-        engine.store(["a", "b", "part"], ids([0, 1, 2, 3, 4, 5, 6, 7]))
-        engine.poll()
-        tensor[8:] = 0
-        engine.load(["b", "part"], ids([8, 9, 10, 11, 12]))
-        assert tensor[8:, 0].tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
-
-
-def test_a_preempted_request_is_held_until_it_is_released():
-    engine, tensor = make(pages=2)
-    with engine.handler:
-        preempted = engine.preempt(["a", "b"], [1, 2])
-        engine.handler.synchronize(preempted.job)
-        engine.poll()
-        assert engine.store(["x"], [3]) is None
-        assert engine.preempt(["x"], [3]) is None
-        tensor.zero_()
-        engine.load(["a", "b"], [4, 5])
-        assert engine.release(preempted)
-        engine.poll()
-        assert tensor[4:6, 0].tolist() == [1, 2]
-        assert engine.store(["x"], [3]) is not None
-
-
-def test_groups_of_a_hybrid_model_load_what_each_needs():
-    attention = PagedLayout([torch.arange(16.0)[:, None].repeat(1, 4)])
-    state = PagedLayout([100 + torch.arange(4.0)[:, None].repeat(1, 8)])
-    pools = [HostPool(attention, 8), HostPool(state, 2)]
-    with OffloadHandler([attention, state], pools) as handler:
-        engine = OffloadEngine(handler, [BlockGroup(8, 4), BlockGroup(2, 8, is_state=True)])
-        keys = [["a", "b", "c", "d"], ["s", "t"]]
-        engine.store([keys[0], keys[1][1:]], [[0, 1, 2, 3], [1]])
-        engine.poll()
-        found = engine.lookup(keys)
-        assert found.ready == 2
-        engine.load(keys, [[12, 13, 14, 15], [2, 3]], found.ready)
-        assert attention.tensors[0][12:, 0].tolist() == [0, 1, 2, 3]
-        assert state.tensors[0][2:, 0].tolist() == [102, 101]
 
 
 def test_a_refused_call_leaves_nothing_behind():
@@ -340,38 +281,6 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert engine.manager.stats().idle_pages == 2
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_an_evict_that_raises_loses_neither_jobs_nor_blocks(
-    monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    engine, tensor = make(store_policy="lazy")
-    with engine.handler as handler:
-        for number in range(3):
-            engine.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
-        store, started = handler.store, []
-
-        def failing(*args: object, **options: object) -> object:
-            if len(started) == fails_at:
-                raise MemoryError
-            started.append(store(*args, **options))
-            return started[-1]
-
-        monkeypatch.setattr(handler, "store", failing)
-        with pytest.raises(MemoryError):
-            engine.evict([1, 3, 5])
-        assert engine.manager.stats().filling_pages == 2 * fails_at
-        monkeypatch.setattr(handler, "store", store)
-        jobs = engine.evict([1, 3, 5])
-        assert [job.id for job in jobs][:fails_at] == [job.id for job in started]
-        assert len(jobs) == 3
-        assert engine.evict([1, 3, 5]) == []
-        tensor[:6] = -1
-        engine.poll()
-        for number in range(3):
-            engine.load([number, f"{number} goes on"], [6, 7])
-            assert tensor[6:8, 0].tolist() == [2 * number, 2 * number + 1]
-
-
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + PATIENCE
@@ -481,3 +390,87 @@ OffloadEngine(store_policy='lazy',
 handler=OffloadHandler(device=cpu, num_blocks=16, num_pages=6, 0 jobs outstanding),
 manager=BlockManager(num_pages=6, used_pages=2))""",
         )
+
+
+# Encoded pages: blocks that do not fit
+
+
+def make_encoded(per_page=1, kinds=("normal",) * 6, pages=6):
+    """Blocks of these kinds; None does not fit."""
+    cache = Bf16Cache()
+    for block, kind in enumerate(kinds):
+        cache.fill(block, kind, block)
+    pool = HostPool(cache.layout, pages, per_page, encoding="lossless", bits_per_value=12.5)
+    return OffloadEngine(OffloadHandler(cache.layout, pool)), cache
+
+
+def test_only_the_blocks_that_do_not_fit_are_forgotten():
+    engine, cache = make_encoded(kinds=["normal", "zeros", None, "normal"])
+    with engine.handler:
+        keys = ["a", "b", "c", "d"]
+        engine.store(keys, [0, 1, 2, 3])
+        (result,) = engine.poll()
+        assert (result.ok, result.rejected) == (False, (2,))
+        assert engine.lookup(keys) == (2, 2, 0)  # not past the block that is missing
+        stats = engine.manager.stats()
+        assert (stats.stored, stats.failed, stats.idle_pages, stats.free_pages) == (3, 1, 3, 3)
+        engine.load(keys, [8, 9, 10, 11], prefix=2).synchronize()
+        assert [cache.bytes_of(block) for block in (8, 9)] == list(map(cache.bytes_of, (0, 1)))
+        cache.fill(2, "normal")
+        assert engine.store(keys, [0, 1, 2, 3]).nbytes == cache.layout.block_bytes
+        engine.poll()
+        assert engine.lookup(keys).ready == 4  # the block behind was never lost
+
+
+@pytest.mark.parametrize("per_page", [2, 3])
+def test_a_page_is_forgotten_for_one_of_its_blocks(per_page):
+    kinds = ["normal"] * 3 * per_page
+    kinds[2 * per_page - 1] = kinds[2 * per_page] = None
+    engine, _ = make_encoded(per_page, kinds)
+    with engine.handler:
+        engine.store(["a", "b", "part"], list(range(2 * per_page + 1)))
+        (result,) = engine.poll()
+        assert result.rejected == (2 * per_page - 1, 2 * per_page)
+        assert engine.lookup(["a", "b"]).ready == 1
+        assert engine.manager.stats().failed == 2
+
+
+def test_blocks_of_a_load_that_are_not_there_are_forgotten():
+    engine, cache = make_encoded()
+    with engine.handler:
+        engine.store(["a", "b", "c"], [0, 1, 2])
+        engine.poll()
+        engine.handler.pools[0].pages[1].zero_()  # damaged
+        engine.load(["a", "b", "c"], [8, 9, 10])
+        (result,) = engine.poll()
+        assert (result.direction, result.rejected) == ("load", (1,))
+        assert engine.lookup(["a", "b", "c"]) == (1, 1, 0)
+        assert cache.bytes_of(10) == cache.bytes_of(2)
+        assert engine.manager.stats().idle_pages == 2
+
+
+def test_a_preempted_request_with_a_block_that_does_not_fit_is_lost():
+    engine, _ = make_encoded(kinds=["normal", None, "normal"])
+    with engine.handler:
+        held = engine.preempt(["a", "b", "c"], [0, 1, 2])
+        engine.poll()
+        assert engine.load(["a", "b", "c"], [8, 9, 10]) is None
+        assert engine.lookup(["a", "b", "c"], again=True).pending == 0
+        assert engine.release(held)
+        stats = engine.manager.stats()
+        assert (stats.idle_pages, stats.free_pages) == (2, 4)
+
+
+def test_rejected_blocks_of_each_group_are_forgotten():
+    one, other = Bf16Cache(), Bf16Cache()
+    one.fill(2, None)
+    other.fill(1, None)
+    pools = [HostPool(one.layout, 4, 2, encoding="lossless")]
+    pools.append(HostPool(other.layout, 4, encoding="lossless"))
+    with OffloadHandler([one.layout, other.layout], pools) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(4, 2), BlockGroup(4, 2)])
+        engine.store([["a", "b"], ["s", "t"]], [[0, 1, 2], [0, 1]])
+        (result,) = engine.poll()
+        assert result.rejected == (2, 4)
+        assert [engine.manager.stats(group).failed for group in range(2)] == [1, 1]
+        assert engine.lookup([["a", "b"], ["s", "t"]]) == (1, 1, 0)

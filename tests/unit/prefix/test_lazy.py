@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 import pytest
 import torch
 from error_text import error_text
+from prefix_server import HASHER, PrefixServer, prompt
 
 from torch_kvswap import BlockGroup, HostPool, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
+from torch_kvswap.prefix.hashing import DIGEST_BYTES
 from torch_kvswap.prefix.lazy import Chain, LazyStorePolicy
-
-HASHER = PrefixHasher("m", "bfloat16", 4)
-SYSTEM = list(range(8))  # two blocks that all prompts begin with
-
-
-def prompt(number, blocks=2):
-    return [*SYSTEM, *range(100 * number, 100 * number + 4 * blocks)]
 
 
 def keys_of(number, blocks=2):
@@ -78,89 +70,11 @@ def test_a_page_leaves_with_the_first_of_its_blocks():
     assert evicting(storing, [4]) == [Chain(keys_of(1)[: 2 * DIGEST_BYTES], [1, 2, 3, 4])]
 
 
-class Server:
-    """A GPU cache with a prefix cache of its own, least recently used pages leaving first. The
-    bytes of a block are its key and its place in the page."""
-
-    def __init__(self, gpu_pages, pages, per_page=1, **options):
-        self.tensor = torch.zeros(gpu_pages * per_page, DIGEST_BYTES + 1, dtype=torch.uint8)
-        layout = PagedLayout([self.tensor])
-        self.handler = OffloadHandler(layout, HostPool(layout, pages, per_page))
-        self.engine = OffloadEngine(self.handler, **options)
-        self.gpu = OrderedDict()  # key to blocks
-        self.free = list(range(gpu_pages * per_page))
-        self.per_page, self.jobs = per_page, 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.handler.close()
-
-    def bytes_of(self, keys):
-        rows = [[*key, place] for key in keys for place in range(self.per_page)]
-        return torch.tensor(rows, dtype=torch.uint8).view(-1, DIGEST_BYTES + 1)
-
-    def blocks_of(self, keys):
-        return [block for key in keys for block in self.gpu[key]]
-
-    def take(self, count):
-        """Blocks for so many pages, those of others if none are free."""
-        leaving = list(self.gpu)[: max(count - len(self.free) // self.per_page, 0)]
-        self.jobs += len(self.engine.evict(self.blocks_of(leaving)))
-        for key in leaving:
-            self.free += self.gpu.pop(key)
-        taken, self.free = self.free[: count * self.per_page], self.free[count * self.per_page :]
-        self.tensor[taken] = 255
-        return taken
-
-    def serve(self, tokens):
-        """How many blocks of the prompt were found on the host, and not on the GPU."""
-        self.engine.poll()
-        keys = HASHER.keys(tokens)
-        split = [keys[i : i + DIGEST_BYTES] for i in range(0, len(keys), DIGEST_BYTES)]
-        here = next((i for i, key in enumerate(split) if key not in self.gpu), len(split))
-        for key in reversed(split):
-            if key in self.gpu:
-                self.gpu.move_to_end(key)
-        absent = [key for key in split if key not in self.gpu]
-        taken = self.take(len(absent))
-        for i, key in enumerate(absent):
-            self.gpu[key] = taken[i * self.per_page : (i + 1) * self.per_page]
-        ready = max(self.engine.lookup(keys).ready, here)
-        loaded = split[here:ready]
-        if loaded:
-            assert self.engine.load(loaded, self.blocks_of(loaded)) is not None
-            assert torch.equal(self.tensor[self.blocks_of(loaded)], self.bytes_of(loaded))
-        self.tensor[self.blocks_of(split[ready:])] = self.bytes_of(split[ready:])
-        self.engine.store(keys, self.blocks_of(split))
-        return len(loaded)
-
-    def forget_gpu(self):
-        """What a scheduler does when it drops its cache."""
-        self.engine.evict(self.blocks_of(self.gpu))
-        self.engine.poll()
-        self.free += self.blocks_of(self.gpu)
-        self.gpu.clear()
-
-
-@pytest.mark.parametrize("per_page", [1, 3])
-@pytest.mark.parametrize("storing", ["eager", "lazy"])
-def test_prompts_that_have_left_the_gpu_are_found_on_the_host(storing, per_page):
-    with Server(10, 100, per_page, store_policy=storing) as server:
-        for number in range(1, 9):
-            assert server.serve(prompt(number)) == 0
-        assert server.serve(prompt(1)) == 2
-        server.forget_gpu()
-        assert server.serve(prompt(2)) == 4
-        assert server.serve(prompt(1000)) == 0
-
-
 def test_lazy_storing_stores_less_and_finds_as_much():
     order = np.random.default_rng(1).zipf(1.4, 100) % 30 + 1
     found, stored, jobs = {}, {}, {}
     for storing in ("eager", "lazy"):
-        with Server(20, 200, store_policy=storing) as server:
+        with PrefixServer(20, 200, store_policy=storing) as server:
             found[storing] = sum(server.serve(prompt(int(number))) for number in order)
             server.engine.poll()
             stored[storing], jobs[storing] = server.engine.manager.stats().stored, server.jobs
@@ -172,7 +86,7 @@ def test_lazy_storing_stores_less_and_finds_as_much():
 def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu():
     rates = {}
     for storing in ("eager", "lazy"):
-        with Server(10, 200, store_policy=storing) as server:
+        with PrefixServer(10, 200, store_policy=storing) as server:
             for number in range(1, 11):
                 server.serve(prompt(number))
             server.forget_gpu()
@@ -186,7 +100,7 @@ def test_the_hit_rate_of_lazy_storing_is_that_of_eager_when_all_has_left_the_gpu
 
 @pytest.mark.parametrize("storing", ["eager", "lazy"])
 def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
-    with Server(8, 200, store_policy=storing, store_threshold=2) as server:
+    with PrefixServer(8, 200, store_policy=storing, store_threshold=2) as server:
         assert [server.serve(prompt(1)), server.serve(prompt(2))] == [0, 0]
         server.forget_gpu()
         assert server.engine.manager.stats().stored == 2  # the common prefix
@@ -198,7 +112,7 @@ def test_with_a_threshold_only_what_was_asked_for_twice_is_stored(storing):
 
 
 def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
-    with Server(20, 200, store_policy="lazy") as server:
+    with PrefixServer(20, 200, store_policy="lazy") as server:
         for _ in range(10):
             server.serve(prompt(1))
             server.serve(prompt(2))
@@ -206,7 +120,7 @@ def test_lazy_storing_of_prompts_that_fit_on_the_gpu_stores_nothing():
 
 
 def test_what_leaves_is_left_out_where_the_host_has_no_room():
-    with Server(8, 5, store_policy="lazy") as server:
+    with PrefixServer(8, 5, store_policy="lazy") as server:
         server.serve(prompt(1, blocks=6))
         assert server.take(8) is not None  # all of its 8 pages leave, there is room for 5
         assert server.engine.manager.stats().stored == 0
@@ -232,7 +146,7 @@ def test_each_group_of_layers_stores_what_leaves_it():
 
 
 def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
-    with Server(2, 2, store_policy="lazy") as server:
+    with PrefixServer(2, 2, store_policy="lazy") as server:
         assert [
             error_text(OffloadEngine, server.handler, store_policy="never"),
             error_text(server.engine.store, ["a"], [1], after=()),

@@ -181,6 +181,68 @@ def test_blocks_of_a_load_that_failed_are_forgotten_and_their_pages_wait_for_oth
     assert manager.prepare_store(["c", "d"]) is not None
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_only_rejected_blocks_of_a_store_are_forgotten(policy):
+    manager = BlockManager(6, eviction_policy=policy, events=True)
+    manager.complete(manager.prepare_store(["a", "b"]))
+    store = manager.prepare_store(["a", "b", "c", "d", "e"])
+    manager.complete(store, rejected=[1])
+    assert manager.lookup(["a", "b", "c", "d", "e"]) == (3, 3, 0)
+    assert [event.kind for event in manager.events()] == ["stored"] * 4
+    stats = manager.stats()
+    assert (stats.stored, stats.failed, stats.free_pages, stats.idle_pages) == (4, 1, 2, 4)
+    again = manager.prepare_store(["a", "b", "c", "d", "e"])
+    assert again.key_indices.tolist() == [3]
+    manager.complete(again)
+    assert manager.lookup(["a", "b", "c", "d", "e"]).ready == 5
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_only_rejected_blocks_of_a_load_are_forgotten(policy):
+    manager = BlockManager(6, eviction_policy=policy, events=["evicted"])
+    manager.complete(manager.prepare_store(["a", "b", "c"]))
+    first, second = (manager.prepare_load(["a", "b", "c"]) for _ in range(2))
+    manager.complete(first, rejected=[0, 2])
+    assert manager.lookup(["a"]).found == manager.lookup(["c"]).found == 0
+    assert manager.lookup(["b"]).ready == 1
+    assert manager.stats().free_pages == 3  # another load reads the two
+    manager.complete(second)
+    stats = manager.stats()
+    assert (stats.loaded, stats.failed, stats.free_pages, stats.idle_pages) == (4, 2, 5, 1)
+    assert [event.kind for event in manager.events()] == ["evicted", "evicted"]
+
+
+def test_rejected_positions_count_through_the_pages_of_all_groups():
+    manager = BlockManager([BlockGroup(4), BlockGroup(4)])
+    manager.complete(manager.prepare_store([["a"], []]))
+    store = manager.prepare_store([["a", "b", "c"], ["a", "b"]])
+    manager.complete(store, rejected=[1, 2])
+    assert manager.lookup([["a", "b"], ["x", "b"]]).found == 0
+    assert [manager.stats(group).failed for group in range(2)] == [1, 1]
+    assert manager.lookup([["a"], ["b"]]).ready == 1
+    assert manager.prepare_store([["b", "c"], ["a", "b"]]).key_indices[0].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("rejected", "said"),
+    [
+        ([2], "rejected[0] is 2; the reservation has 2 pages, and positions must ascend"),
+        ([-1], "rejected[0] is -1; the reservation has 2 pages, and positions must ascend"),
+        ([1, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
+        ([0, 0], "rejected[1] is 0; the reservation has 2 pages, and positions must ascend"),
+    ],
+)
+def test_positions_that_the_reservation_does_not_have_change_nothing(rejected, said):
+    manager = BlockManager(6)
+    manager.complete(manager.prepare_store(["a"]))
+    store = manager.prepare_store(["a", "b", "c"])
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        manager.complete(store, rejected)
+    assert manager.stats().filling_pages == 2
+    manager.complete(store)
+    assert manager.lookup(["a", "b", "c"]).ready == 3
+
+
 def test_blocks_are_stored_when_they_were_asked_for_often_enough():
     manager = BlockManager(8, store_threshold=2)
     manager.lookup(["a", "b"])

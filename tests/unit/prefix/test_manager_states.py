@@ -24,6 +24,7 @@ from torch_kvswap.prefix.manager import BlockManager, Load, Store
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)
+positions = st.sets(st.integers(0, 5))
 picks = st.integers(0, 1 << 16)
 
 
@@ -101,16 +102,28 @@ class Machine(RuleBasedStateMachine):
             self.model.release(pages)
 
     @precondition(lambda self: self.flights)
-    @rule(pick=picks, well=st.booleans())
-    def end(self, pick: int, well: bool) -> None:
+    @rule(pick=picks, well=st.booleans(), rejects=st.one_of(st.just(set()), positions))
+    def end(self, pick: int, well: bool, rejects: set[int]) -> None:
         flight = self.flights.pop(pick % len(self.flights))
         before = dict(self.model.page_of)
         if well:
-            self.manager.complete(flight.job)
+            ready = set(self.model.ready)
+            copied = flight.pages if isinstance(flight.job, Load) else [*flight.fills.values()]
+            rejected = sorted(position for position in rejects if position < len(copied))
+            self.manager.complete(flight.job, rejected)
+            lost = {copied[position] for position in rejected}
             for key, page in flight.fills.items():
-                self.model.fill(key, page)
-            stored = {key for key, page in flight.fills.items() if before.get(key) == page}
-            assert self.events() == {("stored", key) for key in stored}
+                if page not in lost:
+                    self.model.fill(key, page)
+            gone = {key for key, page in before.items() if page in lost}
+            for key in gone:
+                self.model.forget(key)
+            filled = [(key, page) for key, page in flight.fills.items() if page not in lost]
+            stored = {key for key, page in filled if before.get(key) == page}
+            assert self.events() == {
+                *(("stored", key) for key in stored),
+                *(("evicted", key) for key in gone & ready),
+            }
         else:
             self.manager.fail(flight.job)
             lost = flight.pages if isinstance(flight.job, Load) else flight.fills.values()

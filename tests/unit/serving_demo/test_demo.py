@@ -48,6 +48,30 @@ def test_every_token_is_the_one_that_a_request_alone_gets(small, device, blocks_
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits_per_value", [[], ["--bits-per-value", "12.5"]])
+def test_encoded_pages_change_no_token(small, device, bits_per_value, capsys):
+    arguments = ["--device", device, "--encoding", "lossless", *bits_per_value]
+    assert demo.main([*small, *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert int(re.search(r"(\d+) preemptions", out)[1]) > 3
+    width = 12.5 if bits_per_value else 12.125
+    for way in ("store", "load"):
+        blocks, nbytes, link_bytes = re.search(
+            rf"{way} +\d+ +(\d+) +([\d.]+) +([\d.]+)", out
+        ).groups()
+        assert float(nbytes) == pytest.approx(int(blocks) * 2 * 4 * 8 * 2 * 64 * 2 / 1e6, abs=0.05)
+        assert float(link_bytes) == pytest.approx(float(nbytes) * width / 16, abs=0.1)
+    assert f"{8 * 32} tokens compared, 0 requests differ" in out
+    assert "24 answers compared, 0 differ" in out
+    assert err == ""
+
+
+def test_the_control_is_detected_with_encoded_pages(small, capsys):
+    assert demo.main([*small, "--control", "--encoding", "lossless"]) == 0
+    assert "256 tokens compared, 1 requests differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_the_control_changes_the_tokens_of_one_request(small, device, seed, capsys):
     assert demo.main([*small, "--control", "--device", device, "--seed", seed]) == 0
@@ -130,6 +154,11 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
         (["--file", "/no/such/file"], "no text for the prompts: .*'/no/such/file'; --file names"),
         (["--file", str(Path(__file__).parent)], "no text for the prompts: .*Is a directory"),
         (["--device", "cuda"], "--device cuda: torch finds no such device"),
+        (["--bits-per-value", "12.5"], "--bits-per-value is for --encoding lossless"),
+        (
+            ["--encoding", "lossless", "--device", "mps"],
+            "--encoding lossless is for --device cpu and cuda",
+        ),
     ],
 )
 def test_a_user_error_is_one_clear_line(small, arguments, message, monkeypatch, capsys):

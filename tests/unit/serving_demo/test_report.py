@@ -26,8 +26,8 @@ def test_missing_tokens_are_no_agreement():
 
 
 TRAFFIC = {
-    "store": Traffic(requests=3, blocks=20, nbytes=2_000_000, seconds=0.001),
-    "load": Traffic(requests=3, blocks=20, nbytes=2_000_000, seconds=0.0001),
+    "store": Traffic(requests=3, blocks=20, nbytes=2_000_000, link_bytes=1_500_000, seconds=0.001),
+    "load": Traffic(requests=3, blocks=20, nbytes=2_000_000, link_bytes=1_500_000, seconds=0.0001),
 }
 
 
@@ -35,9 +35,9 @@ def test_the_table_gives_speeds():
     assert_expected_inline(
         traffic_table(TRAFFIC, None),
         """\
-       requests    blocks        MB     GB/s
-store         3        20       2.0     2.00
-load          3        20       2.0    20.00""",
+       requests    blocks        MB  link MB     GB/s
+store         3        20       2.0      1.5     2.00
+load          3        20       2.0      1.5    20.00""",
     )
 
 
@@ -46,9 +46,9 @@ def test_the_table_gives_the_share_of_the_link():
     assert_expected_inline(
         table,
         """\
-       requests    blocks        MB     GB/s   of the link
-store         3        20       2.0     2.00      4% of 50.0
-load          3        20       2.0    20.00     36% of 55.5""",
+       requests    blocks        MB  link MB     GB/s   of the link
+store         3        20       2.0      1.5     2.00      4% of 50.0
+load          3        20       2.0      1.5    20.00     36% of 55.5""",
     )
 
 
@@ -56,7 +56,7 @@ def test_the_table_of_nothing_moved():
     assert_expected_inline(
         traffic_table({"store": Traffic(), "load": Traffic()}, None),
         """\
-       requests    blocks        MB     GB/s
-store         0         0       0.0     0.00
-load          0         0       0.0     0.00""",
+       requests    blocks        MB  link MB     GB/s
+store         0         0       0.0      0.0     0.00
+load          0         0       0.0      0.0     0.00""",
     )

@@ -21,7 +21,8 @@ JUNK = 77.0
 
 def ended(number, direction, nbytes, tag):
     """A Result after a second of copying."""
-    return Result(number, direction, "done", nbytes, "host", 0.0, 0.0, 1.0, None, tag)
+    times = 0.0, 0.0, 1.0
+    return Result(number, direction, "done", nbytes, nbytes, "host", *times, (), None, tag)
 
 
 class LateJob:
@@ -48,7 +49,8 @@ class LateHandler:
             num_ready_pages=num_pages,
         )
         self.pools = (self.host,)
-        self.layouts = (SimpleNamespace(block_bytes=8, num_blocks=cache[0].shape[1]),)
+        layout = {"block_bytes": 8, "num_blocks": cache[0].shape[1], "dtype": cache[0].dtype}
+        self.layouts = (SimpleNamespace(**layout),)
         self._native = SimpleNamespace(groups=SimpleNamespace(is_list=False))
         self.cache = cache
         slots = num_pages * blocks_per_page
@@ -115,6 +117,7 @@ class ExactModel(Model):
 
     def __init__(self, block_size, max_blocks):
         self.block_size, self.max_blocks = block_size, max_blocks
+        self.cache_dtype = torch.float32
         self.device = torch.device("cpu")
         self.layers = [None]
 

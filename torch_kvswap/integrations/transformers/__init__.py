@@ -18,6 +18,7 @@ import re
 from types import TracebackType
 from typing import Any
 
+from torch_kvswap.host_pool.encoding import RAW, EncodingName, read_encoding
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import Options
 
@@ -57,7 +58,13 @@ class Enabled:
         self.disable()
 
 
-def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -> Enabled:
+def enable(
+    *,
+    copy_method: str | None = None,
+    copy_engines_only: bool = False,
+    encoding: EncodingName = "raw",
+    bits_per_value: float | None = None,
+) -> Enabled:
     """Replaces transformers' offloading manager in this process.
 
     Affects every continuous batching that starts afterwards: `generate_batch`,
@@ -68,6 +75,9 @@ def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -
         copy_method (str | None): see OffloadHandler.
         copy_engines_only (bool): copies slow down kernels beside them less, but launches more; see
             OffloadHandler.store().
+        encoding, bits_per_value: see HostPool. With "lossless", `cpu_offload_space` holds more
+            blocks of a cache in torch.bfloat16. A request with a block that does not fit into its
+            slot is computed again.
 
     Returns:
         Enabled: a context manager that undoes the replacement.
@@ -75,7 +85,14 @@ def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -
     Raises:
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
+        ValueError: encoding or bits_per_value is unknown, or copy_engines_only is combined with an
+            encoding, which takes kernels.
     """
+    if read_encoding(encoding, bits_per_value) is not RAW and copy_engines_only:
+        raise ValueError(
+            f"copy_engines_only=True is not possible with encoding={encoding!r}, because kernels "
+            "encode and decode the blocks; leave one of them out"
+        )
     if _enabled:
         raise RuntimeError("torch_kvswap is enabled for transformers already; disable() it first")
     found = view()
@@ -84,7 +101,7 @@ def enable(*, copy_method: str | None = None, copy_engines_only: bool = False) -
 
     from torch_kvswap.integrations.transformers.manager import SwapManager
 
-    options = Options(copy_method, copy_engines_only)
+    options = Options(copy_method, copy_engines_only, encoding, bits_per_value)
     made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,11 +45,16 @@ class Cache(ABC):
         """Bytes that transformers' own manager would use, given the user's two settings."""
 
     @abstractmethod
-    def demand(self, scheduler: Any) -> Any:
-        """What running requests need for the next batch, for allocate().
+    def has_margin(self, scheduler: Any) -> bool:
+        """Whether the scheduler's safety margin lets another request run."""
 
-        None if the scheduler's safety margin lets no other request run.
-        """
+    @abstractmethod
+    def fits(self, state: Any) -> bool:
+        """Whether allocate() could succeed if the running requests needed nothing."""
+
+    @abstractmethod
+    def demand(self, scheduler: Any) -> Any:
+        """What running requests need for the next batch, for allocate()."""
 
     @abstractmethod
     def allocate(self, state: Any, demand: Any) -> bool:
@@ -83,14 +87,16 @@ class Cache(ABC):
         A sliding window may write any of its blocks; other groups write from the current position
         on.
         """
-        states = [future.state for future in requests]
         for group in self.groups:
             table, size = group.block_table, self.tokens_per_block(group)
-            of_states = (table.get(state.request_id, ()) for state in states)
-            if not hasattr(group, "sliding_window"):
-                begins = (state.position_offset // size for state in states)
-                of_states = (of[begin:] for of, begin in zip(of_states, begins, strict=True))
-            yield from self._units(group, list(chain.from_iterable(of_states)))
+            is_window = hasattr(group, "sliding_window")
+            blocks: list[int] = []
+            for future in requests:
+                state = future.state
+                of_state = table.get(state.request_id)
+                if of_state:
+                    blocks += of_state[0 if is_window else state.position_offset // size :]
+            yield from self._units(group, blocks)
 
     def release(self, state: Any) -> None:
         """Takes the blocks of a waiting request away, if it has any."""
@@ -133,11 +139,16 @@ class TensorCache(Cache):
     def host_bytes(self, manager: Any, gib: float | None, threshold: float) -> int:
         return int(manager._compute_num_cpu_blocks(gib, threshold)) * self.layout.block_bytes
 
-    def demand(self, scheduler: Any) -> int | None:
-        cache, size, needed = self._cache, self._cache.block_size, 0
+    def has_margin(self, scheduler: Any) -> bool:
+        cache = self._cache
         crowded = cache.get_num_free_blocks() < scheduler.safety_margin * cache.num_blocks
-        if crowded and scheduler.active_requests:
-            return None
+        return not (crowded and scheduler.active_requests)
+
+    def fits(self, state: Any) -> bool:
+        return self._is_left(self._blocks(state))
+
+    def demand(self, scheduler: Any) -> int:
+        cache, size, needed = self._cache, self._cache.block_size, 0
         for other in scheduler.active_requests.values():
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
             lacking = tokens + other.current_len() - other.allocated_blocks * size
@@ -146,10 +157,10 @@ class TensorCache(Cache):
         return needed
 
     def allocate(self, state: Any, demand: Any) -> bool:
-        cache, count = self._cache, state.current_len() // self._cache.block_size + 1
-        if cache.get_num_free_blocks() < cache.blocks_needed(count, 0) + demand:
+        count = self._blocks(state)
+        if not self._is_left(count, demand):
             return False
-        state.allocated_blocks = cache.allocate_blocks(count, state.request_id, 0)
+        state.allocated_blocks = self._cache.allocate_blocks(count, state.request_id, 0)
         return True
 
     def free(self, request_id: str) -> None:
@@ -158,6 +169,13 @@ class TensorCache(Cache):
     def mark_restored(self, future: Any) -> None:
         if self._cache.allow_block_sharing:
             future.complete_blocks += future.state.position_offset // self._cache.block_size
+
+    def _blocks(self, state: Any) -> int:
+        return int(state.current_len()) // int(self._cache.block_size) + 1
+
+    def _is_left(self, count: int, demand: int = 0) -> bool:
+        needed = self._cache.blocks_needed(count, 0) + demand
+        return bool(self._cache.get_num_free_blocks() >= needed)
 
 
 class SectorCache(Cache):
@@ -169,7 +187,8 @@ class SectorCache(Cache):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self._unit_bytes = math.gcd(*(group.bytes_per_block for group in self.groups))
-        self.layout = PagedLayout([cache.cache_tensor.view(-1, self._unit_bytes)])
+        units = cache.cache_tensor.view(-1, self._unit_bytes)
+        self.layout = PagedLayout([units], dtype=cache.dtype)  # the sectors are bytes
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -185,20 +204,31 @@ class SectorCache(Cache):
         sectors = int(manager._compute_num_cpu_sectors(gib, threshold))
         return sectors * int(self._cache.bytes_per_sector)
 
-    def demand(self, scheduler: Any) -> dict[str, int] | None:
+    def has_margin(self, scheduler: Any) -> bool:
         has_margin = scheduler._try_to_meet_safety_margin()  # frees sectors with unused prefixes
-        if scheduler.active_requests and not has_margin:
-            return None
+        return bool(has_margin or not scheduler.active_requests)
+
+    def fits(self, state: Any) -> bool:
+        return bool(self._cache.can_store_request_tokens(state, 1, dry_run=True))
+
+    def demand(self, scheduler: Any) -> dict[str, int]:
         needed = dict.fromkeys(self._cache.cache_allocators, 0)
+        groups = list(self._cache.cache_allocators.items())
         for other in scheduler.active_requests.values():
+            length = other.current_len()
             tokens = len(other.remaining_prefill_tokens) or len(other.tokens_to_process)
-            for name, blocks in self._needs(other, tokens).items():
-                needed[name] += blocks
+            for name, group in groups:
+                needed[name] += group.needs_new_blocks(other.request_id, length, tokens)
         return needed
 
     def allocate(self, state: Any, demand: Any) -> bool:
-        if self._cache.count_storable_requests([demand, self._needs(state, 1)]) < 2:
-            return False
+        if any(demand.values()):
+            needs = {
+                name: group.needs_new_blocks(state.request_id, state.current_len(), 1)
+                for name, group in self._cache.cache_allocators.items()
+            }
+            if self._cache.count_storable_requests([demand, needs]) < 2:
+                return False
         return bool(self._cache.can_store_request_tokens(state, 1))
 
     def free(self, request_id: str) -> None:
@@ -211,9 +241,3 @@ class SectorCache(Cache):
             blocks = future.state.position_offset // group.tokens_per_page
             if blocks:
                 future.complete_blocks[name] = future.complete_blocks.get(name, 0) + blocks
-
-    def _needs(self, state: Any, tokens: int) -> dict[str, int]:
-        return {
-            name: group.needs_new_blocks(state.request_id, state.current_len(), tokens)
-            for name, group in self._cache.cache_allocators.items()
-        }

@@ -47,7 +47,8 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
         self.cache, self.scheduler = cache, scheduler
         self.view = view(cache)
         nbytes = self.view.host_bytes(self, cpu_offload_space_gib, safety_threshold)
-        [num_pages] = least_of_ranks(distributed_helper, [nbytes // self.view.layout.block_bytes])
+        page_bytes = options.page_bytes(self.view.layout)
+        [num_pages] = least_of_ranks(distributed_helper, [nbytes // page_bytes])
         self.parked: ParkedRequests | None = None
         if num_pages:
             swap = Swap(self.view.layout, num_pages, compute_stream, options)
@@ -55,8 +56,8 @@ class SwapManager(OffloadingManager):  # type: ignore[misc]  # transformers has 
             self.parked.hook_scheduler()
         elif cpu_offload_space_gib:
             logger.warning(
-                f"cpu_offload_space={cpu_offload_space_gib} GiB is less than a block of "
-                f"{self.view.layout.block_bytes} bytes: preempted requests are computed again"
+                f"cpu_offload_space={cpu_offload_space_gib} GiB is less than a page of "
+                f"{page_bytes} bytes: preempted requests are computed again"
             )
 
     def offload_requests(self) -> Any:

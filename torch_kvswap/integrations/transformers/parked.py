@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from torch_kvswap.handler import Job
 from torch_kvswap.integrations.transformers.cache import Cache
-from torch_kvswap.integrations.transformers.swap import Stored, Swap
+from torch_kvswap.integrations.transformers.swap import Copy, Stored, Swap
 
 FAILED, RUNNING, DONE = range(3)
 logger = logging.getLogger("ContinuousBatchingLogger")  # transformers' own
@@ -26,12 +25,12 @@ class Parked:
     Attributes:
         state: transformers' state of the request.
         stored (Stored): where its blocks are.
-        load (Job | None): the load, once the request has blocks on the GPU again.
+        load (Copy | None): the load, once the request has blocks on the GPU again.
     """
 
     state: Any
     stored: Stored
-    load: Job | None = None
+    load: Copy | None = None
 
 
 def least_of_ranks(helper: Any, numbers: list[int]) -> list[int]:
@@ -77,14 +76,18 @@ class ParkedRequests:
         state.is_cpu_offloaded = True
         return True
 
-    def ready(self, candidates: Sequence[Any]) -> list[Any]:
+    def ready(self, candidates: list[Any]) -> list[Any]:
         """The waiting requests that may be in the next batch. Starts to load others."""
         if not self.requests:
-            return list(candidates)
+            return candidates
         ready = self._collect_ready(candidates)
+        if not self.requests:
+            return ready
         self._start_loading(candidates)
+        if self.scheduler.active_requests:
+            return ready
         waiting = [state for state in candidates if state.request_id in self.requests]
-        if self.scheduler.active_requests or not waiting:
+        if not waiting:
             return ready
         loads = [self.requests[state.request_id].load for state in waiting]
         load = next((load for load in loads if load is not None), None)
@@ -105,21 +108,23 @@ class ParkedRequests:
         """
         loading = [parked for parked in self.requests.values() if parked.load is not None]
         for parked in loading:
-            self.view.release(parked.state)
-            parked.load = None
+            self._take_blocks(parked)
         if loading and self.scheduler.active_requests:
             self.scheduler.block_new_requests = True  # until a running request has ended
         return bool(loading)
 
     def enter(self, requests_in_batch: Sequence[Any]) -> None:
         """Prepares requests that are in the next batch."""
+        if not self.requests and not self._restored:
+            return
         for future in requests_in_batch:
-            parked = self.requests.get(future.state.request_id)
-            if parked is not None:  # the scheduler gave it blocks by itself
-                self.swap.handler.synchronize(self._load(parked))
+            name = future.state.request_id
+            if name in self.requests:  # the scheduler gave it blocks by itself
+                parked = self.requests[name]
+                self.swap.handler.synchronize(self._load(parked).job)
                 self._activate(parked)
-            if future.state.request_id in self._restored:
-                self._restored.remove(future.state.request_id)
+            if name in self._restored:
+                self._restored.remove(name)
                 self.view.mark_restored(future)
 
     def drop(self, state: Any) -> None:
@@ -128,7 +133,7 @@ class ParkedRequests:
         parked = self.requests.pop(state.request_id, None)
         if parked is not None:
             self.swap.discard(parked.stored)
-            self.view.release(state)
+            self._take_blocks(parked)
             state.is_cpu_offloaded = False
 
     def drop_all(self) -> None:
@@ -141,14 +146,17 @@ class ParkedRequests:
         """Loads all requests that fit, in the order of their preemption."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
         waiting = [parked for parked in of_all if parked and parked.load is None]
-        demand = self.view.demand(self.scheduler) if waiting else None
-        if demand is None:
+        if not waiting or not self.view.has_margin(self.scheduler):
             return
-        for parked in waiting:
+        fitting = [parked for parked in waiting if self.view.fits(parked.state)]
+        if not fitting:  # the usual case, while the cache is full
+            return
+        demand = self.view.demand(self.scheduler)
+        for parked in fitting:
             if self.view.allocate(parked.state, demand):
                 self._load(parked)
 
-    def _load(self, parked: Parked) -> Job:
+    def _load(self, parked: Parked) -> Copy:
         units = self.view.units(self.view.tables(parked.state.request_id))
         parked.load = self.swap.load(parked.stored, units)
         return parked.load
@@ -156,12 +164,7 @@ class ParkedRequests:
     def _collect_ready(self, candidates: Sequence[Any]) -> list[Any]:
         """The candidates that can run: not preempted, loaded, or started again."""
         of_all = [self.requests.get(state.request_id) for state in candidates]
-        loading = [parked for parked in of_all if parked and parked.load]
-        outcomes = []
-        if loading:
-            self.swap.collect()
-            outcomes = least_of_ranks(self._helper, [self._outcome(one.load) for one in loading])
-        ended = dict(zip((one.state.request_id for one in loading), outcomes, strict=True))
+        ended = self._outcomes([parked for parked in of_all if parked and parked.load])
         ready = []
         for state, parked in zip(candidates, of_all, strict=True):
             if parked is None:
@@ -173,12 +176,17 @@ class ParkedRequests:
                 ready.append(self._begin_anew(parked))
         return ready
 
-    def _outcome(self, load: Job | None) -> int:
-        """The outcome of a load as of the last collect(); does not ask the device."""
-        result = None if load is None else load.result
-        if result is None:
-            return RUNNING
-        return DONE if result.ok else FAILED
+    def _outcomes(self, loading: Sequence[Parked]) -> dict[str, int]:
+        """FAILED, RUNNING or DONE for each loading request, the same on all ranks."""
+        if not loading:
+            return {}
+        self.swap.collect()
+        outcomes = [RUNNING] * len(loading)
+        for number, parked in enumerate(loading):
+            if parked.load is not None and parked.load.ok is not None:
+                outcomes[number] = DONE if parked.load.ok else FAILED
+        names = (parked.state.request_id for parked in loading)
+        return dict(zip(names, least_of_ranks(self._helper, outcomes), strict=True))
 
     def _activate(self, parked: Parked) -> None:
         """Makes a loaded request run again, and frees its pages."""
@@ -201,7 +209,8 @@ class ParkedRequests:
     def _begin_anew(self, parked: Parked) -> Any:
         """Replaces a request whose blocks are lost by one that computes them again."""
         assert parked.load is not None
-        why = parked.load.result.error if parked.load.result else "it failed on another rank"
+        result = parked.load.job.result
+        why = result.error if result and not result.ok else "it failed on another rank"
         name = parked.state.request_id
         logger.warning(f"request {name} is computed again: its blocks are lost ({why})")
         self.drop(parked.state)
@@ -209,6 +218,13 @@ class ParkedRequests:
         parked.state._status = RequestStatus.FINISHED  # it may still be in a batch
         self.scheduler.waiting_requests[name] = anew
         return anew
+
+    def _take_blocks(self, parked: Parked) -> None:
+        """Takes the blocks of a waiting request away. If it is being loaded, the copy continues."""
+        if parked.load is not None:
+            parked.load.is_exposed = True
+            parked.load = None
+        self.view.release(parked.state)
 
     def _free_pages(self, parked: Parked) -> None:
         del self.requests[parked.state.request_id]

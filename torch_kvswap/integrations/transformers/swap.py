@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
+from torch_kvswap.host_pool.encoding import EncodingName
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -18,6 +19,12 @@ from torch_kvswap.layout import PagedLayout
 # such a request waits for 32 MiB, 0.6 ms, instead of 20 ms.
 FIRST_PART_BYTES = 32 << 20
 GROWTH = 4
+# So many jobs may have ended before the handler is asked to forget them: asking takes as long as
+# submitting a job.
+UNREPORTED_JOBS = 64
+# Whether a copy has ended is asked when so many units of batches were compared with those of the
+# copies that seem to run. To ask takes about as long as to compare them.
+UNITS_PER_QUESTION = 32
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,51 @@ class Options:
     Attributes:
         copy_method (str | None): see OffloadHandler.
         copy_engines_only (bool): see OffloadHandler.store().
+        encoding (str): see HostPool.
+        bits_per_value (float | None): see HostPool.
     """
 
     copy_method: str | None = None
     copy_engines_only: bool = False
+    encoding: EncodingName = "raw"
+    bits_per_value: float | None = None
+
+    def page_bytes(self, layout: PagedLayout) -> int:
+        """Bytes of a host page, which holds one unit."""
+        return HostPool.page_bytes_of(
+            layout, encoding=self.encoding, bits_per_value=self.bits_per_value
+        )
+
+
+class Copy:
+    """A store or load that was submitted.
+
+    Args:
+        job (Job): the job.
+        units (array[int]): the units of the cache that it reads or writes.
+
+    Attributes:
+        job (Job): the job.
+        ok (bool | None): whether a load is done or has failed, once Swap.collect() has seen it.
+        is_exposed (bool): whether a batch may write the units before the copy has ended. The units
+            of a store are free. Those of a load belong to a request that is in no batch, until it
+            gives them away.
+    """
+
+    __slots__ = ("_units", "_units_set", "is_exposed", "job", "ok")
+
+    def __init__(self, job: Job, units: array[int], is_exposed: bool) -> None:
+        self.job = job
+        self.ok: bool | None = None
+        self.is_exposed = is_exposed
+        self._units = units
+        self._units_set: set[int] | None = None  # made when it is needed, which it seldom is
+
+    def overlaps(self, units: set[int]) -> bool:
+        """Whether the copy reads or writes one of these units."""
+        if self._units_set is None:
+            self._units_set = set(self._units)
+        return not self._units_set.isdisjoint(units)
 
 
 @dataclass
@@ -38,11 +86,11 @@ class Stored:
     """Where the blocks of a request are stored.
 
     Attributes:
-        pages (list[Sequence[int]]): for each group of layers, the pages of its blocks, in order.
+        pages (list[array[int]]): for each group of layers, the pages of its blocks, in order.
         stores (list[Job]): the jobs that fill the pages.
     """
 
-    pages: list[Sequence[int]]
+    pages: list[array[int]]
     stores: list[Job] = field(default_factory=list)
 
 
@@ -67,7 +115,9 @@ class Swap:
         stream: torch.cuda.Stream | None,
         options: Options,
     ) -> None:
-        self.pool = HostPool(layout, num_pages)
+        self.pool = HostPool(
+            layout, num_pages, encoding=options.encoding, bits_per_value=options.bits_per_value
+        )
         # The calling thread also launches the model's kernels, so it should not submit copies.
         self.handler = OffloadHandler(
             layout, self.pool, copy_method=options.copy_method, submit_thread=True
@@ -76,8 +126,10 @@ class Swap:
         self._copy_engines_only = options.copy_engines_only
         self._part = max(1, FIRST_PART_BYTES // layout.block_bytes)
         # A stack: pages that were freed together are adjacent, and are taken together again.
-        self._free = list(range(num_pages))[::-1]
-        self._busy: list[tuple[Job, set[int]]] = []  # jobs with the units that they read or write
+        self._free = array("q", range(num_pages))
+        self._busy: list[Copy] = []  # whose end nobody has seen
+        self._num_unreported = 0  # jobs since the last poll()
+        self._num_compared = 0  # units since the device was last asked, or given a store
 
     @property
     def num_free(self) -> int:
@@ -96,53 +148,60 @@ class Swap:
         Raises:
             Exception: see OffloadHandler.store(). No page is taken then.
         """
-        blocks = list(chain.from_iterable(groups))
-        if len(blocks) > len(self._free):
+        units = array("q")
+        ends = []
+        for of_group in groups:
+            units.extend(array("q", of_group))
+            ends.append(len(units))
+        if len(units) > len(self._free):
             return None
-        self.collect()
-        pages = self._take(len(blocks))
-        stored = Stored(_split(pages, groups))
+        if any(copy.job.direction == "load" for copy in self._busy):
+            self.collect()  # the units of a failed load cannot be stored before it was reported
+        self._num_compared = 0
+        pages = self._take(len(units))
+        stored = Stored([pages[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
         begin, size = 0, self._part
         try:
-            while begin < len(blocks):
-                part = slice(begin, begin + size)
+            while begin < len(units):
+                part = units[begin : begin + size]
                 job = self.handler.store(
-                    gpu_block_ids=blocks[part],
-                    page_ids=pages[part],
+                    gpu_block_ids=part,
+                    page_ids=pages[begin : begin + size],
                     after=self._stream,
                     copy_engines_only=self._copy_engines_only,
                 )
                 stored.stores.append(job)
-                self._add(job, blocks[part])
+                self._busy.append(Copy(job, part, is_exposed=True))
                 begin, size = begin + size, GROWTH * size
         except BaseException:
             self.discard(stored)
             raise
         return stored
 
-    def load(self, stored: Stored, groups: Sequence[Sequence[int]]) -> Job:
+    def load(self, stored: Stored, groups: Sequence[Sequence[int]]) -> Copy:
         """Starts to load stored blocks into these units. The pages stay taken.
 
         If a group has another number of units than at the store, the smaller number is loaded.
         """
-        pages: list[int] = []
-        blocks: list[int] = []
+        pages, units = array("q"), array("q")
         for held, wanted in zip(stored.pages, groups, strict=True):
             count = min(len(held), len(wanted))
-            pages += held[:count]
-            blocks += wanted[:count]
+            pages.extend(held[:count])
+            units.extend(array("q", wanted[:count]))
         job = self.handler.load(
             page_ids=pages,
-            gpu_block_ids=blocks,
+            gpu_block_ids=units,
             after=self._stream,
             copy_engines_only=self._copy_engines_only,
         )
-        self._add(job, blocks)
-        return job
+        load = Copy(job, units, is_exposed=False)
+        self._busy.append(load)
+        return load
 
     def free(self, stored: Stored) -> None:
         """Frees the pages. The handler orders later jobs on them behind the running ones."""
-        self._free += chain.from_iterable(reversed(pages) for pages in reversed(stored.pages))
+        for pages in stored.pages:
+            self._free.extend(pages)
 
     def discard(self, stored: Stored) -> None:
         """Frees pages whose contents are not needed, and cancels stores that have not started."""
@@ -151,50 +210,55 @@ class Swap:
         self.free(stored)
 
     def collect(self) -> None:
-        """Finds out which jobs have ended, for `Job.result`, and lets the handler forget them.
-
-        Needed before blocks of a failed load are stored. Asks the device for all jobs at once,
-        which takes tens of microseconds.
-        """
-        self.handler.poll()
-        self._busy = [busy for busy in self._busy if busy[0].result is None]
+        """Finds out which copies have ended, and which loads among them have failed."""
+        self._num_compared = 0
+        running, has_failed = [], False
+        for copy in self._busy:
+            if not copy.job.query():
+                running.append(copy)
+                continue
+            self._num_unreported += 1
+            if copy.job.direction == "load":
+                copy.ok = copy.job._is_done
+                has_failed |= not copy.ok
+        self._busy = running
+        if has_failed or self._num_unreported >= UNREPORTED_JOBS:
+            self.handler.poll()
+            self._num_unreported = 0
 
     def guard(self, written: Iterable[int] | None) -> None:
-        """Makes the stream wait for the jobs that read or write these units.
+        """Makes the stream wait for the exposed copies that read or write these units.
 
-        The stream waits for each job only once.
+        The stream waits for each copy only once.
 
         Args:
-            written (Iterable[int] | None): the units; None is all. Not iterated if no job may be
-                running.
+            written (Iterable[int] | None): the units; None is all. Not iterated if no such copy
+                runs.
         """
-        if not self._busy:
+        exposed = [copy for copy in self._busy if copy.is_exposed]
+        if exposed and self._num_compared >= UNITS_PER_QUESTION:
+            self.collect()
+            exposed = [copy for copy in self._busy if copy.is_exposed]
+        if not exposed:
             return
         wanted = None if written is None else set(written)
+        self._num_compared += 0 if wanted is None else len(wanted)
+        for copy in exposed:
+            if wanted is None or copy.overlaps(wanted):
+                self._make_stream_wait(copy.job)
+                copy.is_exposed = False
 
-        def conflicts(blocks: set[int]) -> bool:
-            return wanted is None or not blocks.isdisjoint(wanted)
-
-        if not any(conflicts(blocks) for _, blocks in self._busy):
-            return
-        self.collect()
-        for job, blocks in self._busy:
-            if conflicts(blocks):
-                self._make_stream_wait(job)
-        self._busy = [busy for busy in self._busy if not conflicts(busy[1])]
-
-    def wait(self, job: Job) -> None:
-        """Blocks the host until the job has ended. `Job.result` then has the outcome."""
-        try:
-            self.handler.synchronize(job)
-        except TransferError:
-            assert job.result is not None
+    def wait(self, load: Copy) -> None:
+        """Blocks the host until a load has ended. collect() then sets Copy.ok."""
+        with suppress(TransferError):  # Copy.ok says that it has failed
+            self.handler.synchronize(load.job)
 
     def reset(self) -> None:
-        """Blocks the host until all jobs have ended, and forgets them."""
-        with suppress(TransferError):  # Job.result says which have failed
+        """Blocks the host until all copies have ended, and forgets them."""
+        with suppress(TransferError):  # nobody needs what has failed
             self.handler.synchronize()
-        self.collect()
+        self.handler.poll()
+        self._busy, self._num_unreported = [], 0
 
     def _make_stream_wait(self, job: Job) -> None:
         try:
@@ -202,21 +266,8 @@ class Swap:
         except TransferError:  # the job has already ended, so there is nothing to wait for
             assert job.query()
 
-    def _add(self, job: Job, blocks: Sequence[int]) -> None:
-        self._busy.append((job, set(blocks)))
-
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int) -> array[int]:
         first = len(self._free) - count
-        pages = self._free[first:][::-1]
+        pages = self._free[first:]
         del self._free[first:]
         return pages
-
-
-def _split(pages: list[int], groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The pages of each group, as many as it has units."""
-    parts: list[Sequence[int]] = []
-    begin = 0
-    for blocks in groups:
-        parts.append(pages[begin : begin + len(blocks)])
-        begin += len(blocks)
-    return parts

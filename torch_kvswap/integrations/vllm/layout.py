@@ -5,9 +5,26 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.layout import PagedLayout
+
+
+class Place(NamedTuple):
+    """Where a block of a transfer is.
+
+    Attributes:
+        group (int): group of layers.
+        block (int): GPU block.
+        page (int): host page.
+        slot (int): slot of the page.
+    """
+
+    group: int
+    block: int
+    page: int
+    slot: int
 
 
 class Move(NamedTuple):
@@ -23,8 +40,20 @@ class Move(NamedTuple):
     pages: list[Int64Array]
     first_blocks: list[int]
 
+    def places(self, slots: int) -> list[Place]:
+        """The places of all blocks, in the order of Result.rejected.
 
-def group_layouts(kv_caches: Any) -> list[PagedLayout]:
+        Args:
+            slots (int): blocks per page.
+        """
+        return [
+            Place(group, block, int(pages[place // slots]), place % slots)
+            for group, (blocks, pages, first) in enumerate(zip(*self, strict=True))
+            for place, block in enumerate(blocks.tolist(), first)
+        ]
+
+
+def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[PagedLayout]:
     """Makes a layout for each group of layers.
 
     Layers of a group that share a tensor become one slab. Only the bytes of a block that are in use
@@ -32,6 +61,7 @@ def group_layouts(kv_caches: Any) -> list[PagedLayout]:
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
+        dtype (torch.dtype | None): the type of the keys and values, if it matters.
     """
     layouts = []
     for refs in kv_caches.group_data_refs:
@@ -39,7 +69,7 @@ def group_layouts(kv_caches: Any) -> list[PagedLayout]:
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
         tensors = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
-        layouts.append(PagedLayout(tensors))
+        layouts.append(PagedLayout(tensors, dtype=dtype))
     return layouts
 
 

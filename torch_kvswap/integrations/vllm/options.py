@@ -8,13 +8,18 @@ from typing import Any, Literal
 
 from torch_kvswap._native.blocks import POLICIES
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+from torch_kvswap.host_pool.encoding import ENCODINGS, EncodingName, read_encoding
 
 # Options that vLLM reads itself.
 _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
 )
-_CHOICES = {"eviction_policy": POLICIES, "manager": ("torch_kvswap", "vllm")}
+_CHOICES = {
+    "eviction_policy": POLICIES,
+    "manager": ("torch_kvswap", "vllm"),
+    "encoding": ENCODINGS,
+}
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
 
 
@@ -29,6 +34,8 @@ class Options:
         manager (str): the scheduler's bookkeeping: "torch_kvswap" or "vllm".
         copy_method (str | None): see OffloadHandler.
         staging_bytes (int): see OffloadHandler.
+        encoding (str): see HostPool.
+        bits_per_value (float | None): see HostPool.
     """
 
     cpu_bytes_to_use: int
@@ -37,6 +44,8 @@ class Options:
     manager: Literal["torch_kvswap", "vllm"] = "torch_kvswap"
     copy_method: str | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    encoding: EncodingName = "raw"
+    bits_per_value: float | None = None
 
 
 _OURS = tuple(field.name for field in fields(Options))
@@ -68,7 +77,12 @@ def read_options(config: Mapping[str, Any]) -> Options:
     for name, choices in _CHOICES.items():
         if given.get(name, choices[0]) not in choices:
             raise _wrong(name, given[name], " or ".join(choices))
-    return Options(**given)
+    options = Options(**given)
+    try:
+        read_encoding(options.encoding, options.bits_per_value)
+    except ValueError as error:
+        raise ValueError(f"kv_connector_extra_config: {error}") from error
+    return options
 
 
 def _whole(name: str, value: Any, least: int) -> int:

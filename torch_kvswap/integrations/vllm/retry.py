@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_kvswap.handler import Direction
-from torch_kvswap.integrations.vllm.layout import Move
+from torch_kvswap.host_pool.pool import HostPool
+from torch_kvswap.integrations.vllm.layout import Place
 from torch_kvswap.layout import PagedLayout
+
+# Blocks that are kept as they are, outside of their encoded pages: uint8, by page and slot.
+Kept: TypeAlias = dict[tuple[int, int], Tensor]
 
 
 class Retry:
     """Copies block by block and tensor by tensor with torch, without the handler.
+
+    Stores into encoded pages go to memory beside them, to `kept`: a block that was rejected does
+    not fit into its slot. Loads take a block from there first.
 
     Uses its own stream, which waits for the current stream, and thus for the kernels that wrote the
     blocks. Never raises: `error` has the problem once has_ended() is true.
 
     Args:
         layouts (Sequence[PagedLayout]): the groups, with one slab per tensor.
-        pages (Tensor): uint8 [pages, slots, bytes].
+        pools (Sequence[HostPool]): their pages.
         direction (str): "store" or "load".
-        move (Move): what to copy.
+        places (Sequence[Place]): what to copy.
+        kept (Kept): blocks beside encoded pages; a store adds its own when it ends well.
 
     Attributes:
         direction (str): as given.
@@ -33,17 +42,23 @@ class Retry:
     """
 
     def __init__(
-        self, layouts: Sequence[PagedLayout], pages: Tensor, direction: Direction, move: Move
+        self,
+        layouts: Sequence[PagedLayout],
+        pools: Sequence[HostPool],
+        direction: Direction,
+        places: Sequence[Place],
+        kept: Kept,
     ) -> None:
         self.direction = direction
+        self._layouts, self._pools, self._kept = layouts, pools, kept
+        self._stored: Kept = {}  # becomes part of `kept`
         self.error: Exception | None = None
         self.seconds = 0.0
-        sizes = [layout.block_bytes for layout in layouts]
-        self.nbytes = sum(len(ids) * size for ids, size in zip(move.blocks, sizes, strict=True))
+        self.nbytes = sum(layouts[place.group].block_bytes for place in places)
         self._began = time.perf_counter()
         self._end: torch.cuda.Event | None = None
         try:
-            self._start(layouts, pages, move)
+            self._start(places)
         except Exception as error:
             self.error = error
 
@@ -55,6 +70,8 @@ class Retry:
             self.error, ended = error, True
         if ended and not self.seconds:
             self.seconds = time.perf_counter() - self._began
+            if self.error is None:
+                self._kept.update(self._stored)
         return bool(ended)
 
     def wait(self) -> None:
@@ -66,33 +83,39 @@ class Retry:
             self.error = error
         self.has_ended()
 
-    def _start(self, layouts: Sequence[PagedLayout], pages: Tensor, move: Move) -> None:
-        device = layouts[0].device
+    def _start(self, places: Sequence[Place]) -> None:
+        device = self._layouts[0].device
         if device.type == "cpu":
-            self._copy(layouts, pages, move)
+            self._copy(places)
             return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._copy(layouts, pages, move)
+            self._copy(places)
             self._end = torch.cuda.Event()
             self._end.record(stream)
 
-    def _copy(self, layouts: Sequence[PagedLayout], pages: Tensor, move: Move) -> None:
-        for on_gpu, on_host in _rows(layouts, pages, move):
+    def _copy(self, places: Sequence[Place]) -> None:
+        for on_gpu, on_host in self._rows(places):
             target, source = (on_host, on_gpu) if self.direction == "store" else (on_gpu, on_host)
             target.copy_(source, non_blocking=True)
 
-
-def _rows(
-    layouts: Sequence[PagedLayout], pages: Tensor, move: Move
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes on the GPU and on the host, of each block and tensor."""
-    slots = pages.shape[1]
-    for layout, blocks, of_pages, first in zip(layouts, *move, strict=True):
-        for place, block in enumerate(blocks.tolist(), first):
-            row, begin = pages[of_pages[place // slots], place % slots], 0
-            for tensor in layout.tensors:
-                on_gpu = tensor[block].view(torch.uint8)
+    def _rows(self, places: Sequence[Place]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes on the GPU and on the host, of each block and tensor."""
+        for place in places:
+            row, begin = self._row(place), 0
+            for tensor in self._layouts[place.group].tensors:
+                on_gpu = tensor[place.block].view(torch.uint8)
                 yield on_gpu, row[begin : begin + len(on_gpu)]
                 begin += len(on_gpu)
+
+    def _row(self, place: Place) -> Tensor:
+        """The bytes of a block on the host, or memory for them."""
+        pool, key = self._pools[place.group], (place.page, place.slot)
+        if pool.encoding == "raw":
+            return pool.pages[key]
+        if self.direction == "store":
+            self._stored[key] = torch.empty(pool.layout.block_bytes, dtype=torch.uint8)
+            return self._stored[key]
+        found = self._kept.get(key)
+        return pool.read_block(*key) if found is None else found

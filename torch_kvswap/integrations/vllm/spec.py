@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 from typing import Any
 
+from torch_kvswap.host_pool.encoding import read_encoding
 from torch_kvswap.integrations.vllm.options import Options, read_options
 from torch_kvswap.integrations.vllm.pool import Replicas
 
@@ -44,7 +45,9 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         copies = 1 if self.replicated_layout else config.parallel.world_size
-        self.num_pages = _num_pages(config, copies, self.options.cpu_bytes_to_use)
+        self.num_pages = _num_pages(config, copies, self.options)
+        if self.options.encoding != "raw":
+            _check_encoding(config, self._replicas())
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         version = importlib.metadata.version("vllm")
@@ -103,20 +106,42 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         )
 
 
-def _num_pages(config: OffloadingConfig, copies: int, nbytes: int) -> int:
-    """How many chunks fit into `nbytes` bytes of all workers; equal for workers and scheduler.
+def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None:
+    """Checks that pages of this cache can be encoded.
+
+    Raises:
+        ValueError: the cache is not bfloat16, or workers share their pages.
+    """
+    dtype = str(config.model.dtype).removeprefix("torch.")
+    # vLLM says "auto" for the type of the model, which a spec is not told.
+    if dtype not in ("bfloat16", "auto"):
+        raise ValueError(
+            f"kv_connector_extra_config: encoding is 'lossless', which is for bfloat16, but the KV "
+            f"cache is of {dtype}; leave encoding out"
+        )
+    if replicas is not None:
+        raise ValueError(
+            f"kv_connector_extra_config: encoding is 'lossless', but the {replicas.world} workers "
+            "have the same cache and share raw pages; leave encoding out"
+        )
+
+
+def _num_pages(config: OffloadingConfig, copies: int, options: Options) -> int:
+    """How many chunks fit into the bytes of all workers; equal for workers and scheduler.
 
     Args:
         config: vLLM's configuration.
         copies (int): number of workers that keep a chunk.
-        nbytes (int): host memory of all workers together.
+        options (Options): host memory of all workers together, and the encoding.
 
     Raises:
         ValueError: not a single chunk fits, or the model has no KV cache.
     """
-    chunk = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk * copies
-    if chunk == 0:
+    block, nbytes = config.worker_kv_bytes_per_block, options.cpu_bytes_to_use
+    if block == 0:
         raise ValueError("this model has no KV cache to offload; leave out kv_transfer_config")
+    encoding = read_encoding(options.encoding, options.bits_per_value)
+    chunk = encoding.bytes_for(block) * config.cache.blocks_per_chunk * copies
     if nbytes < chunk:
         raise ValueError(
             f"cpu_bytes_to_use is {nbytes}, but one chunk of {config.cache.blocks_per_chunk} "

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from typing import Any, NamedTuple
 
+import torch
 from vllm.v1.kv_offload import base
 
 from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
@@ -13,7 +14,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import Options
 from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
-from torch_kvswap.integrations.vllm.retry import Retry
+from torch_kvswap.integrations.vllm.retry import Kept, Retry
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class KVSwapWorker(base.OffloadingWorker):
     synchronous load or by an earlier step for the previous owner of the block.
 
     A copy that fails is repeated once by a Retry. If that fails too, the error is logged and
-    reported, which ends the engine: vLLM asserts that transfers succeed.
+    reported, which ends the engine: vLLM asserts that transfers succeed. For the same reason,
+    blocks that do not fit into encoded slots are kept in memory of their own.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches.
@@ -54,11 +56,19 @@ class KVSwapWorker(base.OffloadingWorker):
         options: Options,
         replicas: Replicas | None = None,
     ) -> None:
-        layouts = group_layouts(kv_caches)
+        is_encoded = options.encoding != "raw"
+        layouts = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
+        self._kept: Kept = {}
         if replicas is None:
-            self._pool = HostPool(largest, num_pages, blocks_per_page)
+            self._pool = HostPool(
+                largest,
+                num_pages,
+                blocks_per_page,
+                encoding=options.encoding,
+                bits_per_value=options.bits_per_value,
+            )
         else:
             self._pool = replicated_pool(largest, num_pages, blocks_per_page, replicas)
         pools = [self._pool.view_for(layout) for layout in layouts]
@@ -74,6 +84,9 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(src_spec, dst_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
+            if self._kept:
+                for place in move.places(self._blocks_per_page):
+                    self._kept.pop((place.page, place.slot), None)
             job = self._handler.store(
                 gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
             )
@@ -148,9 +161,14 @@ class KVSwapWorker(base.OffloadingWorker):
             if result.ok:
                 self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
-            _log.error("%s; retrying with plain copies", error_of([result]))
-            retry = Retry(self._handler.layouts, self._pool.pages, result.direction, move)
-            self._retries[number] = retry
+            places = move.places(self._blocks_per_page)
+            if result.rejected:
+                _log.debug("%s; copying these blocks as they are", error_of([result]))
+                places = [places[position] for position in result.rejected]
+            else:
+                _log.error("%s; retrying with plain copies", error_of([result]))
+            groups = self._handler.layouts, self._handler.pools
+            self._retries[number] = Retry(*groups, result.direction, places, self._kept)
 
     def _end_retry(self, number: int) -> None:
         retry = self._retries.pop(number)

@@ -1,6 +1,7 @@
 // What tests call, through ctypes: fake_accelerator/accelerator.py. A call that can fail returns a
 // negative number then, and accelerator_failure() says why.
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -114,6 +115,15 @@ int64_t accelerator_pin(int device, void* address, int64_t bytes) {
 int64_t accelerator_unpin(void* address) {
   return attempt([&]() -> int64_t {
     if (!unpin(address)) throw Failure("no memory was pinned at this address");
+    return 0;
+  });
+}
+
+int64_t accelerator_peek(void* address, int64_t bytes, void* to) {
+  return attempt([&]() -> int64_t {
+    const auto block = find_block(address, static_cast<size_t>(bytes));
+    if (!block) throw Failure("these bytes are not in one allocation of device memory");
+    std::memcpy(to, behind(address), static_cast<size_t>(bytes));
     return 0;
   });
 }

@@ -17,8 +17,16 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kSpan = size_t{1}
-                         << 36;  // addresses of a device, and how far behind its memory is
+                         << 38;  // addresses of a device, and how far behind its memory is
 constexpr int kFresh = 0xCD;     // memory that nobody has written
+
+// Addresses without memory, or nullptr. Only mapped anew do they join their neighbours: the kernel
+// would keep a range apart whose memory was used and then protected, and it allows 65,530 ranges.
+void* map_without_access(void* address, size_t bytes, int flags) {
+  flags |= MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* mapped = mmap(address, bytes, PROT_NONE, flags, -1, 0);
+  return mapped == MAP_FAILED ? nullptr : mapped;
+}
 
 // All memory, under the lock. Freed tensors use it until the process ends, so nothing destroys it.
 struct Memory {
@@ -31,10 +39,8 @@ struct Memory {
 
   Memory() {
     for (char*& begin : begins) {
-      void* found =
-          mmap(nullptr, 2 * kSpan, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (found == MAP_FAILED) throw std::bad_alloc();
-      begin = static_cast<char*>(found);
+      begin = static_cast<char*>(map_without_access(nullptr, 2 * kSpan, 0));
+      if (!begin) throw std::bad_alloc();
     }
   }
 };
@@ -86,8 +92,7 @@ std::shared_ptr<Block> allocate(int device, size_t bytes) {
 
 Block::~Block() {
   std::lock_guard<std::mutex> lock(memory_lock());
-  madvise(behind(address), whole_pages(bytes), MADV_DONTNEED);
-  mprotect(behind(address), whole_pages(bytes), PROT_NONE);
+  if (!map_without_access(behind(address), whole_pages(bytes), MAP_FIXED)) std::abort();
   memory().blocks.erase(address);
   memory().usage[device].blocks -= 1;
   memory().usage[device].bytes -= static_cast<int64_t>(bytes);

@@ -1,13 +1,17 @@
 #include <cstring>
 
-#include "../../../../csrc/copy/pack_arguments.h"
 #include "calls.h"
+#include "copy/pack_arguments.h"
+#include "encoding/codec.h"
 
 // The kernels of the library, which the simulated driver knows by their names, and what they copy.
 namespace simulated {
 namespace {
 
-const char* const kNames[] = {"kvswap_pack_bulk", "kvswap_pack_words", "kvswap_expand_block_ids"};
+constexpr char kPackBulk[] = "kvswap_pack_bulk", kPackWords[] = "kvswap_pack_words",
+               kEncode[] = "kvswap_encode", kDecode[] = "kvswap_decode",
+               kExpandBlockIds[] = "kvswap_expand_block_ids";
+const char* const kNames[] = {kPackBulk, kPackWords, kEncode, kDecode, kExpandBlockIds};
 
 int load_module(void** module, const void* image) {
   const Call call("cuModuleLoadData");
@@ -48,6 +52,62 @@ std::vector<Copy> copies_of(const kvswap::PackArguments& arguments, bool bulk) {
   return copies;
 }
 
+// The codec of the CPU does what the kernels do to one slot.
+void encode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
+                 uint64_t slot) {
+  auto& counter = reinterpret_cast<kvswap::SlotCounter*>(a.counters)[i];
+  if (counter != 0) device().log.violation("a kernel encodes with a counter that is not 0");
+  const auto state = kvswap::encode_slot(tiles, a.blocks[i], reinterpret_cast<uint8_t*>(slot));
+  if (state != kvswap::SlotState::kGood) {
+    reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
+  }
+}
+
+void decode_slot(const kvswap::CodecArguments& a, uint32_t i, const kvswap::SlotTiles& tiles,
+                 uint64_t slot) {
+  const auto state =
+      kvswap::decode_slot(tiles, {a.first_tile, a.first_tile + a.tile_count},
+                          reinterpret_cast<const uint8_t*>(slot), a.skipped, a.blocks[i]);
+  if (state != kvswap::SlotState::kGood) {
+    reinterpret_cast<kvswap::SlotState*>(a.states)[i] = state;
+  }
+}
+
+// What one launch encodes or decodes, slot after slot.
+std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool encodes) {
+  const auto shared = std::make_shared<const kvswap::CodecArguments>(arguments);
+  const kvswap::CodecArguments& a = *shared;
+  const auto* of_block = reinterpret_cast<const kvswap::SlotTile*>(a.tiles);
+  const kvswap::SlotTiles tiles{of_block, a.all_tiles, a.max_escapes};
+  std::vector<Coding> codings;
+  for (uint32_t i = 0; i < a.block_count; ++i) {
+    const uint64_t slot = a.packed + static_cast<uint64_t>(a.slots[i]) * a.packed_stride;
+    uint64_t slot_end = slot, addresses = slot;
+    Coding coding;
+    for (uint32_t number = a.first_tile; number < a.first_tile + a.tile_count; ++number) {
+      const kvswap::SlotTile& tile = of_block[number];
+      const uint64_t values = tile.base + static_cast<uint64_t>(a.blocks[i]) * tile.stride;
+      const uint64_t encoded = slot + tile.offset - a.skipped;
+      addresses |= values | encoded;
+      slot_end = encoded + kvswap::encoded_bytes(tile.bytes);
+      coding.memory.emplace_back(values, values + tile.bytes);
+      if (tile.bytes > a.team_warps * kvswap::kCodecWarpBytes) {
+        device().log.violation("a team of ", a.team_warps, " warps has a tile of ", tile.bytes,
+                               " bytes");
+      }
+    }
+    if (addresses % 16 != 0) device().log.violation("a kernel codes what is not aligned to 16");
+    coding.memory.emplace_back(slot, slot_end);
+    if (encodes) {
+      coding.run = [shared, i, tiles, slot] { encode_slot(*shared, i, tiles, slot); };
+    } else {
+      coding.run = [shared, i, tiles, slot] { decode_slot(*shared, i, tiles, slot); };
+    }
+    codings.push_back(std::move(coding));
+  }
+  return codings;
+}
+
 int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, unsigned, unsigned,
            unsigned shared, void* handle, void** arguments, void**) {
   Call call("cuLaunchKernel");
@@ -57,17 +117,31 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
   if (stream->device != current_context()) return kInvalidHandle;
   if (ctas == 0 || threads == 0) return kInvalidValue;
   const auto* name = static_cast<const char*>(function);
-  if (name == kNames[2]) {
+  if (name == kExpandBlockIds) {
     device().log.add("launch ", name, " on stream ", device().name(handle));
     return kSuccess;
   }
-  const auto& pack = *static_cast<const kvswap::PackArguments*>(arguments[0]);
-  const bool bulk = name == kNames[0];
-  if (bulk && shared < threads * pack.chunk_bytes) return kInvalidValue;
   Operation operation;
-  if (pack.block_count != 0) operation.copies = copies_of(pack, bulk);
-  operation.name = pack.to_packed ? "pack" : "unpack";
-  operation.name += " " + std::to_string(pack.block_count) + " blocks";
+  uint32_t blocks = 0;
+  if (name == kEncode || name == kDecode) {
+    const auto& codec = *static_cast<const kvswap::CodecArguments*>(arguments[0]);
+    blocks = codec.block_count;
+    if (blocks != 0) {
+      const uint32_t warps = threads / 32, team = codec.team_warps;
+      if (team == 0 || warps % team != 0 || warps > kvswap::kCodecMaxWarps) return kInvalidValue;
+      if (shared < kvswap::codec_shared_bytes(warps, team)) return kInvalidValue;
+      operation.codings = codings_of(codec, name == kEncode);
+    }
+    operation.name = name == kEncode ? "encode" : "decode";
+  } else {
+    const auto& pack = *static_cast<const kvswap::PackArguments*>(arguments[0]);
+    const bool bulk = name == kPackBulk;
+    if (bulk && shared < threads * pack.chunk_bytes) return kInvalidValue;
+    blocks = pack.block_count;
+    if (blocks != 0) operation.copies = copies_of(pack, bulk);
+    operation.name = pack.to_packed ? "pack" : "unpack";
+  }
+  operation.name += " " + std::to_string(blocks) + " blocks";
   device().log.add(operation.name, " on stream ", device().name(handle));
   stream->push(std::move(operation));
   return kSuccess;

@@ -24,6 +24,11 @@ bool Operation::touches(uint64_t begin, uint64_t end) const {
     if (copy.dst < end && begin < copy.dst + copy.bytes) return true;
     if (copy.src < end && begin < copy.src + copy.bytes) return true;
   }
+  for (const Coding& coding : codings) {
+    for (const auto& [first, last] : coding.memory) {
+      if (first < end && begin < last) return true;
+    }
+  }
   return false;
 }
 

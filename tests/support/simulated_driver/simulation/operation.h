@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "event.h"
@@ -17,12 +19,19 @@ struct Copy {
   void run() const;
 };
 
+// What a kernel does with one slot: encodes or decodes it.
+struct Coding {
+  std::function<void()> run;
+  std::vector<std::pair<uint64_t, uint64_t>> memory;  // that it touches, as begin and end
+};
+
 // An entry of a stream's queue.
 struct Operation {
   enum Kind { kCopy, kRecord, kWait, kWaitValue, kWriteValue, kHold };
 
   Kind kind = kCopy;
   std::vector<Copy> copies = {};             // kCopy
+  std::vector<Coding> codings = {};          // kCopy
   std::shared_ptr<Record> record = nullptr;  // kRecord, kWait
   uint64_t address = 0, value = 0;           // kWaitValue, kWriteValue
   unsigned comparison = 0;                   // kWaitValue

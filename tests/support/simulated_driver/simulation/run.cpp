@@ -10,6 +10,7 @@ namespace simulated {
 void Device::execute(Stream& stream) {
   Operation& operation = stream.queue.front();
   for (const Copy& copy : operation.copies) copy.run();
+  for (const Coding& coding : operation.codings) coding.run();
   if (operation.kind == Operation::kCopy) clock += 1;
   if (operation.kind == Operation::kRecord) {
     operation.record->happened = true;
@@ -23,13 +24,18 @@ void Device::execute(Stream& stream) {
   changed.notify_all();
 }
 
-// The fragments of a batch go in any order, and other streams go on between them.
+// The fragments of a batch and the slots of a launch go in any order, and other streams go on
+// between them.
 void Device::execute_a_part(Stream& stream) {
-  auto& copies = stream.queue.front().copies;
-  if (copies.size() < 2) return execute(stream);
-  std::swap(copies[random_() % copies.size()], copies.back());
-  copies.back().run();
-  copies.pop_back();
+  const auto run_any = [this](auto& parts) {
+    std::swap(parts[random_() % parts.size()], parts.back());
+    parts.back().run();
+    parts.pop_back();
+  };
+  Operation& operation = stream.queue.front();
+  if (operation.copies.size() > 1) return run_any(operation.copies);
+  if (operation.codings.size() > 1) return run_any(operation.codings);
+  execute(stream);
 }
 
 bool Device::step(Stream& stream) {

@@ -1,0 +1,93 @@
+"""How much faster lossless pools are than raw ones: tables, and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import comparison
+from comparison import BIG, SUBMIT, WARM
+from interference_report import Cell as BesideCell
+from report import Verdict, table
+from transfers import BOTH
+
+RAW, LOSSLESS = "raw", "lossless"
+MIB = 1 << 20
+FEW_BLOCKS = 8
+FEW_US = 15.0  # by which few blocks may take longer than from a raw pool
+LARGE_MIB = 16
+# KV bytes per second over those of a raw pool.
+MANY, MANY_SMALL = 1.22, 1.18  # 512 blocks; of fragments below 4 KiB, and of one fragment
+LARGE = 1.10  # 64 blocks of LARGE_MIB and more
+NOT_SLOWER = 1.0
+AT_ONCE = 1.15  # 512 blocks, both directions
+
+
+class Cell(comparison.Cell):
+    """Transfers of one kind with each encoding."""
+
+    @property
+    def speedup(self) -> float:
+        """KV bytes per second over those of the raw pool; the median over the rounds."""
+        return self.states[WARM].ratio(RAW, LOSSLESS)
+
+    @property
+    def added_us(self) -> float:
+        """Microseconds that the lossless pool takes longer; the median over the rounds."""
+        samples = self.states[WARM]
+        pairs = zip(samples.numbers(LOSSLESS), samples.numbers(RAW), strict=True)
+        return median(lossless - raw for lossless, raw in pairs)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Of the KV cache, with the lossless pool."""
+        nbytes = self.kind.nbytes * len(self.kind.directions)
+        return nbytes / self.states[WARM].median(LOSSLESS) / 1e3
+
+
+def tables(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> str:
+    headers = ["layers one by one, warm", "blocks", "direction", "raw / big", "lossless / big"]
+    headers += ["speedup", "added us", "GB/s of KV", "raw call, us", "lossless call, us", "method"]
+    rows: list[list[object]] = []
+    for cell in cells:
+        samples, kind = cell.states[WARM], cell.kind
+        row: list[object] = [str(kind.shape), kind.blocks, kind.direction]
+        row += [samples.ratio(RAW, BIG), samples.ratio(LOSSLESS, BIG), cell.speedup, cell.added_us]
+        row += [cell.gb_per_s, samples.median(RAW, SUBMIT), samples.median(LOSSLESS, SUBMIT)]
+        rows.append([*row, "/".join(samples.copy_methods[LOSSLESS])])
+    headers_beside = ["beside decode", "direction", "encoding", "lost ms/GB of KV", "GB/s of KV"]
+    rows_beside = [
+        [str(cell.shape), cell.direction, cell.way, cell.lost, cell.gb_per_s] for cell in beside
+    ]
+    return f"{table(headers, rows)}\n\n{table(headers_beside, rows_beside)}"
+
+
+def judge(cells: Sequence[Cell], beside: Sequence[BesideCell]) -> list[Verdict]:
+    return [*(_of_cell(cell) for cell in cells), *_of_compute(beside)]
+
+
+def _of_cell(cell: Cell) -> Verdict:
+    blocks = cell.kind.blocks
+    if blocks <= FEW_BLOCKS:
+        return Verdict(f"{cell.kind}, us more than raw", FEW_US, cell.added_us)
+    name = f"{cell.kind}, KV bytes per second over raw"
+    return Verdict(name, _target(cell), cell.speedup, at_least=True)
+
+
+def _target(cell: Cell) -> float:
+    kind = cell.kind
+    if kind.blocks >= 512:
+        is_small = kind.shape.fragment_kib < 4 or kind.shape.layers == 1
+        return AT_ONCE if kind.direction == BOTH else MANY_SMALL if is_small else MANY
+    is_large = kind.nbytes >= LARGE_MIB * MIB and kind.direction != BOTH
+    return LARGE if is_large else NOT_SLOWER
+
+
+def _of_compute(beside: Sequence[BesideCell]) -> Iterator[Verdict]:
+    for direction in dict.fromkeys(cell.direction for cell in beside):
+        raw, lossless = (
+            next(cell for cell in beside if (cell.direction, cell.way) == (direction, way))
+            for way in (RAW, LOSSLESS)
+        )
+        name = f"{direction} beside {raw.compute}, lost ms/GB of KV"
+        yield Verdict(name, raw.most_lost, lossless.lost)

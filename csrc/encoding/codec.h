@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "encoding/slot_format.h"
+
+// Encodes and decodes on the CPU. The kernels of codec.cu do the same, and each side reads what the
+// other has written.
+namespace kvswap {
+
+// The tiles of a block, all of them, and how many escapes fit into its slot.
+struct SlotTiles {
+  const SlotTile* tiles;
+  uint32_t count, max_escapes;
+};
+
+// Encodes a block into a slot. kOverflow: the slot holds no block.
+SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
+
+// Decodes some tiles of a slot into a block. skipped: bytes that the slot lacks between its
+// metadata and the first one of these tiles. kRefused: this is no slot that holds a block, and
+// nothing was written.
+SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
+                      uint64_t skipped, int64_t block);
+
+// How many escapes a block has, however many fit into its slot.
+uint64_t count_escapes(const std::vector<SlotTile>& tiles, int64_t block);
+
+}  // namespace kvswap

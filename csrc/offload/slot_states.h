@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvswap {
+
+// A ring of slot states: a byte for each block of an encoded group that a channel has in flight.
+// Copies write a SlotState into it for a block that is refused, and nothing for the others. The
+// channel reads it when the transfer has ended. A transfer's states are contiguous. They are zero
+// when it begins.
+//
+// Not thread safe: the scheduler's lock guards it. Copies write only states that are taken.
+class SlotStates {
+ public:
+  // The most blocks of encoded groups in one transfer, and in all that are in flight.
+  static constexpr size_t kCount = 1 << 20;
+
+  // The states of a transfer, counted from the ring's first use on.
+  struct Range {
+    uint64_t from = 0;  // before what the end of the ring leaves over
+    uint64_t begin = 0, end = 0;
+
+    size_t count() const { return end - begin; }
+  };
+
+  // states: kCount zeros, the caller's.
+  void use(uint8_t* states) { states_ = states; }
+
+  bool has_room(size_t count) const { return next(count).end - oldest_ <= kCount; }
+  // Call it only if there is room.
+  Range take(size_t count);
+  uint8_t* at(const Range& range) const { return states_ + range.begin % kCount; }
+  // Gives back, as zeros, the range that was taken first or last.
+  void give(const Range& range) noexcept;
+
+ private:
+  Range next(size_t count) const;
+
+  uint8_t* states_ = nullptr;
+  uint64_t oldest_ = 0, newest_ = 0;  // what is taken is from oldest_ to newest_ - 1
+};
+
+}  // namespace kvswap

@@ -1,0 +1,161 @@
+"""vLLM's worker with encoded pages: no block is lost, whatever fits. vLLM need not be installed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace as Record
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bf16_blocks import KINDS, make_block, random_bits
+from vllm_contract import KVSwapWorker, base, common
+
+from torch_kvswap.integrations.vllm.options import Options
+
+BLOCKS, PAGES = 16, 6
+SIZES = [4096, 2048]
+
+
+class Encoded:
+    """A worker, and its caches of bf16 values, which it sees as bytes."""
+
+    def __init__(self, device: str, chunk: int = 1, width: float | None = None) -> None:
+        self.tensors = [
+            torch.zeros(BLOCKS, size, dtype=torch.int8, device=device) for size in SIZES
+        ]
+        canonical = Record(
+            tensors=[Record(tensor=one, page_size_bytes=one.shape[1]) for one in self.tensors],
+            group_data_refs=[
+                [Record(tensor_idx=at, page_size_bytes=size) for at, size in enumerate(SIZES)]
+            ],
+        )
+        options = Options(1, encoding="lossless", bits_per_value=width)
+        self.worker: Any = KVSwapWorker(canonical, PAGES, chunk, options)
+        self.number = 0
+
+    def fill(self, block: int, kind: str | None, seed: int = 0) -> bytes:
+        parts = random_bits(SIZES, seed) if kind is None else make_block(kind, SIZES, seed)
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor[block] = torch.from_numpy(part.view(np.int8))
+        return self.bytes_of(block)
+
+    def bytes_of(self, block: int) -> bytes:
+        return b"".join(tensor[block].cpu().numpy().tobytes() for tensor in self.tensors)
+
+    def copy(self, direction: str, blocks: list[int], pages: list[int], index: int = 0) -> Any:
+        """Starts a transfer, and returns its result."""
+        self.number += 1
+        gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
+        host = common.CPULoadStoreSpec(pages)
+        if direction == "store":
+            self.worker.submit_store(self.number, gpu, host)
+        else:
+            self.worker.submit_load(self.number, host, gpu)
+        self.worker.wait({self.number})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == self.number
+        return result
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def encoded(device: str) -> Iterator[Encoded]:
+    one = Encoded(device)
+    yield one
+    one.worker.shutdown()
+
+
+def test_pages_are_encoded_and_bring_the_same_bytes(encoded: Encoded) -> None:
+    expected = [encoded.fill(block, kind) for block, kind in enumerate(["normal", "zeros"])]
+    assert encoded.worker._pool.encoding == "lossless"
+    stored = encoded.copy("store", [0, 1], [4, 2])
+    loaded = encoded.copy("load", [9, 8], [4, 2])
+    assert stored.success
+    assert loaded.success
+    assert stored.transfer_size == loaded.transfer_size == 2 * sum(SIZES)
+    assert [encoded.bytes_of(9), encoded.bytes_of(8)] == expected
+    assert not encoded.worker._kept
+
+
+def test_blocks_that_do_not_fit_are_kept_as_they_are(encoded: Encoded) -> None:
+    kinds = ["normal", None, "zeros", None]
+    expected = [encoded.fill(block, kind, block) for block, kind in enumerate(kinds)]
+    assert encoded.copy("store", [0, 1, 2, 3], [4, 3, 2, 1]).success
+    assert set(encoded.worker._kept) == {(3, 0), (1, 0)}
+    assert encoded.copy("load", [8, 9, 10, 11], [4, 3, 2, 1]).success
+    assert [encoded.bytes_of(block) for block in range(8, 12)] == expected
+
+
+def test_what_was_kept_ends_when_its_page_is_stored_again(encoded: Encoded) -> None:
+    encoded.fill(0, None)
+    encoded.copy("store", [0], [3])
+    expected = encoded.fill(0, "normal")
+    encoded.copy("store", [0], [3])
+    assert not encoded.worker._kept
+    encoded.copy("load", [5], [3])
+    assert encoded.bytes_of(5) == expected
+
+
+def test_a_load_of_what_was_never_stored_fails(
+    encoded: Encoded, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = encoded.fill(5, "normal")
+    assert not encoded.copy("load", [5], [3]).success
+    assert "slot 0 of page 3 holds no encoded block" in caplog.text
+    assert encoded.bytes_of(5) == before
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copy_that_failed_is_done_again(
+    encoded: Encoded, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = encoded.fill(0, "normal")
+    poll = encoded.worker._handler.poll
+
+    def spoiled() -> list[Any]:
+        results = poll()
+        if any(result.direction == direction for result in results):
+            if direction == "store":
+                encoded.worker._pool.pages.zero_()
+            else:
+                encoded.fill(9, "zeros")
+        error = RuntimeError("error 700")
+        return [
+            replace(one, state="failed", error=error) if one.direction == direction else one
+            for one in results
+        ]
+
+    monkeypatch.setattr(encoded.worker._handler, "poll", spoiled)
+    assert encoded.copy("store", [0], [3]).success
+    assert encoded.copy("load", [9], [3]).success
+    assert encoded.bytes_of(9) == expected
+    assert bool(encoded.worker._kept) == (direction == "store")
+
+
+@pytest.mark.parametrize("width", [12.125, 12.5])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_random_transfers_lose_no_block(device: str, chunk: int, width: float) -> None:
+    rng = random.Random(chunk)
+    one = Encoded(device, chunk, width)
+    held: dict[tuple[int, int], bytes] = {}
+    for step in range(80):
+        index = rng.randrange(chunk)
+        blocks = rng.sample(range(BLOCKS), rng.randint(1, 5))
+        pages = rng.sample(range(PAGES), -(-(index + len(blocks)) // chunk))
+        slots = [(pages[at // chunk], at % chunk) for at in range(index, index + len(blocks))]
+        if step % 2:
+            for block, slot in zip(blocks, slots, strict=True):
+                held[slot] = one.fill(block, rng.choice([*KINDS, None, None]), step)
+            assert one.copy("store", blocks, pages, index).success
+        elif held.keys() >= set(slots):
+            assert one.copy("load", blocks, pages, index).success
+            assert [one.bytes_of(block) for block in blocks] == [held[slot] for slot in slots]
+    one.worker.shutdown()

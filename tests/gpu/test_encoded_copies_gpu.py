@@ -1,0 +1,101 @@
+"""On a GPU: the order of encoded copies, and which blocks they reject."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from encoded_cache import EncodedCache
+from encoded_fuzz import Fuzz
+from gpu_cache import Hold
+
+from torch_kvswap.handler import BlocksRejectedError
+
+pytestmark = pytest.mark.gpu
+
+METHODS = ("staged", "kernel")
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("values", [2048, 20480])
+def test_random_jobs_leave_the_bits_of_a_model(values: int, seed: int, method: str) -> None:
+    fuzz = Fuzz(None, seed, device="cuda:0", values=values, copy_method=method)
+    counts = fuzz.run(rounds=12)
+    assert counts["done"] > counts["failed"] > 0
+    assert counts["rejected"] > 0
+    assert counts["compared"] > 100
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_store_encodes_what_its_stream_has_written(method: str, waits: bool) -> None:
+    with EncodedCache(device="cuda:0", copy_method=method) as cache:
+        cache.load([0], [3])  # all kernels are loaded
+        with pytest.raises(BlocksRejectedError):
+            cache.handler.synchronize()
+        zeros = torch.zeros_like(cache.tensors[0][0][1])
+        cache.synchronize()
+        with Hold():
+            for layer in cache.tensors[0]:
+                layer[1].copy_(zeros)
+            job = cache.store([1], [0], after=None if waits else ())
+            if not waits:  # the control: it does not wait for the stream
+                job.synchronize(60)
+            assert job.query() is not waits
+        job.synchronize(60)
+        cache.load([0], [2]).synchronize(60)
+        assert bool(cache.block(2).any()) is not waits
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_load_behind_a_rejected_store_rejects_the_same_blocks(
+    method: str, expedited: bool
+) -> None:
+    with EncodedCache(device="cuda:0", blocks=64, pages=64, copy_method=method) as cache:
+        cache.spoil(2, 9, 31)
+        before = [cache.block(block) for block in range(64)]
+        cache.synchronize()
+        with Hold():  # both are given to the device before anything is known
+            store = cache.store(range(32), range(32), after=None)
+            load = cache.load(range(32), range(32, 64), expedited=expedited, layer_groups=3)
+        for job in (store, load):
+            with pytest.raises(BlocksRejectedError) as error:
+                job.synchronize(60)
+            assert error.value.rejected == (2, 9, 31)
+        for block in range(32):
+            is_loaded = block not in (2, 9, 31)
+            assert cache.is_same(32 + block, before[block if is_loaded else 32 + block])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_behind_a_layer_group_see_its_blocks(method: str) -> None:
+    layers = 16
+    with EncodedCache(
+        device="cuda:0", layers=layers, values=1 << 17, blocks=32, copy_method=method
+    ) as cache:
+        tensors = cache.tensors[0]
+        expected = torch.stack([layer[:16] for layer in tensors])
+        cache.synchronize()
+        cache.store(range(16), range(16)).synchronize(60)
+        for _ in range(10):
+            for layer in tensors:
+                layer[16:] = 0
+            load = cache.load(range(16), range(16, 32), after=None, layer_groups=layers)
+            seen = []
+            for number, layer in enumerate(tensors):
+                load.wait(layer_group=number)
+                seen.append(layer[16:].clone())
+            assert torch.equal(torch.stack(seen).view(torch.int16), expected.view(torch.int16))
+            load.synchronize(60)
+
+
+def test_memory_of_the_gpu_and_of_the_host_is_given_back() -> None:
+    EncodedCache(device="cuda:0").handler.close()
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    for _ in range(5):
+        with EncodedCache(device="cuda:0", staging_bytes=64 << 20) as cache:
+            cache.store([1], [0]).synchronize(60)
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free - (16 << 20)

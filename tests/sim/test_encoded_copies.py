@@ -1,0 +1,707 @@
+"""Copies of host pages that are encoded, by kernels on the simulated driver: bytes, order, rejected
+blocks, and what a failure leaves behind.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drained import drain
+from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
+from encoded_fuzz import Fuzz
+from expecttest import assert_expected_inline
+from logged import logged
+from patience import PATIENCE, in_time
+from simulated_cache import (
+    CURRENT,
+    SIDE,
+    Stream,
+    let_threads_look,
+    needs_kernels,
+    run_until,
+)
+from simulated_driver import DEVICE, Driver, place, run, simulated, simulated_on_hip, without_cuda
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap.handler import BlocksRejectedError, DeviceLostError, Job, Result
+
+METHODS = ("staged", "kernel")
+
+
+def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
+    """Runs the device until the jobs have ended, and returns their results."""
+    assert cache.driver is not None
+    run_until(cache.driver, lambda: all([job.query() for job in jobs]))
+    return [job.result for job in jobs if job.result is not None]
+
+
+def outcomes(results: list[Result]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(result.state, result.rejected) for result in results]
+
+
+def steps(driver: Driver) -> str:
+    """What was submitted, with names for the streams."""
+    log = re.sub(r"(push|pop) context.*\n", "", driver.log())
+    log = re.sub(r"stream 10[135]", "copies", log)
+    return re.sub(r"stream \d+", "kernels", log)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layer_groups", [1, 2, 5])
+@pytest.mark.parametrize(("layers", "values"), [(5, 1024), (7, 5120), (5, 40960), (64, VALUES)])
+@needs_kernels
+@simulated
+def test_every_bit_arrives_and_no_other_changes(
+    driver: Driver, layers: int, values: int, layer_groups: int, method: str
+) -> None:
+    with EncodedCache(
+        driver, layers=layers, values=values, per_page=2, copy_method=method,
+        staging_bytes=2 << 20,
+    ) as cache:  # fmt: skip
+        cache.spoil(5)
+        before = [cache.block(block) for block in range(16)]
+        stored = cache.store([3, 11, 0, 5, 7], [4, 9, 2], first_block=1)
+        assert outcomes(finish(cache, stored)) == [("failed", (3,))]
+        cache.clear(3, 11, 0, 7)
+        targets = {8: 3, 1: 11, 2: 0, 4: 5, 15: 7}
+        loaded = cache.load([4, 9, 2], list(targets), first_block=1, layer_groups=layer_groups)
+        (result,) = finish(cache, loaded)
+        assert (result.state, result.rejected) == ("failed", (3,))
+        assert {stored.result and stored.result.copy_method, result.copy_method} == {method}
+        for block in range(16):
+            if block in targets and block != 4:
+                assert cache.is_same(block, before[targets[block]])
+            elif block not in targets.values() or block == 5:
+                assert cache.is_same(block, before[block])
+
+
+@needs_kernels
+@simulated
+def test_the_cpu_reads_what_the_kernels_have_written(driver: Driver) -> None:
+    with EncodedCache(driver, copy_method="staged") as cache, EncodedCache() as on_cpu:
+        before = [cache.block(block) for block in (3, 11)]
+        finish(cache, cache.store([3, 11], [1, 2]))
+        on_cpu.pools[0].pages[1:3] = cache.pools[0].pages[1:3]
+        on_cpu.load([1, 2], [8, 9])
+        assert on_cpu.is_same(8, before[0])
+        assert on_cpu.is_same(9, before[1])
+        on_cpu.store([9], [5])
+        cache.pools[0].pages[5] = on_cpu.pools[0].pages[5]
+        finish(cache, cache.load([5], [0]))
+        assert cache.is_same(0, before[1])
+
+
+@pytest.mark.parametrize("layer_groups", [1, 4])
+@needs_kernels
+@simulated
+def test_raw_and_encoded_groups_are_copied_by_one_job(driver: Driver, layer_groups: int) -> None:
+    encodings = ("raw", "lossless", "raw", "lossless")
+    with EncodedCache(driver, encodings=encodings, layers=2) as cache:
+        cache.spoil(5, group=1)
+        cache.spoil(5, group=2)  # raw: it fits
+        before = [[cache.block(block, group) for block in range(8)] for group in range(4)]
+        lists = [[1, 2], [3, 5, 4], [5], [6, 7]]
+        stored = cache.store(lists, lists)
+        loaded = cache.load(
+            lists, [[block + 8 for block in of_group] for of_group in lists],
+            layer_groups=layer_groups,
+        )  # fmt: skip
+        assert outcomes(finish(cache, stored, loaded)) == [("failed", (3,)), ("failed", (3,))]
+        for group, of_group in enumerate(lists):
+            for block in of_group:
+                if (group, block) != (1, 5):
+                    assert cache.is_same(block + 8, before[group][block], group)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_many_transfers_in_flight_take_turns(driver: Driver, method: str, seed: int) -> None:
+    # Pages of 16 KiB of values: four fill a half of the staging buffer.
+    with EncodedCache(driver, layers=8, values=8192, copy_method=method) as cache:
+        cache.spoil(3)
+        before = [cache.block(block) for block in range(16)]
+        driver.set_mode("threaded", seed)
+        jobs, expected = [], []
+        for turn in range(30):
+            blocks = [(turn + 5 * i) % 16 for i in range(7)]
+            rejected = (blocks.index(3),) if 3 in blocks else ()
+            jobs.append(cache.store(blocks, blocks))
+            jobs.append(cache.load(blocks, blocks, expedited=turn % 4 == 0))
+            if rejected:
+                jobs.pop()  # of the block that a load has rejected, no store may follow
+                drain(cache.handler)
+                assert cache.handler.poll()[-1].rejected == rejected
+                jobs.clear()
+            expected.append(rejected)
+        drain(cache.handler)
+        for block in range(16):
+            assert cache.is_same(block, before[block])
+
+
+@needs_kernels
+@simulated
+def test_encoded_blocks_are_copied_in_pieces_of_whole_slots(driver: Driver) -> None:
+    # A slot is 74,496 bytes, so three fit into a piece.
+    with EncodedCache(driver, layers=6, values=8192, copy_method="staged") as cache:
+        finish(cache, cache.store([7, 2, 5, 11, 0, 1, 3, 4], [0, 4, 5, 6, 9, 10, 11, 12]))
+        log = steps(driver)
+        assert_expected_inline(
+            log,
+            """\
+record event 1 on kernels
+wait for event 1 on kernels
+encode 3 blocks on kernels
+record event 3 on kernels
+wait for event 3 on kernels
+batch of 2 on kernels, source order 1 from 0
+record event 4 on kernels
+encode 3 blocks on kernels
+record event 5 on kernels
+wait for event 5 on kernels
+batch of 2 on kernels, source order 1 from 0
+record event 6 on kernels
+wait for event 4 on kernels
+encode 2 blocks on kernels
+record event 4 on kernels
+wait for event 4 on kernels
+copy 148992 bytes on kernels
+record event 3 on kernels
+record event 2 on kernels
+""",
+        )
+        finish(cache, cache.load([0, 4, 5, 6], [7, 2, 5, 11], layer_groups=2))
+        assert_expected_inline(
+            steps(driver),
+            """\
+record event 7 on kernels
+batch of 4 on kernels, source order 1 from 0
+record event 10 on kernels
+wait for event 10 on kernels
+decode 4 blocks on kernels
+record event 11 on kernels
+record event 8 on kernels
+batch of 6 on kernels, source order 1 from 0
+record event 12 on kernels
+wait for event 12 on kernels
+decode 4 blocks on kernels
+record event 13 on kernels
+record event 9 on kernels
+""",
+        )
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@needs_kernels
+@simulated
+def test_addresses_of_encoded_blocks_are_checked_when_asked(driver: Driver, checks: bool) -> None:
+    layout = PagedLayout([torch.randn(4, VALUES).bfloat16()])
+    # Its third block leaves the device's memory in its last byte.
+    driver.adopt(layout.tensors[0].view(-1).view(torch.uint8)[: 3 * 2 * VALUES - 1], DEVICE)
+    layout.device = torch.device("cuda", 0)
+    pool = HostPool(layout, 4, encoding="lossless")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_CHECK_ADDRESSES", str(int(checks)))
+        handler = OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES)
+    with handler:
+        for number, block in enumerate([0, 2]):
+            handler.store(gpu_block_ids=[block], page_ids=[number], after=())
+            handler.load(page_ids=[number], gpu_block_ids=[block], after=())
+        drain(handler)
+        results = {result.job_id: result for result in handler.poll()}
+        assert [results[job].ok for job in range(4)] == [True, True, not checks, not checks]
+        if checks:
+            assert re.search("only the first 3071 lie in memory", str(results[2].error))
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("mode", ["immediate", "threaded"])
+@pytest.mark.parametrize("seed", [1, 2])
+@needs_kernels
+@simulated
+def test_random_jobs_leave_the_bits_of_a_model(
+    driver: Driver, seed: int, mode: str, method: str
+) -> None:
+    counts = Fuzz(driver, seed, mode, copy_method=method).run(rounds=6)
+    assert counts["done"] > counts["failed"] > 0
+    assert counts["rejected"] > 0
+    assert counts["compared"] > 100
+
+
+@needs_kernels
+@simulated
+def test_as_a_control_a_bit_that_changes_is_found(driver: Driver) -> None:
+    fuzz = Fuzz(driver, 1, "immediate")
+    store = fuzz.cache.store
+
+    def flip(*arguments: Any, **options: Any) -> Job:
+        job = store(*arguments, **options)
+        assert in_time(job.query)
+        fuzz.cache.pools[0].pages[arguments[1][0][0], 0, -1] ^= 1
+        return job
+
+    fuzz.cache.store = flip  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="block"):
+        fuzz.run(rounds=6)
+
+
+# Order.
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_a_store_encodes_what_its_stream_has_written(
+    driver: Driver, method: str, waits: bool
+) -> None:
+    driver.set_stream(0, CURRENT)
+    with EncodedCache(driver, copy_method=method) as cache:
+        hold = driver.hold(CURRENT)
+        job = cache.store([1], [0], after=None if waits else ())
+        driver.run()
+        assert job.query() is not waits
+        cache.clear(1)  # what the stream writes last
+        driver.release(hold)
+        finish(cache, job)
+        finish(cache, cache.load([0], [2]))
+        assert cache.is_same(2, cache.block(1)) is waits
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("kind", ["load", "expedited"])
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_a_load_decodes_what_an_earlier_store_will_write(
+    driver: Driver, method: str, kind: str, shares: bool
+) -> None:
+    driver.set_stream(0, CURRENT)
+    with EncodedCache(driver, copy_method=method) as cache:
+        before = cache.block(1)
+        finish(cache, cache.store([3], [0]), cache.store([3], [5]))
+        hold = driver.hold(CURRENT)
+        store = cache.store([1], [0], after=None)
+        load = cache.load([0 if shares else 5], [2], expedited=kind == "expedited")
+        driver.run()
+        assert load.query() is not shares
+        driver.release(hold)
+        finish(cache, store, load)
+        assert cache.is_same(2, before) is shares
+
+
+@needs_kernels
+@simulated
+def test_a_layer_group_has_landed_when_its_tiles_are_decoded(driver: Driver) -> None:
+    driver.set_stream(0, CURRENT)
+    with EncodedCache(driver, layers=4, values=8192, copy_method="staged") as cache:
+        blocks = list(range(8))
+        before = [cache.block(block) for block in blocks]
+        finish(cache, cache.store(blocks, blocks))
+        cache.clear(*blocks)
+        load = cache.load(blocks, blocks, layer_groups=2)
+        load.wait(Stream(CURRENT), layer_group=0)
+        while driver.step(cache.streams[2]):  # copies, without the kernels
+            driver.step(CURRENT)
+        assert not driver.cuda.is_done(stream=CURRENT)
+        assert not any(cache.block(block).any() for block in blocks)
+        assert not load.query()
+        finish(cache, load)
+        assert driver.cuda.is_done(stream=CURRENT)
+        assert all(cache.is_same(block, before[block]) for block in blocks)
+
+
+@needs_kernels
+@simulated
+def test_an_expedited_load_overtakes_by_the_kernel_method(driver: Driver) -> None:
+    with EncodedCache(driver, blocks=64, pages=64, copy_method="staged") as cache:
+        before = cache.block(1)
+        finish(cache, cache.store([1], [0]))
+        hold = driver.hold(SIDE)
+        slow = cache.load([0], [2], after=Stream(SIDE))
+        fast = cache.load([0], [3], expedited=True)
+        (result,) = finish(cache, fast)
+        assert (result.state, result.copy_method) == ("done", "kernel")
+        assert cache.is_same(3, before)
+        assert not slow.query()
+        driver.release(hold)
+        finish(cache, slow)
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+@needs_kernels
+@simulated
+def test_a_gate_opens_when_its_layers_are_decoded(driver: Driver, rejects: bool) -> None:
+    driver.set_stream(0, CURRENT)
+    with EncodedCache(driver, layers=4) as cache:
+        if rejects:
+            cache.spoil(1)
+        before = cache.block(1)
+        finish(cache, cache.store([1], [0]))
+        gate = cache.handler.gate(2)
+        hold = driver.hold(SIDE)
+        load = cache.load([0], [2], gate=gate, after=Stream(SIDE))
+        gate.wait(1)
+        driver.run()
+        assert not driver.cuda.is_done(stream=CURRENT)
+        driver.release(hold)
+        driver.run()
+        assert driver.cuda.is_done(stream=CURRENT)
+        assert cache.is_same(2, before) is not rejects
+        assert outcomes(finish(cache, load)) == [("failed", (0,)) if rejects else ("done", ())]
+
+
+@needs_kernels
+@simulated
+def test_kernels_encode_also_where_they_are_slow(driver: Driver) -> None:
+    with EncodedCache(driver, encodings=("lossless", "raw"), layers=8, values=8192) as cache:
+        blocks = list(range(16))
+        for _ in range(2):
+            job = cache.store([blocks, []], [blocks, []])
+            assert driver.step(cache.streams[0])  # its start is recorded
+            driver.advance_clock(1000)
+            (result,) = finish(cache, job)
+            assert (result.state, result.copy_method) == ("done", "staged")
+
+
+# Rejected blocks.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_of_joined_jobs_each_has_its_own_rejected_blocks(driver: Driver, method: str) -> None:
+    with EncodedCache(driver, blocks=64, pages=64, copy_method=method) as cache:
+        spoiled = [10, 21, 32, 33]
+        cache.spoil(*spoiled)
+        before = [cache.block(block) for block in range(64)]
+        hold = driver.hold(SIDE)
+        fill = [cache.store([0], [0], after=Stream(SIDE))]
+        while not cache.handler.metrics().stores.queued:
+            fill.append(cache.store([0], [0]))
+        done = cache.handler.metrics().stores.transfers
+        stores = [cache.store([63 - i, i], [i, 63 - i]) for i in range(1, 30)]
+        driver.release(hold)
+        results = finish(cache, *fill, *stores)[len(fill) :]
+        transfers = cache.handler.metrics().stores.transfers
+        assert transfers - done < len(fill) - 64 + len(stores)  # they were joined
+        for i, result in enumerate(results, 1):
+            positions = tuple(at for at, block in enumerate((63 - i, i)) if block in spoiled)
+            assert (result.rejected, result.ok) == (positions, not positions)
+        pages = [page for i in range(1, 30) for page in (i, 63 - i)]
+        cache.clear(*range(64))
+        loads = [cache.load([page], [page]) for page in pages]
+        for page, result in zip(pages, finish(cache, *loads), strict=True):
+            assert result.rejected == ((0,) if 63 - page in spoiled else ())
+            assert cache.is_same(page, before[63 - page]) is result.ok
+
+
+@pytest.mark.parametrize("method", METHODS)
+@needs_kernels
+@simulated
+def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
+    driver: Driver, method: str
+) -> None:
+    with EncodedCache(driver, blocks=32, pages=32, copy_method=method) as cache:
+        spoiled = [3, 8, 9]
+        cache.spoil(*spoiled)
+        hold = driver.hold(SIDE)
+        fill = [cache.store([0], [0], after=Stream(SIDE))]
+        while not cache.handler.metrics().stores.queued:
+            fill.append(cache.store([0], [0]))
+        stores = [cache.store([block, block + 10], [block, block + 10]) for block in range(1, 11)]
+        driver.fail("cuLaunchKernel", 1)  # of the first transfer that leaves the queue
+        driver.release(hold)
+        results = finish(cache, *fill, *stores)
+        failed = [result for result in results if not result.ok and not result.rejected]
+        assert len(failed) <= 1, "only one launch has failed"
+        for block, result in enumerate(results[len(fill) :], 1):
+            if result not in failed:
+                assert result.rejected == ((0,) if block in spoiled else ())
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+@needs_kernels
+@simulated
+def test_a_load_behind_a_rejected_store_rejects_the_same_blocks(
+    driver: Driver, expedited: bool
+) -> None:
+    driver.set_stream(0, CURRENT)
+    with EncodedCache(driver) as cache:
+        cache.spoil(2)
+        before = [cache.block(block) for block in range(16)]
+        hold = driver.hold(CURRENT)
+        store = cache.store([1, 2, 3], [0, 1, 2], after=None)
+        load = cache.load([0, 1, 2], [7, 8, 9], expedited=expedited)  # before it is known
+        driver.release(hold)
+        results = finish(cache, store, load)
+        assert outcomes(results) == [("failed", (1,)), ("failed", (1,))]
+        assert all(isinstance(result.error, BlocksRejectedError) for result in results)
+        assert cache.is_same(7, before[1])
+        assert cache.is_same(8, before[8])
+        assert cache.is_same(9, before[3])
+
+
+@needs_kernels
+@simulated
+def test_a_load_behind_a_cancelled_store_fails_for_that(driver: Driver) -> None:
+    with EncodedCache(driver) as cache:
+        cache.spoil(2)
+        store = cache.store([1, 2], [0, 1])
+        load = cache.load([0, 1], [7, 8])
+        assert cache.handler.cancel(store)
+        first, second = finish(cache, store, load)
+        assert (first.state, first.rejected) == ("cancelled", ())
+        assert (second.state, second.rejected) == ("failed", ())
+        assert str(second.error) == "store 0 was cancelled"
+
+
+@needs_kernels
+@simulated
+def test_a_queued_store_that_was_cancelled_rejects_nothing(driver: Driver) -> None:
+    with EncodedCache(driver) as cache:
+        cache.spoil(2)
+        hold = driver.hold(SIDE)
+        first = cache.store([1], [0], after=Stream(SIDE))
+        fill = [first]
+        while not cache.handler.metrics().stores.queued:
+            fill.append(cache.store([1], [0]))
+        queued = cache.store([2], [1])
+        assert cache.handler.cancel(queued)
+        driver.release(hold)
+        finish(cache, *fill)
+        assert outcomes([result for result in [queued.result] if result]) == [("cancelled", ())]
+        assert cache.handler.metrics().stores.rejected_blocks == 0
+
+
+@pytest.mark.slow
+@needs_kernels
+@simulated
+def test_a_job_for_whose_blocks_there_are_no_states_waits(driver: Driver) -> None:
+    most = 1 << 20
+    tensors = [torch.zeros(most + 8, 512, dtype=torch.bfloat16)]
+    layout = place(driver, PagedLayout(tensors))
+    pool = HostPool(layout, 2, encoding="lossless", bits_per_value=12.5)
+    driver.set_mode("manual")
+    with OffloadHandler(layout, pool, copy_method="kernel", staging_bytes=STAGING_BYTES) as handler:
+        # Nothing was stored, so all blocks are rejected, and their memory is not touched.
+        blocks, pages = np.arange(most - 8), np.zeros(most - 8, np.int64)
+        hold = driver.hold(SIDE)
+        first = handler.load(page_ids=pages, gpu_block_ids=blocks, after=Stream(SIDE))
+        second = handler.load(
+            page_ids=[0] * 9, gpu_block_ids=list(range(most - 8, most + 1)), after=()
+        )
+        waiting = threading.Thread(target=lambda: second.wait(Stream(CURRENT)), daemon=True)
+        waiting.start()
+        run_until(driver, lambda: handler.metrics().loads.running == 1)
+        let_threads_look(driver)
+        assert waiting.is_alive()
+        assert handler.metrics().loads.queued == 1
+        driver.release(hold)
+        run_until(driver, lambda: bool([first.query(), second.query()] == [True, True]))
+        waiting.join(PATIENCE)
+        assert first.result is not None
+        assert second.result is not None
+        assert len(first.result.rejected) == most - 8
+        assert second.result.rejected == tuple(range(9))
+        driver.set_mode("immediate")
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuMemcpyBatchAsync", "cuEventRecord"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_a_failed_job_leaves_no_states_behind(
+    driver: Driver, kind: str, nth: int, call: str
+) -> None:
+    options = {"layers": 6, "values": 8192, "pages": 32, "copy_method": "staged"}
+    with EncodedCache(driver, **options) as cache:
+        driver.set_mode("immediate")  # kernels have run before a later call fails
+        good, spoiled = list(range(8)), list(range(8, 16))
+        cache.spoil(*spoiled)
+
+        def submit(blocks: list[int]) -> Result:
+            pages = [2 * block for block in blocks]  # no neighbours
+            job = cache.store(blocks, pages) if kind == "store" else cache.load(pages, good)
+            (result,) = finish(cache, job)
+            cache.handler.poll()
+            return result
+
+        finish(cache, cache.store(good, range(0, 16, 2)), cache.store(spoiled, range(16, 32, 2)))
+        driver.fail(call, nth)
+        failed = submit(spoiled)
+        assert (failed.state, failed.rejected) == ("failed", ())
+        assert call in str(failed.error)
+        assert submit(good).ok
+        assert submit(spoiled).rejected == tuple(range(8))  # the control
+
+
+@pytest.mark.parametrize(("call", "nth"), [("cuLaunchKernel", 1), ("cuEventRecord", 2)])
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_a_failed_kernel_copy_leaves_no_states_behind(
+    driver: Driver, kind: str, call: str, nth: int
+) -> None:
+    with EncodedCache(driver, copy_method="kernel") as cache:
+        driver.set_mode("immediate")
+        cache.spoil(2)
+        finish(cache, cache.store([1], [1]), cache.store([2], [2]))
+
+        def submit(block: int) -> Result:
+            job = cache.store([block], [block]) if kind == "store" else cache.load([block], [9])
+            (result,) = finish(cache, job)
+            cache.handler.poll()
+            return result
+
+        cache.handler.poll()
+        driver.fail(call, nth)
+        failed = submit(2)
+        assert (failed.state, failed.rejected) == ("failed", ())
+        assert call in str(failed.error)
+        assert submit(1).ok
+        assert submit(2).rejected == (0,)  # the control
+
+
+@needs_kernels
+@simulated
+def test_a_lost_device_fails_encoded_jobs_as_any_other(driver: Driver) -> None:
+    with EncodedCache(driver) as cache:
+        cache.spoil(2)
+        jobs = [cache.store([1, 2], [0, 1]), cache.load([0, 1], [3, 4])]
+        assert driver.step(cache.streams[0])
+        driver.lose()
+        for job in jobs:
+            assert job.query()
+            assert job.result is not None
+            assert isinstance(job.result.error, DeviceLostError)
+            assert job.result.rejected == ()
+        with logged():  # that the pool stays pinned
+            cache.pools[0].close()
+
+
+@needs_kernels
+@simulated
+def test_a_closed_handler_has_given_all_memory_back(driver: Driver) -> None:
+    layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
+    pool = HostPool(layout, 8, encoding="lossless")
+    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
+    before = driver.live("allocations"), driver.live("streams"), driver.live("events")
+    driver.log()
+    with OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES) as handler:
+        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
+    log = driver.log()
+    assert before == (driver.live("allocations"), driver.live("streams"), driver.live("events"))
+    assert "register 3145728 bytes of host memory" in log
+    assert "unregister 3145728 bytes of host memory" in log
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyAsync"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@needs_kernels
+@simulated
+def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, call: str) -> None:
+    layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
+    pool = HostPool(layout, 8, encoding="lossless")
+    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
+    before = driver.live("allocations"), driver.live("streams"), driver.live("events")
+    made = driver.calls(call)
+    OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
+    made = driver.calls(call) - made
+    driver.fail(call, nth)
+    if nth <= made:
+        with pytest.raises(ValueError, match=f"encoding='lossless' cannot be had: {call}"):
+            OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES)
+    assert before == (driver.live("allocations"), driver.live("streams"), driver.live("events"))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("method", ["strided", "batch"])
+@needs_kernels
+@simulated
+def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str) -> None:
+    with pytest.raises(ValueError, match="copy_method") as refusal:
+        EncodedCache(driver, copy_method=method)
+    assert str(refusal.value) == (
+        f"copy_method='{method}' cannot encode host pages with encoding='lossless'; pass "
+        "copy_method='auto', 'staged' or 'kernel', or make the pool with encoding='raw'"
+    )
+
+
+@needs_kernels
+@simulated
+def test_staging_memory_that_holds_no_slot_is_refused_with_what_is_needed(driver: Driver) -> None:
+    sizes = {"layers": 8, "values": 1 << 18, "blocks": 8}
+    with pytest.raises(ValueError, match="staging_bytes") as refusal:
+        EncodedCache(driver, **sizes)
+    assert str(refusal.value) == (
+        "staging_bytes=1048576 is too little for slots of 3178496 bytes with "
+        "encoding='lossless'; give it 12713984 or more"
+    )
+    with EncodedCache(driver, staging_bytes=12713984, **sizes) as cache:
+        before = cache.block(3)
+        finish(cache, cache.store([3, 4], [0, 1]), cache.load([0, 1], [5, 6], layer_groups=3))
+        assert cache.is_same(5, before)
+
+
+def load_no_kernels(driver: Driver) -> None:
+    import torch
+    from simulated_driver import place
+
+    from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+    layout = place(driver, PagedLayout([torch.randn(8, 2048).bfloat16()]))
+    pool = HostPool(layout, 4, encoding="lossless")
+    driver.fail("cuModuleLoadData", 1, 209)
+    try:
+        OffloadHandler(layout, pool)
+    except ValueError as error:
+        print(error)
+    print(driver.live("streams"), driver.live("allocations"))
+
+
+@needs_kernels
+@without_cuda
+def test_kernels_without_code_for_the_gpu_are_a_reason_to_refuse() -> None:
+    assert run(load_no_kernels) == (
+        "encoding='lossless' cannot be had: this library was built without machine code for this "
+        "GPU; build it again with the GPU's architecture in TORCH_CUDA_ARCH_LIST\n0 0\n"
+    )
+
+
+@needs_kernels
+@simulated
+def test_pages_that_are_not_pinned_are_refused(driver: Driver) -> None:
+    layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
+    driver.limit_registration(in_all=0)
+    with logged():  # that they cannot be pinned
+        pool = HostPool(layout, 4, encoding="lossless")
+    driver.limit_registration()
+    with pytest.raises(ValueError, match="must be pinned, because kernels read and write them"):
+        OffloadHandler(layout, pool)
+    assert (driver.live("streams"), driver.live("allocations")) == (0, 0)
+
+
+@simulated_on_hip
+def test_a_gpu_for_which_there_are_no_kernels_is_refused(driver: Driver) -> None:
+    with pytest.raises(ValueError, match="lossless") as refusal:
+        EncodedCache(driver)
+    assert str(refusal.value) == (
+        "host pages with encoding='lossless' cannot be used with CUDA device 0: this library has "
+        "no kernels for it; make the pool with encoding='raw'"
+    )

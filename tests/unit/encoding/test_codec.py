@@ -1,0 +1,274 @@
+"""The CPU encodes and decodes slots as the format says, whatever the values are."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from bf16_blocks import (
+    KINDS,
+    ONE,
+    SMOLLM2_SIZES,
+    Values,
+    bases_of,
+    escapes_of,
+    make_block,
+    numbers,
+    random_bits,
+    real_page,
+    with_escapes,
+)
+from expecttest import assert_expected_inline
+from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel
+
+from torch_kvswap._native import abi, loader
+
+GOOD, TOO_MANY, REFUSED = range(3)
+WIDTHS = (12.125, 12.5)
+SHAPES = [
+    [2048] * 7,
+    [6144] * 5,
+    [32 << 10] * 3,
+    [(32 << 10) + 64] * 2,
+    [2 << 20],
+    [4096, 64, 40960, 2048, 128],
+]
+
+
+def failure() -> str:
+    library = loader.library()
+    kind, text = library.kvswap_last_error_type(), library.kvswap_last_error()
+    return f"{kind.decode()}: {text.decode()}"
+
+
+def encode(block: Sequence[Values], width: float) -> tuple[int, Bytes]:
+    """Returns the state and the slot, whose surroundings the encoder must leave alone."""
+    sizes = [part.nbytes for part in block]
+    model = SlotModel(sizes, width)
+    memory = np.full(model.slot_bytes + 32, 0xA5, np.uint8)
+    slot = memory[16:-16]
+    state = loader.library().kvswap_encode_block(
+        bases_of(block), numbers(sizes), len(sizes), int(8 * width), slot.ctypes.data
+    )
+    assert [*memory[:16], *memory[-16:]] == [0xA5] * 32
+    return state, slot
+
+
+def decode(
+    slot: Bytes, sizes: Sequence[int], width: float, slabs: range | None = None
+) -> tuple[int, list[Values]]:
+    """Returns the state and the block; what was not written is 0xA5."""
+    slabs = range(len(sizes)) if slabs is None else slabs
+    rooms = [np.full(size // 2 + 16, 0xA5A5, np.uint16) for size in sizes]
+    block = [room[8:-8] for room in rooms]
+    state = loader.library().kvswap_decode_block(
+        bases_of(block),
+        numbers(sizes),
+        len(sizes),
+        int(8 * width),
+        slot.ctypes.data,
+        slabs.start,
+        slabs.stop,
+    )
+    for room in rooms:
+        assert [*room[:8], *room[-8:]] == [0xA5A5] * 16
+    return state, block
+
+
+def assert_equal(block: Sequence[Values], expected: Sequence[Values]) -> None:
+    for slab, (part, wanted) in enumerate(zip(block, expected, strict=True)):
+        np.testing.assert_array_equal(part, wanted, f"slab {slab}")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_the_library_and_the_model_agree_on_the_format(sizes: list[int], width: float) -> None:
+    found, model = abi.SlotFormat(), SlotModel(sizes, width)
+    assert loader.library().kvswap_encoding_format(
+        numbers(sizes), len(sizes), int(8 * width), ctypes.byref(found)
+    )
+    assert (found.slot_bytes, found.metadata_bytes) == (model.slot_bytes, model.metadata_bytes)
+    assert (found.tiles, found.max_escapes) == (len(model.tiles), model.max_escapes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_every_kind_of_values_comes_back_bit_for_bit(sizes: list[int], kind: str) -> None:
+    block, model = make_block(kind, sizes), SlotModel(sizes, 12.5)
+    state, slot = encode(block, 12.5)
+    assert state == GOOD
+    assert_equal(model.decode(slot), block)
+    for written in (slot, model.encode(block)):
+        state, read = decode(written, sizes, 12.5)
+        assert state == GOOD
+        assert_equal(read, block)
+    assert model.state(slot) == escapes_of(block)
+
+
+def test_every_value_comes_back_in_every_window() -> None:
+    # The window is chosen by a quarter of the values. These have its lowest and its highest
+    # exponent; the other places of the first slab take all values in turn. The zeros of the other
+    # slab make room for that many escapes.
+    tiles, width = 6, 15.875
+    vectors = np.arange(tiles * 2048)
+    in_tile = vectors % 2048
+    sampled = (8 * vectors + 2 * (((in_tile >> 3) + (in_tile >> 5)) % 4))[:, None] + [0, 1]
+    others = np.setdiff1d(np.arange(tiles * 16384), sampled)
+    assert len(others) >= 65536
+    first = np.zeros(tiles * 16384, np.uint16)
+    first[others] = np.resize(np.arange(65536), len(others))
+    block = [first, np.zeros(8 * first.size, np.uint16)]
+    sizes = [part.nbytes for part in block]
+    model = SlotModel(sizes, width)
+    for lowest in range(1, 242):
+        first[sampled] = [lowest << 7, (lowest + 14) << 7]
+        state, slot = encode(block, width)
+        assert state == GOOD
+        assert [model.entry(slot, number)[0] for number in range(tiles)] == [lowest] * tiles
+        state, read = decode(slot, sizes, width)
+        assert state == GOOD
+        assert_equal(read, block)
+        if lowest in (1, 120, 241):
+            assert_equal(model.decode(slot), block)
+            assert_equal(decode(model.encode(block, lowest), sizes, width)[1], block)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_a_slot_takes_as_many_escapes_as_it_has_room_for(sizes: list[int], width: float) -> None:
+    model = SlotModel(sizes, width)
+    full = with_escapes(sizes, model.max_escapes)
+    state, slot = encode(full, width)
+    assert (state, model.state(slot)) == (GOOD, model.max_escapes)
+    assert_equal(model.decode(slot), full)
+    assert_equal(decode(slot, sizes, width)[1], full)
+
+    state, slot = encode(with_escapes(sizes, model.max_escapes + 1), width)
+    assert (state, model.state(slot)) == (TOO_MANY, model.max_escapes + 1 | OVERFLOW)
+    assert escapes_of(with_escapes(sizes, model.max_escapes + 1)) == model.max_escapes + 1
+    state, read = decode(slot, sizes, width)
+    assert state == REFUSED
+    assert_equal(read, [np.full_like(part, 0xA5A5) for part in read])
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_random_bits_do_not_fit(sizes: list[int]) -> None:
+    state, slot = encode(random_bits(sizes), 12.5)
+    assert state == TOO_MANY
+    assert SlotModel(sizes, 12.5).state(slot) & OVERFLOW
+
+
+def test_real_keys_and_values_fit_with_room_to_spare() -> None:
+    block, model = real_page(), SlotModel(SMOLLM2_SIZES, 12.125)
+    state, slot = encode(block, 12.125)
+    assert state == GOOD
+    assert 0 < model.state(slot) == escapes_of(block) < model.max_escapes / 5
+    assert_equal(model.decode(slot), block)
+    assert_equal(decode(slot, SMOLLM2_SIZES, 12.125)[1], block)
+
+
+@pytest.mark.parametrize("slabs", [range(1), range(1, 3), range(2, 5), range(3, 3)], ids=str)
+def test_a_range_of_slabs_is_decoded_alone(slabs: range) -> None:
+    sizes = [4096, 64, 40960, 2048, 128]
+    block = make_block("NaN, Inf, -0 and others among normal", sizes)
+    state, read = decode(encode(block, 12.5)[1], sizes, 12.5, slabs)
+    assert state == GOOD
+    untouched = [np.full_like(part, 0xA5A5) for part in block]
+    assert_equal(read, [block[s] if s in slabs else untouched[s] for s in range(5)])
+
+
+def damaged_slots() -> dict[str, tuple[str, int, int]]:
+    """What to write where in a slot with one tile and some escapes."""
+    model = SlotModel([4096], 12.5)
+    return {
+        "zeros": ("<I", 0, 0),
+        "magic": ("<I", 0, MAGIC ^ 1 << 24),
+        "version": ("<I", 0, MAGIC + 1),
+        "overflow": ("<I", 4, OVERFLOW | 3),
+        "more escapes than fit": ("<H", 18, model.max_escapes + 1),
+        "escapes that begin behind the last one": ("<I", 20, model.max_escapes + 1),
+        "escapes that end behind the last one": ("<I", 20, model.max_escapes - 2),
+        "an escape behind the tile": ("<H", model.places, 2048),
+    }
+
+
+@pytest.mark.parametrize("damage", damaged_slots())
+def test_a_slot_that_holds_no_block_is_refused_and_nothing_is_written(damage: str) -> None:
+    slot, model = encode(with_escapes([4096], 3), 12.5)[1], SlotModel([4096], 12.5)
+    # Behind the escapes there would be valid ones, up to the first tile.
+    slot[model.places : model.metadata_bytes] = 0
+    assert decode(slot, [4096], 12.5)[0] == GOOD
+    struct.pack_into(damaged_slots()[damage][0], slot, *damaged_slots()[damage][1:])
+    state, read = decode(slot, [4096], 12.5)
+    assert state == REFUSED
+    assert_equal(read, [np.full(2048, 0xA5A5, np.uint16)])
+
+
+def test_only_damage_to_the_decoded_slabs_is_refused() -> None:
+    sizes = [4096, 4096]
+    block = make_block("normal", sizes)
+    slot = encode(block, 12.5)[1]
+    struct.pack_into("<H", slot, 16 + 8 + 2, 0xFFFF)  # of the second tile
+    assert decode(slot, sizes, 12.5)[0] == REFUSED
+    assert decode(slot, sizes, 12.5, range(1, 2))[0] == REFUSED
+    state, read = decode(slot, sizes, 12.5, range(1))
+    assert state == GOOD
+    assert_equal(read[:1], block[:1])
+
+
+def test_a_block_may_begin_at_an_odd_address() -> None:
+    block = make_block("outlier channels", [2048])
+    odd = np.zeros(2049, np.uint8)
+    odd[1:] = block[0].view(np.uint8)
+    slot, back = np.zeros(SlotModel([2048], 12.5).slot_bytes, np.uint8), np.zeros_like(odd)
+    library, sizes = loader.library(), numbers([2048])
+    at = numbers([odd.ctypes.data + 1])
+    assert library.kvswap_encode_block(at, sizes, 1, 100, slot.ctypes.data) == GOOD
+    at = numbers([back.ctypes.data + 1])
+    assert library.kvswap_decode_block(at, sizes, 1, 100, slot.ctypes.data, 0, 1) == GOOD
+    np.testing.assert_array_equal(back, odd)
+
+
+def test_what_was_not_sampled_may_be_a_little_larger() -> None:
+    # Three of four values are not looked at. All that are looked at are 1; the window leaves room
+    # for twice as large ones above it, and for smaller ones below.
+    values = np.full(2048, ONE, np.uint16)
+    values[6] = 128 << 7  # 2
+    values[7] = 115 << 7
+    assert escapes_of([values]) == 0
+
+
+def test_blocks_that_cannot_be_encoded_are_refused() -> None:
+    library, found = loader.library(), abi.SlotFormat()
+    calls = [
+        ([2048, 96], 97),
+        ([2048, 0], 97),
+        ([64] * 9, 100),
+        ([1024] * 160, 97),
+        ([1 << 31, 1 << 31, 64], 97),
+        ([2048], 96),
+        ([2048], 128),
+    ]
+    errors = []
+    for sizes, width in calls:
+        assert not library.kvswap_encoding_format(
+            numbers(sizes), len(sizes), width, ctypes.byref(found)
+        )
+        errors.append(failure())
+    assert library.kvswap_encode_block(numbers([0]), numbers([96]), 1, 97, 0) == -1
+    assert library.kvswap_decode_block(numbers([0]), numbers([96]), 1, 97, 0, 0, 1) == -1
+    assert library.kvswap_count_escapes(numbers([0]), numbers([96]), 1) == -1
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: slab 1 has 96 bytes of a block; lossless encoding needs a multiple of 64 bytes in every slab
+ValueError: slab 1 has 0 bytes of a block; lossless encoding needs a multiple of 64 bytes in every slab
+ValueError: a block of 576 bytes in 9 slabs needs 520 bytes encoded, and a slot of 12.5 bits a value has 448; use more bits a value, larger blocks, or raw pages
+ValueError: a block of 163840 bytes in 160 slabs needs 124176 bytes encoded, and a slot of 12.125 bits a value has 124160; use more bits a value, larger blocks, or raw pages
+ValueError: a block has more than 4294967296 bytes, which lossless encoding cannot address
+ValueError: slots of 12 bits a value: there can be more than 12 and fewer than 16
+ValueError: slots of 16 bits a value: there can be more than 12 and fewer than 16""",
+    )

@@ -1,0 +1,354 @@
+"""Pools with encoded slots: their sizes, what they refuse, and how processes agree on them."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+import torch
+from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
+from error_text import error_text
+from expecttest import assert_expected_inline
+from logged import logged
+from simulated_cache import needs_kernels
+from simulated_driver import Driver, place, simulated
+from slot_model import SlotModel
+
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout, PoolHandle
+
+WIDTHS = (12.125, 12.5)
+
+
+def layout_of(dtype: torch.dtype, row: int = 4096) -> PagedLayout:
+    return PagedLayout([torch.zeros(4, row, dtype=dtype)])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_slots_have_the_size_of_the_format(width: float) -> None:
+    layout = Bf16Cache().layout
+    pool = HostPool(layout, 5, 3, encoding="lossless", bits_per_value=width)
+    slot_bytes = SlotModel(SIZES, width).slot_bytes
+    assert (pool.encoding, pool.bits_per_value, pool.slot_bytes) == ("lossless", width, slot_bytes)
+    assert pool.pages.shape == (5, 3, slot_bytes)
+    assert (pool.page_bytes, pool.nbytes) == (3 * slot_bytes, 15 * slot_bytes)
+    options = {"encoding": "lossless", "bits_per_value": width}
+    assert HostPool.page_bytes_of(layout, 3, **options) == pool.page_bytes  # type: ignore[arg-type]
+    assert pool.layout.strides.tolist() == [slot_bytes] * len(SIZES)
+    assert pool.layout.bases.tolist() == [pool.pages.data_ptr()] * len(SIZES)
+    assert pool.layout.sizes.tolist() == SIZES
+
+
+def test_the_narrower_slots_are_the_default_and_hold_a_third_more_blocks() -> None:
+    layout = Bf16Cache().layout
+    pool = HostPool(layout, 1, encoding="lossless")
+    assert pool.bits_per_value == 12.125
+    assert 1.31 < HostPool.page_bytes_of(layout) / pool.page_bytes < 1.33
+
+
+def test_raw_slots_are_as_large_as_blocks() -> None:
+    pool = HostPool(Bf16Cache().layout, 2, 3)
+    assert (pool.encoding, pool.bits_per_value, pool.slot_bytes) == ("raw", None, BLOCK_BYTES)
+    assert HostPool.page_bytes_of(Bf16Cache().layout, 3) == pool.page_bytes == 3 * BLOCK_BYTES
+
+
+def test_a_pool_says_how_it_encodes() -> None:
+    assert_expected_inline(
+        repr(HostPool(Bf16Cache().layout, 4, 2, encoding="lossless", bits_per_value=12.5)),
+        """HostPool(num_pages=4, blocks_per_page=2, page_bytes=19200, encoding='lossless', bits_per_value=12.5, device=cpu, 4 of 4 pages ready)""",
+    )
+
+
+def test_bytes_of_bf16_values_are_encoded_if_the_layout_says_so() -> None:
+    as_bytes = PagedLayout([torch.zeros(4, 4096, dtype=torch.int8)], dtype=torch.bfloat16)
+    values = layout_of(torch.bfloat16, 2048)
+    sizes = [HostPool.page_bytes_of(one, encoding="lossless") for one in (as_bytes, values)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "bits_per_value", "said"),
+    [
+        ("lossy", None, "encoding is 'lossy'; it can be raw or lossless"),
+        (None, None, "encoding is None; it can be raw or lossless"),
+        ("lossless", 12, "bits_per_value is 12; it can be 12.125 or 12.5"),
+        ("lossless", "12.5", "bits_per_value is '12.5'; it can be 12.125 or 12.5"),
+        (
+            "raw",
+            12.5,
+            "bits_per_value is 12.5, but encoding is 'raw'; leave it out, or pass "
+            "encoding='lossless'",
+        ),
+    ],
+)
+def test_an_encoding_that_there_is_not_is_refused(
+    encoding: object, bits_per_value: object, said: str
+) -> None:
+    options = {"encoding": encoding, "bits_per_value": bits_per_value}
+    layout = Bf16Cache().layout
+    for make in (
+        lambda: HostPool(layout, 1, **options),  # type: ignore[arg-type]
+        lambda: HostPool.create_shared(layout, 1, world=1, **options),  # type: ignore[arg-type]
+        lambda: HostPool.page_bytes_of(layout, **options),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float32])
+def test_other_types_than_bf16_are_refused_by_name(dtype: torch.dtype) -> None:
+    said = (
+        f"encoding='lossless' is for torch.bfloat16, but the layout is of {dtype}, so its slots "
+        f"stay at {4096 * dtype.itemsize} bytes; leave encoding out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        HostPool(layout_of(dtype), 1, encoding="lossless")
+
+
+def test_bytes_of_an_unknown_type_are_refused_with_both_remedies() -> None:
+    assert_expected_inline(
+        error_text(HostPool, layout_of(torch.uint8), 1, encoding="lossless"),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of torch.uint8,
+so its slots stay at 4096 bytes; leave encoding out, or pass dtype=torch.bfloat16 to
+PagedLayout if the tensors are views of such values""",
+    )
+    mixed = PagedLayout([torch.zeros(4, 64, dtype=one) for one in (torch.bfloat16, torch.int8)])
+    assert_expected_inline(
+        error_text(HostPool, mixed, 1, encoding="lossless"),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of several
+types, so its slots stay at 192 bytes; leave encoding out, or pass dtype=torch.bfloat16
+to PagedLayout if the tensors are views of such values""",
+    )
+
+
+def test_sizes_that_cannot_be_encoded_are_refused_with_the_slab() -> None:
+    tensors = [torch.zeros(4, row, dtype=torch.bfloat16) for row in (2048, 2048, 1000)]
+    assert_expected_inline(
+        error_text(HostPool, PagedLayout(tensors), 1, encoding="lossless"),
+        """\
+ValueError: slab 2 has 2000 bytes of a block; lossless encoding needs a multiple of 64
+bytes in every slab""",
+    )
+    small = PagedLayout([torch.zeros(4, 32, dtype=torch.bfloat16)])
+    assert_expected_inline(
+        error_text(HostPool, small, 1, encoding="lossless"),
+        """\
+ValueError: a block of 64 bytes in 1 slabs needs 72 bytes encoded, and a slot of 12.125
+bits a value has 48; use more bits a value, larger blocks, or raw pages""",
+    )
+
+
+@simulated
+def test_pageable_slots_of_a_gpu_are_refused(driver: Driver) -> None:
+    layout = place(driver, Bf16Cache().layout)
+    for make in (HostPool, lambda *args, **more: HostPool.create_shared(*args, world=1, **more)):
+        assert_expected_inline(
+            error_text(make, layout, 1, encoding="lossless", pinned=False),
+            """\
+ValueError: encoding='lossless' needs pinned pages for cuda:0, because kernels encode
+and decode them; leave pinned=False out""",
+        )
+
+
+@needs_kernels
+@simulated
+def test_slots_that_the_driver_has_not_pinned_are_refused_by_a_handler(driver: Driver) -> None:
+    layout = place(driver, Bf16Cache().layout)
+    driver.fail("cuMemHostRegister", code=2)
+    with logged() as messages:
+        pool = HostPool(layout, 4, encoding="lossless")
+    assert len(messages) == 1
+    assert_expected_inline(
+        error_text(OffloadHandler, layout, pool),
+        """\
+ValueError: host pages with encoding='lossless' must be pinned, because kernels read and
+write them; pin the pool, or make it with encoding='raw'""",
+    )
+
+
+# Views for other groups of layers
+
+
+def test_a_view_is_encoded_as_the_pool_is_in_slots_of_the_same_size() -> None:
+    pool = HostPool(Bf16Cache().layout, 4, 2, encoding="lossless", bits_per_value=12.5)
+    view = pool.view_for(layout_of(torch.bfloat16, 1024))
+    assert (view.encoding, view.bits_per_value) == ("lossless", 12.5)
+    assert (view.slot_bytes, view.page_bytes) == (pool.slot_bytes, pool.page_bytes)
+    assert view.layout.strides.tolist() == [pool.slot_bytes]
+    assert view.view_for(Bf16Cache().layout).layout.sizes.tolist() == SIZES
+
+
+def test_a_view_of_encoded_pages_can_be_raw() -> None:
+    pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
+    view = pool.view_for(layout_of(torch.float32, 512), encoding="raw")
+    assert (view.encoding, view.bits_per_value) == ("raw", None)
+    assert view.layout.strides.tolist() == [pool.slot_bytes]
+
+
+def test_a_pool_of_raw_states_holds_larger_blocks_that_are_encoded() -> None:
+    states = layout_of(torch.float32, BLOCK_BYTES // 4 - 256)
+    pool = HostPool(states, 4)
+    view = pool.view_for(Bf16Cache().layout, encoding="lossless")
+    assert (view.encoding, view.bits_per_value) == ("lossless", 12.125)
+    assert view.slot_bytes == BLOCK_BYTES - 1024
+
+
+def test_a_view_that_gains_nothing_is_refused_with_the_sizes() -> None:
+    pool = HostPool(layout_of(torch.float32, BLOCK_BYTES), 4)
+    assert_expected_inline(
+        error_text(pool.view_for, Bf16Cache().layout, encoding="lossless"),
+        """\
+ValueError: encoding='lossless' makes slots of 9312 bytes from blocks of 12288, but the
+raw slots of this pool have 49152 bytes, so no page gets smaller; leave encoding out""",
+    )
+
+
+def test_a_view_with_larger_slots_is_refused_with_the_sizes() -> None:
+    pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
+    large = layout_of(torch.bfloat16, BLOCK_BYTES)
+    assert_expected_inline(
+        error_text(pool.view_for, large),
+        """\
+ValueError: blocks of 24576 bytes, encoded in 18624 bytes, do not fit into slots of 9312
+bytes; make the pool from the layout with the largest slots""",
+    )
+    assert_expected_inline(
+        error_text(pool.view_for, Bf16Cache().layout, encoding="raw"),
+        """\
+ValueError: blocks of 12288 bytes do not fit into slots of 9312 bytes; make the pool
+from the layout with the largest slots""",
+    )
+    states = layout_of(torch.float32)
+    assert_expected_inline(
+        error_text(pool.view_for, states),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
+torch.float32, so its slots stay at 16384 bytes; pass encoding='raw' for this view""",
+    )
+
+
+def test_slots_that_are_not_aligned_hold_no_encoded_blocks() -> None:
+    pool = HostPool(layout_of(torch.uint8, BLOCK_BYTES - 1000), 4)
+    assert_expected_inline(
+        error_text(pool.view_for, Bf16Cache().layout, encoding="lossless"),
+        """\
+ValueError: the slots of this pool have 11288 bytes, which is no multiple of 16, as
+encoded blocks need; leave encoding out""",
+    )
+
+
+# Several processes
+
+
+def through_a_socket(handle: PoolHandle) -> PoolHandle:
+    here, there = socket.socketpair()
+    with here, there:
+        handle.send(here)
+        return PoolHandle.receive(there)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_handle_has_the_encoding_and_what_one_process_stores_another_loads(width: float) -> None:
+    cache, other = Bf16Cache(), Bf16Cache()
+    cache.fill(3, "outlier channels")
+    options = {"world": 2, "replicated": True, "encoding": "lossless", "bits_per_value": width}
+    with HostPool.create_shared(cache.layout, 4, 2, **options) as pool:  # type: ignore[arg-type]
+        handle = through_a_socket(pool.share())
+        assert (handle.encoding, handle.bits_per_value) == ("lossless", width)
+        with HostPool.attach(other.layout, handle, rank=1) as attached:
+            assert (attached.encoding, attached.bits_per_value) == ("lossless", width)
+            here, there = OffloadHandler(cache.layout, pool), OffloadHandler(other.layout, attached)
+            here.store(gpu_block_ids=[3], page_ids=[2], first_block=1).synchronize()
+            there.load(page_ids=[2], gpu_block_ids=[7], first_block=1).synchronize()
+            assert other.bytes_of(7) == cache.bytes_of(3)
+
+
+def test_the_handle_of_a_view_is_that_of_its_pool() -> None:
+    cache = Bf16Cache()
+    pool = HostPool.create_shared(cache.layout, 4, world=2, encoding="lossless")
+    handle = pool.view_for(layout_of(torch.uint8, 100), encoding="raw").share()
+    assert (handle.encoding, handle.bits_per_value) == ("lossless", 12.125)
+
+
+def test_a_process_with_another_cache_cannot_attach() -> None:
+    handle = HostPool.create_shared(Bf16Cache().layout, 4, world=2, encoding="lossless").share()
+    other = layout_of(torch.float16, BLOCK_BYTES // 2)
+    assert_expected_inline(
+        error_text(HostPool.attach, other, handle, rank=1),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
+torch.float16, so its slots stay at 12288 bytes; attach with a layout of the cache that
+the pool was made for""",
+    )
+    small = layout_of(torch.bfloat16, 1024)
+    assert_expected_inline(
+        error_text(HostPool.attach, small, handle, rank=1),
+        """\
+ValueError: a block of 2048 bytes in 1 slabs needs 1560 bytes encoded, and a slot of
+12.125 bits a value has 1552; use more bits a value, larger blocks, or raw pages""",
+    )
+
+
+def test_a_handle_with_an_unknown_width_is_refused_at_the_socket() -> None:
+    handle = HostPool.create_shared(Bf16Cache().layout, 4, world=2).share()
+    here, there = socket.socketpair()
+    with here, there:
+        numbers = torch.tensor([4, 1, BLOCK_BYTES, 2, 0, 1, 99]).numpy().tobytes()
+        socket.send_fds(here, [numbers], [handle.fd])
+        assert_expected_inline(
+            error_text(PoolHandle.receive, there),
+            """\
+ConnectionError: received an invalid host pool handle: no encoding has slots of 99
+eighths of a bit per value""",
+        )
+
+
+# Handlers
+
+
+def test_a_handler_refuses_a_cache_of_another_type() -> None:
+    pool = HostPool(Bf16Cache().layout, 4, encoding="lossless")
+    halves = [torch.zeros(2, 16, 16, heads * 64, dtype=torch.float16) for heads in (2, 1)]
+    assert_expected_inline(
+        error_text(OffloadHandler, PagedLayout(halves, block_dim=1), pool),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
+torch.float16, so its slots stay at 12288 bytes; make the pool from this layout""",
+    )
+
+
+# Blocks on the CPU
+
+
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+def test_a_block_is_read_out_of_its_page(encoding: str) -> None:
+    cache = Bf16Cache()
+    cache.fill(5, "normal")
+    with HostPool(cache.layout, 4, 3, encoding=encoding) as pool:  # type: ignore[arg-type]
+        handler = OffloadHandler(cache.layout, pool)
+        handler.store(gpu_block_ids=[5], page_ids=[2], first_block=1).synchronize()
+        block = pool.read_block(2, 1)
+        assert block.numpy().tobytes() == cache.bytes_of(5)
+        block.zero_()
+        assert pool.read_block(2, 1).numpy().tobytes() == cache.bytes_of(5)
+
+
+def test_a_block_that_is_not_there_is_not_read() -> None:
+    pool = HostPool(Bf16Cache().layout, 4, 3, encoding="lossless")
+    assert_expected_inline(
+        error_text(pool.read_block, 1, 2),
+        """\
+ValueError: slot 2 of page 1 holds no encoded block: its store was rejected, or nothing
+was stored there""",
+    )
+    assert_expected_inline(
+        error_text(pool.read_block, 4), """IndexError: page is 4; the pages 0 to 3 can be used"""
+    )
+    assert_expected_inline(
+        error_text(pool.read_block, -1), """IndexError: page is -1; the pages 0 to 3 can be used"""
+    )
+    assert_expected_inline(
+        error_text(pool.read_block, 0, 3), """IndexError: slot is 3; a page has slots 0 to 2"""
+    )

@@ -1,0 +1,150 @@
+"""Layers in one allocation, at one distance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_text import error_text
+from expecttest import assert_expected_inline
+from simulated_driver import DEVICE, Driver, simulated
+
+import torch_kvswap as kvs
+from torch_kvswap.groups import AddressGuard
+
+SHAPES = [(5, 3), (2, 5, 4, 8), (7, 512), (1,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_are_contiguous_zeros_of_one_storage_at_one_aligned_distance(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    layers = kvs.allocate_layers(shape, 4, dtype=dtype, device="cpu")
+    assert len(layers) == 4
+    assert len({layer.untyped_storage().data_ptr() for layer in layers}) == 1
+    for layer in layers:
+        assert (layer.shape, layer.dtype, layer.device.type) == (shape, dtype, "cpu")
+        assert layer.is_contiguous()
+        assert not layer.view(torch.uint8).any()
+    addresses = [layer.data_ptr() for layer in layers]
+    distance = addresses[1] - addresses[0]
+    assert [address - addresses[0] for address in addresses] == [i * distance for i in range(4)]
+    assert distance % 512 == 0
+    nbytes = layers[0].nbytes
+    assert nbytes <= distance < nbytes + 512
+    assert layers[0].untyped_storage().nbytes() == 3 * distance + nbytes
+
+
+def test_no_layer_shares_a_byte_with_another() -> None:
+    layers = kvs.allocate_layers((5, 100), 3, dtype=torch.uint8)
+    for number, layer in enumerate(layers):
+        layer.fill_(number + 1)
+    assert [layer.unique().tolist() for layer in layers] == [[1], [2], [3]]
+
+
+def test_dtype_and_device_are_those_of_torch_if_left_out() -> None:
+    (layer,) = kvs.allocate_layers([2, 3], 1)
+    assert (layer.dtype, layer.device) == (torch.zeros(1).dtype, torch.zeros(1).device)
+    with torch.device("meta"):
+        assert kvs.allocate_layers([2, 3], 1)[0].device.type == "meta"
+
+
+def test_a_handler_moves_their_blocks() -> None:
+    layers = kvs.allocate_layers((6, 5), 3, dtype=torch.int32)
+    for number, layer in enumerate(layers):
+        layer.random_(1000 * number, 1000 * number + 1000)
+    expected = [layer.clone() for layer in layers]
+    gpu = kvs.PagedLayout(layers)
+    with kvs.HostPool(gpu, num_pages=2) as host, kvs.OffloadHandler(gpu, host) as handler:
+        handler.synchronize(handler.store(gpu_block_ids=[1, 4], page_ids=[1, 0]))
+        handler.synchronize(handler.load(page_ids=[1, 0], gpu_block_ids=[5, 2]))
+    for layer, wanted in zip(layers, expected, strict=True):
+        wanted[[5, 2]] = wanted[[1, 4]]
+        assert torch.equal(layer, wanted)
+
+
+def test_the_address_guard_sees_a_layer_that_has_moved_and_a_storage_that_was_freed() -> None:
+    layers = kvs.allocate_layers((4, 6), 3)
+    guard = AddressGuard([kvs.PagedLayout(layers)])
+    guard.check()
+    layers[2].data = torch.zeros(400, 6)[:4]
+    assert error_text(guard.check).startswith("RuntimeError: tensors[2] has moved from 0x")
+    layers = kvs.allocate_layers((4, 6), 3)
+    guard = AddressGuard([kvs.PagedLayout(layers)])
+    layers[1].untyped_storage().resize_(0)
+    assert error_text(guard.check).startswith("RuntimeError: tensors[0] reaches to byte 96 of its")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((5, 3), 0), "ValueError: num_layers is 0; it must be 1 to 9223372036854775807"),
+        (((5, 3), 1.5), "TypeError: num_layers is a float; it must be an integer"),
+        (((5, -3), 2), "ValueError: shape[1] is -3; it must be 1 to 9223372036854775807"),
+        (((5, 0), 2), "ValueError: shape[1] is 0; it must be 1 to 9223372036854775807"),
+        ((("5",), 2), "TypeError: shape[0] is a str; it must be an integer"),
+        ((5, 2), "TypeError: shape is an int; pass the shape of one layer, such as (2, 1000, 16)"),
+        (((), 2), "ValueError: shape is empty; a layer needs a dimension that counts blocks"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    assert error_text(kvs.allocate_layers, *arguments).replace("\n", " ") == message
+
+
+def test_a_dtype_that_is_none_is_refused() -> None:
+    assert_expected_inline(
+        error_text(lambda: kvs.allocate_layers((5,), 1, dtype="bfloat16")),  # type: ignore[arg-type]
+        """TypeError: dtype is a str; it must be a torch.dtype""",
+    )
+
+
+def copies(driver: Driver, layers: list[torch.Tensor], block_dim: int) -> int:
+    """Strided copies of a block, with the method that the handler chooses."""
+    storage = layers[0].untyped_storage()
+    driver.adopt(torch.empty(0, dtype=torch.uint8).set_(storage), DEVICE)
+    layout = kvs.PagedLayout(layers, block_dim)
+    layout.device = torch.device("cuda", 0)
+    for layer in layers:
+        layer.random_(0, 256)
+    with kvs.HostPool(layout, num_pages=2) as host, kvs.OffloadHandler(layout, host) as handler:
+        driver.log()
+        job = handler.store(gpu_block_ids=[3], page_ids=[1])
+        handler.synchronize(job)
+        assert job.result is not None
+        assert job.result.copy_method == "strided"
+        blocks = [layer.select(block_dim, 3).flatten() for layer in layers]
+        assert torch.equal(host.pages[1, 0], torch.cat(blocks))
+    return driver.log().count("strided copy")
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_dim"), [((5, 1000), 0), ((2, 8, 64), 1)], ids=["padded", "keys and values"]
+)
+@simulated
+def test_a_block_of_all_layers_is_one_strided_copy(
+    driver: Driver, shape: tuple[int, ...], block_dim: int
+) -> None:
+    layers = kvs.allocate_layers(shape, 6, dtype=torch.uint8)
+    assert copies(driver, layers, block_dim) == 1
+
+
+@pytest.mark.gpu
+def test_a_block_of_all_layers_is_one_strided_copy_on_a_gpu() -> None:
+    layers = kvs.allocate_layers((40, 8192), 32, dtype=torch.uint8, device="cuda")
+    for layer in layers:
+        layer.random_(0, 256)
+    expected = [layer.clone() for layer in layers]
+    gpu = kvs.PagedLayout(layers)
+    with kvs.HostPool(gpu, num_pages=4) as host, kvs.OffloadHandler(gpu, host) as handler:
+        for one in (True, False):
+            options = {"copy_engines_only": one}
+            store = handler.store(gpu_block_ids=[3, 9], page_ids=[1, 0], **options)
+            handler.synchronize(store)
+            load = handler.load(page_ids=[1, 0], gpu_block_ids=[20, 11], **options)
+            handler.synchronize(load)
+            for job in (store, load):
+                assert job.result is not None
+                assert not one or job.result.copy_method == "strided"
+    for layer, wanted in zip(layers, expected, strict=True):
+        wanted[[20, 11]] = wanted[[3, 9]]
+        assert torch.equal(layer, wanted)

@@ -1,0 +1,155 @@
+"""How a block is kept in its slot of a host page: as it is, or encoded in fewer bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
+from torch_kvswap.layout import PagedLayout
+
+EncodingName = Literal["raw", "lossless"]
+ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
+# Bits of a slot per value of its block. The first one is the default.
+WIDTHS = (12.125, 12.5)
+_IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
+SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An encoding, with the size of its slots.
+
+    Attributes:
+        bits_per_value (float | None): one of WIDTHS; None for raw blocks.
+    """
+
+    bits_per_value: float | None = None
+
+    @property
+    def name(self) -> EncodingName:
+        """What the caller passes as `encoding`."""
+        return "raw" if self.bits_per_value is None else "lossless"
+
+    @property
+    def width_eighths(self) -> int:
+        """bits_per_value in eighths of a bit, for the native side; 0 for raw blocks."""
+        return 0 if self.bits_per_value is None else int(self.bits_per_value * 8)
+
+    def slot_bytes(self, layout: PagedLayout, advice: str = "leave encoding out") -> int:
+        """Bytes of a slot for a block of the layout.
+
+        Args:
+            layout (PagedLayout): the cache.
+            advice (str): what to do if its blocks cannot be encoded.
+
+        Raises:
+            ValueError: its blocks cannot be encoded.
+        """
+        if self.bits_per_value is None:
+            return layout.block_bytes
+        if layout.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"encoding='lossless' needs kernels of this library, which {layout.device} does "
+                f"not have; {advice}"
+            )
+        if layout.dtype != torch.bfloat16:
+            is_bytes = layout.dtype in (None, torch.uint8, torch.int8)
+            raise ValueError(
+                f"encoding='lossless' is for torch.bfloat16, but the layout is of "
+                f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
+                f"bytes; {advice}" + (_IF_BYTES if is_bytes else "")
+            )
+        return int(slot_format(layout.sizes, self.width_eighths).slot_bytes)
+
+    def bytes_for(self, nbytes: int) -> int:
+        """Bytes of a slot for blocks of this size, however they are divided into slabs.
+
+        Raises:
+            ValueError: no block of this size can be encoded.
+        """
+        if self.bits_per_value is None:
+            return nbytes
+        return int(slot_format(np.array([nbytes]), self.width_eighths).slot_bytes)
+
+
+RAW = Encoding()
+
+
+def slot_format(sizes: Int64Array, width_eighths: int) -> abi.SlotFormat:
+    """The format of encoded slots.
+
+    Args:
+        sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+        width_eighths (int): bits of a slot per value, in eighths of a bit.
+
+    Raises:
+        ValueError: such blocks cannot be encoded.
+    """
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    found = abi.SlotFormat()
+    place = sizes.ctypes.data, len(sizes)
+    loader.call("kvswap_encoding_format", *place, width_eighths, ctypes.byref(found))
+    return found
+
+
+def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor | None:
+    """Decodes a block on the CPU.
+
+    Args:
+        sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
+        width_eighths (int): bits of a slot per value, in eighths of a bit.
+        slot (Tensor): uint8, contiguous, on the CPU.
+
+    Returns:
+        Tensor | None: uint8, the slabs in a row; None if the slot holds no block.
+    """
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    block = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    bases = block.data_ptr() + np.cumsum(sizes) - sizes
+    places = bases.ctypes.data, sizes.ctypes.data, len(sizes)
+    is_none = loader.call(
+        "kvswap_decode_block", *places, width_eighths, slot.data_ptr(), 0, len(sizes)
+    )
+    return None if is_none else block
+
+
+def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
+    """Checks the arguments `encoding` and `bits_per_value` of a pool.
+
+    Raises:
+        ValueError: there is no such encoding or width, or a width for raw blocks.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
+    if encoding == "raw":
+        if bits_per_value is not None:
+            raise ValueError(
+                f"bits_per_value is {bits_per_value!r}, but encoding is 'raw'; leave it out, or "
+                "pass encoding='lossless'"
+            )
+        return RAW
+    if bits_per_value is None:
+        return Encoding(WIDTHS[0])
+    if bits_per_value not in WIDTHS:
+        widths = " or ".join(map(str, WIDTHS))
+        raise ValueError(f"bits_per_value is {bits_per_value!r}; it can be {widths}")
+    return Encoding(WIDTHS[WIDTHS.index(bits_per_value)])
+
+
+def encoding_of(width_eighths: int) -> Encoding:
+    """The encoding with this width in eighths of a bit; 0 is raw.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for known in (RAW, *map(Encoding, WIDTHS)):
+        if known.width_eighths == width_eighths:
+            return known
+    raise ValueError(f"no encoding has slots of {width_eighths} eighths of a bit per value")
