@@ -404,7 +404,8 @@ class OffloadHandler(NotCopyable):
             allocated at construction if any transfer could be staged. "generic": a third for each
             channel, one block at least, allocated by its first copy.
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes
-            40 to 250 us to wake up. By default the calling thread submits small copies itself.
+            40 to 250 us to wake up. By default the calling thread submits small copies itself, and
+            begins large ones.
 
     Raises:
         TypeError: gpu or host is not a layout or pool, or only one of them is a list.
@@ -768,8 +769,11 @@ class OffloadHandler(NotCopyable):
         gate: Gate | None = None,
     ) -> Job:
         try:
-            num_groups = self._read_layer_groups(layer_groups, gate)
-            native_gate = None if gate is None else gate._native
+            num_groups = 1
+            native_gate: int | None = None
+            if layer_groups is not None or gate is not None:
+                num_groups = self._read_layer_groups(layer_groups, gate)
+                native_gate = None if gate is None else gate._native
             groups = self._native.groups
             request = Request(
                 groups, channel, *ids, after, num_groups, native_gate, copy_engines_only
@@ -777,8 +781,8 @@ class OffloadHandler(NotCopyable):
         except Exception:
             self._native.check_open()  # whatever else is wrong, this is said first
             raise
-        if not self._ranges.enabled:
-            return self._submit_tagged(request, tag)
+        if tag is None and not self._ranges.enabled:
+            return Job(self, self._native.submit(request), request.native, None)
         with self._ranges.submit(direction_of(request.native.channel)):
             job = self._submit_tagged(request, tag)
             self._ranges.begin(job.id, job.direction, job.nbytes)
@@ -820,7 +824,7 @@ class OffloadHandler(NotCopyable):
 def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     if isinstance(jobs, int | float):
         raise TypeError(f"jobs is {jobs}; pass Jobs, or timeout={jobs}")
-    return jobs if isinstance(jobs, Iterable) else [jobs]
+    return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
 
 
 def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:

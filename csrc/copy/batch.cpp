@@ -53,6 +53,9 @@ struct BatchArguments {
 
   void fill(const Fragment* first, size_t count, bool host_source_any_order) {
     *this = {};
+    dsts.reserve(count);
+    srcs.reserve(count);
+    sizes.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       dsts.push_back(first[i].dst);
       srcs.push_back(first[i].src);

@@ -29,9 +29,12 @@ class SlabTable {
   uint64_t entry(size_t slab) const { return address_ + slab * sizeof(SlabEntry); }
   // The largest power of two, up to 16, that divides all addresses and sizes on both sides.
   uint32_t word_bytes() const { return word_bytes_; }
+  // Bytes of a block in the slab where it has most.
+  uint64_t longest() const { return longest_; }
 
  private:
   cuda::Address address_ = 0;
+  uint64_t longest_;
   uint32_t word_bytes_ = 16;
 };
 
@@ -59,6 +62,7 @@ struct PackedCopy {
 
   // Of a packed block.
   uint64_t block_bytes() const;
+  uint64_t bytes() const { return count * block_bytes(); }
   uint64_t host_address(size_t i) const { return host->address(slabs.begin, slots[i]); }
   // Whether one driver copy may span block i and the block before it.
   bool can_merge(size_t i) const { return i > 0 && host->in_one_chunk(slots[i - 1], slots[i]); }

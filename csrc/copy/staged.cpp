@@ -64,16 +64,17 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
     : address_(begin), bytes_(bytes / (2 * kStagingAlignment) * (2 * kStagingAlignment)) {}
 
-cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& streams,
-                                 const cuda::Kernels& kernels, const BatchOptions& options) {
+uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t bytes,
+                             const StagedStreams& streams, const cuda::Kernels& kernels,
+                             const BatchOptions& options) {
   const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
   const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
   const cuda::Driver& driver = cuda::driver();
-  const uint64_t size = copy.block_bytes(), all = copy.count * size;
-  for (uint64_t begin = 0; begin < all;) {
-    const uint64_t bytes =
+  const uint64_t size = copy.block_bytes(), all = copy.bytes(), first_byte = begin;
+  while (begin < all && begin - first_byte < bytes) {
+    const uint64_t in_piece =
         piece_bytes(copy.before + begin, all - begin + copy.after, size, bytes_ / 2, copy.to_host);
-    const uint64_t end = std::min(begin + bytes, all);
+    const uint64_t end = std::min(begin + in_piece, all);
     const Piece& piece = allocate(end - begin, first);
     const uint64_t packed = address_ + piece.begin;
     const auto move = [&](cuda::Stream stream) {
@@ -90,7 +91,7 @@ cuda::Stream StagingBuffer::copy(const PackedCopy& copy, const StagedStreams& st
     KVSWAP_DRIVER_CHECK(driver.record_event(piece.drained, second), "cuEventRecord");
     begin = end;
   }
-  return second;
+  return begin;
 }
 
 StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream stream) {

@@ -26,10 +26,12 @@ class StagingBuffer {
   StagingBuffer(cuda::Address begin, uint64_t bytes);
   ~StagingBuffer() { destroy(); }
 
-  // Returns the stream on which the copy ends. A load starts after the work in streams.copies so
-  // far, a store after the work in streams.kernels.
-  cuda::Stream copy(const PackedCopy& copy, const StagedStreams& streams,
-                    const cuda::Kernels& kernels, const BatchOptions& options);
+  // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
+  // they end. A load starts after the work in streams.copies so far and ends on streams.kernels, a
+  // store the other way round.
+  uint64_t copy(const PackedCopy& copy, uint64_t begin, uint64_t bytes,
+                const StagedStreams& streams, const cuda::Kernels& kernels,
+                const BatchOptions& options);
 
   // Makes a stream wait for all pieces so far.
   void order_before(cuda::Stream stream) const;

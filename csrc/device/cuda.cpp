@@ -51,14 +51,16 @@ class CudaCopier : public Copier {
   void use_staging(uint64_t begin, uint64_t bytes);
   // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
   void use_counters(uint64_t counters) { counters_ = counters; }
-  Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) override;
+  Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
+              CopyPosition& next, uint64_t bytes) override;
   bool synchronize() noexcept override;
   size_t num_streams() const override { return kernels_ == nullptr ? 0 : 1; }
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
 
  private:
   PackedCopy packed(const PartCopy& part) const;
-  void stage(const PartCopy& part, Event start, const BatchOptions& options);
+  uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
+                 uint64_t bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
   void order_after_unpacking();
 
@@ -96,16 +98,19 @@ void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   staging_ = std::make_unique<StagingBuffer>(begin, bytes);
 }
 
-Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable) {
+Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
+                        CopyPosition& next, uint64_t bytes) {
   BatchOptions options(environment_);
   options.has_pageable = has_pageable;
   FragmentList fragments(0);
   bool is_unpacking = false;
-  for (const PartCopy& part : parts) {
+  for (; next.part < parts.size(); ++next.part) {
+    const PartCopy& part = parts[next.part];
     is_unpacking = part.method == CopyMethod::kStaged && !to_host_;
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);
-      stage(part, start, options);
+      next.byte = stage(part, start, options, next.byte, bytes);
+      if (next.byte != 0) return nullptr;
       continue;
     }
     // The unstaged tail of a load is copied while the load itself is unpacked; no other load is
@@ -125,11 +130,16 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
   return copies_;
 }
 
-void CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options) {
-  if (to_host_) {
+// Stages the part from byte `begin` on. Returns where the next piece begins, 0 if there is none.
+uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
+                           uint64_t begin, uint64_t bytes) {
+  if (to_host_ && begin == 0) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, start, 0), "cuStreamWaitEvent");
   }
-  staging_->copy(packed(part), {device_, copies_, kernels_}, cuda::kernels(device_), options);
+  const PackedCopy copy = packed(part);
+  const uint64_t end = staging_->copy(copy, begin, bytes, {device_, copies_, kernels_},
+                                      cuda::kernels(device_), options);
+  return end < copy.bytes() ? end : 0;
 }
 
 void CudaCopier::send(FragmentList& fragments, const BatchOptions& options) {

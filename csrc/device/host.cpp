@@ -14,7 +14,8 @@ using Time = std::chrono::steady_clock::time_point;
 
 class HostCopier : public Copier {
  public:
-  Stream copy(const std::vector<PartCopy>& parts, Event, bool) override {
+  Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
+              uint64_t) override {
     FragmentList fragments(0);
     for (const PartCopy& part : parts) {
       if (part.format != nullptr) {
@@ -24,6 +25,7 @@ class HostCopier : public Copier {
       }
     }
     copy_on_host(fragments);
+    next.part = parts.size();
     return nullptr;
   }
   bool synchronize() noexcept override { return true; }

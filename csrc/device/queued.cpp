@@ -32,7 +32,8 @@ class QueuedCopier : public Copier {
         end_(device.create_event(/*timed=*/false)) {}
   ~QueuedCopier() override { device_.destroy_event(end_); }
 
-  Stream copy(const std::vector<PartCopy>& parts, Event start, bool) override {
+  Stream copy(const std::vector<PartCopy>& parts, Event start, bool, CopyPosition& next,
+              uint64_t) override {
     FragmentList fragments(0);
     // Also without any part: the command tells Python which transfer the next event ends.
     QueuedDevice::Commands commands = make(KVSWAP_COMMAND_BATCH, start);
@@ -51,6 +52,7 @@ class QueuedCopier : public Copier {
     }
     list(fragments, commands.front());
     device_.append(std::move(commands));
+    next.part = parts.size();
     return stream_;
   }
 

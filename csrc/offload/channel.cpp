@@ -149,28 +149,32 @@ void Channel::give_events(Transfer& transfer) noexcept {
 }
 
 Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
-                        const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept {
-  copying = false;
+                        const std::vector<Group>& groups, int64_t layers, uint64_t bytes) noexcept {
   try {
-    for (const Event event : wait_events) device_.wait_event(stream_, event);
-    device_.record_event(transfer.start, stream_);
-    copying = true;
-    copy(transfer, groups, layers);
+    if (!transfer.has_begun) {
+      for (const Event event : wait_events) device_.wait_event(stream_, event);
+      device_.record_event(transfer.start, stream_);
+      for (TransferPart& part : transfer.parts) {
+        if (part.method == CopyMethod::kStaged) sort_by_slot(part);
+      }
+      transfer.has_begun = true;
+    }
+    copy(transfer, groups, layers, bytes);
     return {};
   } catch (const std::exception& error) {
     return Reason(error);
   }
 }
 
-void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers) {
-  for (TransferPart& part : transfer.parts) {
-    if (part.method == CopyMethod::kStaged) sort_by_slot(part);
-  }
-  for (int layer_group = 0; layer_group < transfer.layer_groups(); ++layer_group) {
-    list_copies(transfer, layer_group, groups, layers);
+void Channel::copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers,
+                   uint64_t bytes) {
+  for (; !transfer.is_enqueued(); ++transfer.layer_group, transfer.next = {}) {
+    list_copies(transfer, transfer.layer_group, groups, layers);
     if (environment_.check_addresses) check_addresses();
-    const Stream end = copier_->copy(part_copies_, transfer.start, any_is_pageable(groups));
-    device_.record_event(transfer.ends[layer_group], end);
+    const Stream end =
+        copier_->copy(part_copies_, transfer.start, any_is_pageable(groups), transfer.next, bytes);
+    if (transfer.next.part < part_copies_.size()) return;
+    device_.record_event(transfer.ends[transfer.layer_group], end);
   }
 }
 

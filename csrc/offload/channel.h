@@ -82,10 +82,11 @@ class Channel {
   void retire(Transfers transfer) noexcept;
 
   // Makes the stream wait for the events, records the transfer's start, submits its copies, and
-  // records the ends. Returns why it could not, or an empty reason. copying: set if some bytes may
-  // have been copied, also after a failure. Without the lock.
+  // records the ends. Returns why it could not, or an empty reason. After `bytes` bytes or more of
+  // staged copies it may stop: the next call goes on until Transfer::is_enqueued(), and no other
+  // transfer may be enqueued before. Without the lock.
   Reason enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
-                 const std::vector<Group>& groups, int64_t layers, bool& copying) noexcept;
+                 const std::vector<Group>& groups, int64_t layers, uint64_t bytes) noexcept;
 
   // Whether the transfer has ended on the device. Throws when the device is lost.
   bool has_ended(Transfer& transfer) const;
@@ -105,7 +106,7 @@ class Channel {
   void close();
 
  private:
-  void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers);
+  void copy(Transfer& transfer, const std::vector<Group>& groups, int64_t layers, uint64_t bytes);
   // Sets part_copies_ to the parts of the transfer, for one layer group.
   void list_copies(const Transfer& transfer, int layer_group, const std::vector<Group>& groups,
                    int64_t layers);

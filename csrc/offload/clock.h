@@ -24,12 +24,12 @@ inline void sleep_precisely(double seconds) {
   prctl(PR_SET_TIMERSLACK, slack);
 }
 
-// The pause between two polls of a thread that has waited since `began`. For the first millisecond
-// it only yields: a sleep ends 15 us late, which is longer than a transfer of a few blocks takes.
-// Then it sleeps for 1/300 of the time waited so far, up to half a millisecond.
+// The pause between two polls of a thread that has waited since `began`. For the first four
+// milliseconds it only yields: a sleep ends 15 us late, which is 1 % of what 64 blocks take. Then
+// it sleeps for 1/300 of the time waited so far, up to half a millisecond.
 inline void pause_since(double began) {
   const double waited = now() - began;
-  if (waited < 1e-3) return std::this_thread::yield();
+  if (waited < 4e-3) return std::this_thread::yield();
   sleep_precisely(std::min(waited / 300, 0.5e-3));
 }
 

@@ -320,11 +320,13 @@ CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
 
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
+  work.is_staged = true;
   double seconds = 0;
   for (const JobPart& part : work.parts) {
     const Group& group = groups_[part.group];
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
+    work.is_staged &= method == CopyMethod::kStaged;
     work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count));
     seconds += group.host_is_pageable
                    ? kPageableSeconds

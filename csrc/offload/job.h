@@ -71,6 +71,7 @@ struct Work {
   bool submission_started = false;  // it has left the queue, and may be on the device
   bool was_cancelled = false;       // cancel() was called
   bool copy_engines_only = false;   // no kernels copy
+  bool is_staged = false;           // in all groups, as planned
   uint32_t encoded_blocks = 0;      // in groups whose slots are encoded
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them

@@ -23,6 +23,10 @@ constexpr const char* kThreadNames[kChannels] = {"kvswap-store", "kvswap-load", 
 // (H200).
 constexpr double kSmallSeconds = 50e-6;
 
+// The thread that calls store() or load() begins a larger job that is staged with so many bytes:
+// enough to keep the link busy until the worker has woken up.
+constexpr uint64_t kBegunBytes = 2 << 20;
+
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;
 constexpr size_t kJoinedJobs = 256, kFlushedJobs = 8192;
@@ -137,11 +141,13 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
   if (!device_loss_.empty()) return end_unsubmitted(*job, State::kFailed, device_loss_);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
-  if (!submit_thread_ && is_small && queue.jobs.empty() && can_submit(queue, *job)) {
+  if (!is_small && !ensure_worker(queue, *job)) return;
+  const bool may_begin = is_small || job->work->is_staged;
+  if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job)) {
     queue.submitting = job->id;
     JobList jobs;
     jobs.push_back(job);
-    return submit_jobs(lock, queue, std::move(jobs));
+    return submit_jobs(lock, queue, std::move(jobs), is_small ? kAllBytes : kBegunBytes);
   }
   if (!ensure_worker(queue, *job)) return;
   job->work->was_queued = true;
@@ -170,12 +176,12 @@ bool Scheduler::ensure_worker(Queue& queue, Job& job) noexcept {
 
 // Submitting.
 //
-// submit_transfer(), end_submission() and fail_unsubmitted() return whether all jobs are on the
-// device or have ended. They return false if one transfer of several jobs failed: then `jobs` has
-// all of them, and the caller tries them one at a time.
+// submit_transfer(), enqueue() and fail_unsubmitted() return false if one transfer of several jobs
+// failed: then `jobs` has all of them, and the caller tries them one at a time. Otherwise all jobs
+// are on the device or have ended, or the transfer is in Queue::begun.
 
-// Submits jobs as one transfer, or each by itself if that fails.
-void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
+// Submits jobs as one transfer, or each by itself if that fails. bytes: see Channel::enqueue().
+void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes) noexcept {
   JobList ready;
   while (!jobs.empty()) {
     const JobRef job = jobs.pop_front();
@@ -183,19 +189,20 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept {
     const Reason reason = table_.source_failure(*job);
     reason.empty() ? ready.push_back(job) : end_unsubmitted(*job, State::kFailed, reason);
   }
-  if (!ready.empty() && !submit_transfer(lock, queue, ready)) {
+  if (!ready.empty() && !submit_transfer(lock, queue, ready, bytes)) {
     while (!ready.empty()) {  // each by itself, so that only that one fails
       JobList one;
       one.push_back(ready.pop_front());
-      submit_transfer(lock, queue, one);
+      submit_transfer(lock, queue, one, kAllBytes);
     }
   }
+  if (!queue.begun.empty()) return queue.wake_worker.notify_one();
   queue.submitting = -1;
   progress_.notify_all();
 }
 
 // Submits jobs as one transfer.
-bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept {
+bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept {
   if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
@@ -217,12 +224,15 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcep
   for (Job& job : transfer.jobs) {
     job.queue_seconds = job.work->was_queued ? began - job.work->submitted_at : 0;
   }
-  Gate* gate = transfer.jobs.front().work->gate;
-  lock.unlock();
-  bool copying = false;
-  Reason error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, copying);
-  if (error.empty() && gate != nullptr) error = gate->open_after(transfer);
-  return end_submission(lock, queue, std::move(made), std::move(error), copying, jobs);
+  return enqueue(lock, queue, std::move(made), wait_events, bytes, jobs);
+}
+
+// Submits what is left of a transfer.
+void Scheduler::submit_rest(Lock& lock, Queue& queue) noexcept {
+  JobList jobs;
+  enqueue(lock, queue, std::exchange(queue.begun, {}), {}, kAllBytes, jobs);
+  queue.submitting = -1;
+  progress_.notify_all();
 }
 
 // The transfers in flight in other channels that the jobs must not overlap with.
@@ -248,15 +258,23 @@ Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   return made;
 }
 
-// Takes the lock, and records that the copies were submitted, or why they were not.
-bool Scheduler::end_submission(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                               JobList& jobs) noexcept {
+// Gives the copies to the device without the lock, and records that they were submitted, or why
+// not.
+bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
+                        const std::vector<Event>& wait_events, uint64_t bytes,
+                        JobList& jobs) noexcept {
+  Transfer& transfer = *made.front();
+  Gate* gate = transfer.jobs.front().work->gate;
+  lock.unlock();
+  Reason error = queue.channel.enqueue(transfer, wait_events, groups_, layers_, bytes);
+  const bool is_enqueued = error.empty() && transfer.is_enqueued();
+  if (is_enqueued && gate != nullptr) error = gate->open_after(transfer);
   bool alive = true;
-  if (!error.empty() && copying) alive = queue.channel.synchronize();
+  if (!error.empty() && transfer.has_begun) alive = queue.channel.synchronize();
   if (!error.empty() && alive) alive = queue.channel.is_alive();
   lock.lock();
   if (error.empty() && device_loss_.empty()) {
-    on_submitted(queue, std::move(made));
+    is_enqueued ? on_submitted(queue, std::move(made)) : queue.begun.swap(made);
     return true;
   }
   jobs = std::move(made.front()->jobs);
@@ -297,11 +315,12 @@ void Scheduler::flush(Lock& lock, const Job& job) noexcept {
 
 bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexcept {
   Queue& queue = queues_[job.channel];
-  if (submit_thread_ || !drop_ended(queue)) return false;
-  const Job& first = queue.jobs.front();
+  const bool is_begun = !queue.begun.empty();
+  if (submit_thread_ || (!is_begun && !drop_ended(queue))) return false;
+  const Job& first = is_begun ? queue.begun.front()->jobs.front() : queue.jobs.front();
   const bool may_block = first.work->entries > kMaxEntries;  // in the driver, whose queue is full
   const bool is_quick = first.work->predicted_submit_seconds < seconds;
-  if (may_block || !is_quick || !can_submit(queue, first)) return false;
+  if (may_block || !is_quick || !(is_begun || can_submit(queue, first))) return false;
   std::optional<ContextGuard> context;
   try {
     context.emplace(device_);
@@ -309,7 +328,7 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
     mark_lost(Reason(error));
     return true;
   }
-  submit_jobs(lock, queue, take_jobs(queue));
+  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue));
   return true;
 }
 
@@ -332,7 +351,12 @@ void Scheduler::run_worker(Queue& queue) noexcept {
   }
   Seconds pause = kShortPause;
   for (;;) {
-    queue.wake_worker.wait(lock, [&] { return stopping_ || !queue.jobs.empty(); });
+    queue.wake_worker.wait(
+        lock, [&] { return stopping_ || !queue.jobs.empty() || !queue.begun.empty(); });
+    if (!queue.begun.empty()) {
+      submit_rest(lock, queue);
+      continue;
+    }
     if (queue.jobs.empty()) return;
     advance(lock);
     // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.

@@ -28,7 +28,9 @@ using Lock = std::unique_lock<std::mutex>;
 // Who gives copies to the driver:
 // - The thread that calls store() or load(), if the job can start now and that takes at most
 //   kSmallSeconds (scheduler.cpp).
-// - Otherwise the channel's worker thread, or a thread that waits for a job of the channel if that
+// - It also begins a larger job that is staged, so that its first bytes are on the link at once.
+// - All else the channel's worker thread gives, or a thread that waits for a job of the channel if
+// that
 //   comes first. They join small jobs into one transfer. With `submit_thread` only the worker
 //   submits, except on a synchronous device.
 // This happens without the lock, by the one thread that owns the channel. Queue::submitting is set
@@ -131,12 +133,15 @@ class Scheduler {
     JobList jobs;             // queued; a cancelled job stays until it is at the front
     size_t num_queued = 0;    // of these; cancelled jobs do not count
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
+    Transfers begun;          // of one job; its rest is for the worker, or for a thread that waits
     std::thread worker;       // submits queued jobs; started when it is first needed
     std::condition_variable wake_worker;  // to submit something, or to stop
 
     // Whether all jobs up to this number were submitted, or have ended.
     bool has_submitted_until(int64_t id) const;
   };
+
+  static constexpr uint64_t kAllBytes = std::numeric_limits<uint64_t>::max();
 
   Queue& queue_of(const Job& job) { return queues_[job.channel]; }
   bool all_before_are_submitted(const Queue& queue, const Work& work) const;
@@ -148,13 +153,14 @@ class Scheduler {
   JobList take_jobs(Queue& queue) noexcept;
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
 
-  void submit_jobs(Lock& lock, Queue& queue, JobList jobs) noexcept;
-  bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs) noexcept;
+  void submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes = kAllBytes) noexcept;
+  bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept;
+  void submit_rest(Lock& lock, Queue& queue) noexcept;
   std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
                                                           const JobList& jobs) const;
   Transfers make_transfer(Queue& queue, const JobList& jobs);
-  bool end_submission(Lock& lock, Queue& queue, Transfers made, Reason error, bool copying,
-                      JobList& jobs) noexcept;
+  bool enqueue(Lock& lock, Queue& queue, Transfers made, const std::vector<Event>& wait_events,
+               uint64_t bytes, JobList& jobs) noexcept;
   void on_submitted(Queue& queue, Transfers made) noexcept;
   bool fail_unsubmitted(JobList& jobs, const Reason& error) noexcept;
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;

@@ -34,10 +34,14 @@ struct Transfer {
   std::vector<Event> ends;   // one for each layer group; the last is the end of all
   size_t entries = 0;        // of the driver's queue
   SlotStates::Range states;  // of all parts
+  bool has_begun = false;    // some of its bytes may have been copied
+  int layer_group = 0;       // the first one that is not enqueued completely
+  CopyPosition next;         // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }
   int layer_groups() const { return jobs.front().layer_groups; }
+  bool is_enqueued() const { return layer_group == layer_groups(); }
 };
 
 // A transfer is made as a list of its own, and spliced to where it belongs, which cannot fail.

@@ -334,7 +334,7 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
             )
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
     # One more is copied where it lies, at the end on which the link would have nothing to do.
-    assert sizes == {"store": [3, 4, 4, 4, 4, 4], "load": [4, 4, 4, 4, 4, 3]}
+    assert sizes == {"store": [4, 4, 4, 4, 4, 3], "load": [4, 4, 4, 4, 4, 3]}
 
 
 @needs_kernels

@@ -1,0 +1,255 @@
+"""Who gives a staged transfer to the driver: the calling thread all of a small one and the first
+pieces of a large one, and the worker, or a thread that waits for the job, the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from patience import in_time
+from simulated_cache import SIDE, Stream, needs_kernels, new_threads, rest, threads
+from simulated_driver import Driver, on_device, pool, simulated
+from torch import Tensor
+
+from torch_kvswap import OffloadHandler, TransferError
+from torch_kvswap.copy_method import CopyMethodCosts, Costs
+from torch_kvswap.handler import Gate, Job
+
+BLOCKS = 64  # of 256 KiB, more than the calling thread submits
+ALL = list(range(BLOCKS))
+LAUNCH = "cuLaunchKernel"  # once for each piece
+KINDS = pytest.mark.parametrize("kind", ["store", "load"])
+
+
+class Handler(OffloadHandler):
+    """Submitting each block is predicted to take 10 us."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 0.0, 10e-6, {512: 1e-9})}
+        for direction in ("store", "load")
+    }
+
+
+@dataclass
+class Launches:
+    """How many pieces were given to the driver, by the calling thread and by any."""
+
+    driver: Driver
+    here: int = 0
+    all: int = 0
+
+    def __post_init__(self) -> None:
+        self.here, self.all = self.now()
+
+    def now(self) -> tuple[int, int]:
+        """Since this object was made."""
+        calls = self.driver.calls_here(LAUNCH), self.driver.calls(LAUNCH)
+        return calls[0] - self.here, calls[1] - self.all
+
+
+class Staged:
+    """A handler that stages all transfers, and the worker of its stores or loads, which sleeps."""
+
+    def __init__(self, driver: Driver, handler: Handler, kind: str, tensors: Tensor) -> None:
+        self.driver = driver
+        self.handler = handler
+        self.kind = kind
+        self.tensors = tensors
+        self.pages = handler.pools[0].pages[:, 0]
+        before = threads()
+        handler.synchronize(self.submit())  # starts the worker
+        (self.worker,) = threads() - before
+        assert in_time(lambda: rest({self.worker}))
+        handler.poll()
+        tensors.random_(256)
+        self.pages.random_(256)
+        driver.log()
+
+    def submit(
+        self, kind: str | None = None, ids: list[int] = ALL, gate: Gate | None = None
+    ) -> Job:
+        """Block i is stored to page i, or loaded from it."""
+        if (kind or self.kind) == "store":
+            return self.handler.store(gpu_block_ids=ids, page_ids=ids, after=())
+        return self.handler.load(page_ids=ids, gpu_block_ids=ids, after=(), gate=gate)
+
+    def is_right(self) -> bool:
+        """All blocks were copied."""
+        return torch.equal(self.pages, self.tensors.transpose(0, 1).reshape(BLOCKS, -1))
+
+
+@contextmanager
+def staged(driver: Driver, kind: str = "store", submit_thread: bool = False) -> Iterator[Staged]:
+    tensors = torch.randint(256, (2, BLOCKS, 128 << 10), dtype=torch.uint8)
+    layout = on_device(driver, tensors)
+    with Handler(
+        layout, pool(driver, layout, BLOCKS), copy_method="staged", submit_thread=submit_thread
+    ) as handler:
+        yield Staged(driver, handler, kind, tensors)
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
+    driver: Driver, kind: str
+) -> None:
+    with staged(driver, kind) as sim:
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            begun, by_all = launches.now()
+            assert begun == by_all > 0
+            assert not job.query()
+        assert in_time(job.query)
+        here, by_all = launches.now()
+        assert here == begun < by_all
+        assert sim.is_right()
+
+
+@KINDS
+@pytest.mark.parametrize("waits", ["on the host", "on a stream"])
+@needs_kernels
+@simulated
+def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
+    driver: Driver, kind: str, waits: str
+) -> None:
+    with staged(driver, kind) as sim:
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            begun, _ = launches.now()
+            sim.handler.synchronize(job) if waits == "on the host" else job.wait(Stream(SIDE))
+            here, by_all = launches.now()
+            assert begun < here == by_all
+        sim.handler.synchronize(job)
+        assert sim.is_right()
+
+
+@needs_kernels
+@simulated
+def test_a_load_with_a_gate_returns_when_all_of_it_is_on_the_device(driver: Driver) -> None:
+    with staged(driver, "load") as sim:
+        gate = sim.handler.gate()
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            job = sim.submit(gate=gate)
+            here, by_all = launches.now()
+            assert here == by_all
+            assert job.query()
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_jobs_behind_a_begun_one_run_after_it(driver: Driver, kind: str) -> None:
+    """Also those of the other direction that share its blocks."""
+    other = "load" if kind == "store" else "store"
+    with staged(driver, kind) as sim:
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            jobs = [sim.submit()]
+            begun = launches.now()
+            jobs += [sim.submit(ids=[3, 1]), sim.submit(other, ids=[1, 3]), sim.submit(other)]
+            assert launches.now() == begun
+        sim.handler.synchronize(jobs)
+        assert [result.state for result in sim.handler.poll()] == ["done"] * 4
+        assert sim.is_right()
+
+
+@KINDS
+@pytest.mark.parametrize("call", [LAUNCH, "cuEventRecord", "cuStreamWaitEvent"])
+@needs_kernels
+@simulated
+def test_a_job_whose_rest_fails_ends_with_nothing_in_flight(
+    driver: Driver, kind: str, call: str
+) -> None:
+    with staged(driver, kind) as sim:
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            driver.fail(call)
+        with pytest.raises(TransferError, match=call):
+            sim.handler.synchronize(job)
+        assert driver.pending() == ""
+        sim.handler.poll()
+        sim.handler.synchronize(sim.submit("store"))  # writes again what the failed one should
+        sim.handler.synchronize(sim.submit("load"))
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_a_begun_job_that_is_cancelled_ends_with_its_copies(driver: Driver, kind: str) -> None:
+    with staged(driver, kind) as sim:
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            assert sim.handler.cancel(job)
+            assert not job.query()
+        assert in_time(job.query)
+        assert [result.state for result in sim.handler.poll()] == ["cancelled"]
+        assert driver.pending() == ""
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
+    driver: Driver, kind: str
+) -> None:
+    with staged(driver, kind) as sim:
+        with driver.stopped(sim.worker):
+            jobs = [sim.submit(), sim.submit(ids=[5])]
+            driver.lose()
+        assert in_time(lambda: all(job.query() for job in jobs))
+        errors = [str(result.error) for result in sim.handler.poll()]
+        assert len(errors) == 2
+        assert all("the device is lost" in error for error in errors)
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
+    with staged(driver, kind) as sim:
+        job = sim.submit()
+        sim.handler.close()
+        assert job.result is not None
+        assert job.result.ok
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_with_a_submit_thread_the_caller_gives_nothing(driver: Driver, kind: str) -> None:
+    with staged(driver, kind, submit_thread=True) as sim:
+        launches = Launches(driver)
+        job = sim.submit()
+        assert in_time(job.query)
+        here, by_all = launches.now()
+        assert here == 0 < by_all
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_a_small_job_needs_no_worker(driver: Driver, kind: str) -> None:
+    with staged(driver, kind) as sim:
+        before = threads()
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            jobs = [sim.submit(ids=[i, i + 1]) for i in range(0, BLOCKS, 2)]
+            assert all(job.query() for job in jobs)
+        here, by_all = launches.now()
+        assert here == by_all
+        assert new_threads(before) == 0
+        assert sim.is_right()
