@@ -684,6 +684,33 @@ def test_kernels_without_code_for_the_gpu_are_a_reason_to_refuse() -> None:
     )
 
 
+def encode_on_an_old_gpu(driver: Driver) -> None:
+    import torch
+    from simulated_driver import place
+
+    from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+    driver.set_attribute(75, 7)  # the compute capability
+    layout = place(driver, PagedLayout([torch.randn(8, 2048).bfloat16()]))
+    try:
+        OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
+    except ValueError as error:
+        print(error)
+    print(driver.live("streams"), driver.live("allocations"))
+    handler = OffloadHandler(layout, HostPool(layout, 4), copy_method="staged")
+    handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
+    handler.close()
+
+
+@needs_kernels
+@without_cuda
+def test_a_gpu_older_than_ampere_copies_raw_blocks_only() -> None:
+    assert run(encode_on_an_old_gpu) == (
+        "encoding='lossless' cannot be had: CUDA device 0 is older than Ampere, for which there "
+        "are no kernels that encode; make the pool with encoding='raw'\n0 0\n"
+    )
+
+
 @needs_kernels
 @simulated
 def test_pages_that_are_not_pinned_are_refused(driver: Driver) -> None:
