@@ -429,6 +429,31 @@ def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
                 assert result.rejected == ((0,) if block in spoiled else ())
 
 
+@pytest.mark.parametrize("nth", [0, 5, 30])
+@pytest.mark.parametrize("submit_thread", [False, True])
+@needs_kernels
+@simulated
+def test_a_large_job_that_two_threads_submit_rejects_blocks_of_both_parts(
+    driver: Driver, submit_thread: bool, nth: int
+) -> None:
+    size = {"blocks": 128, "pages": 64, "layers": 8, "values": 8192}  # 8 MiB of 64 blocks
+    options = {"copy_method": "staged", "submit_thread": submit_thread}
+    with EncodedCache(driver, **size, **options) as cache:
+        cache.spoil(3, 60)
+        before = [cache.block(block) for block in range(128)]
+        if nth > 0:
+            driver.fail("cuLaunchKernel", nth)
+            (failed,) = finish(cache, cache.store(range(64), range(64)))
+            assert (failed.state, failed.rejected) == ("failed", ())
+            assert outcomes(finish(cache, cache.store(range(64, 128), range(64)))) == [("done", ())]
+        store = cache.store(range(64), range(64))
+        load = cache.load(range(64), range(64, 128))
+        assert outcomes(finish(cache, store, load)) == [("failed", (3, 60))] * 2
+        for block in range(64):
+            source = block + 64 if block in (3, 60) else block
+            assert cache.is_same(block + 64, before[source])
+
+
 @pytest.mark.parametrize("expedited", [False, True])
 @needs_kernels
 @simulated
