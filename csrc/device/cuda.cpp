@@ -252,6 +252,9 @@ class CudaDevice : public Device, public PackKernels, public StreamWords, public
                                           const SlotFormat* format, int64_t num_blocks,
                                           int64_t num_slots, Stream stream) override {
     if (format != nullptr) {
+      KVSWAP_CHECK(cuda::kernels(index()).encode != nullptr, name(),
+                   " is older than Ampere, for which there are no kernels that encode; make the "
+                   "pool with encoding='raw'");
       if (!has_kernel_ids(num_blocks, num_slots)) return nullptr;
       return std::make_shared<CudaTileTable>(*format, gpu, stream);
     }

@@ -429,6 +429,31 @@ def test_joined_jobs_that_are_tried_again_one_by_one_reject_their_own_blocks(
                 assert result.rejected == ((0,) if block in spoiled else ())
 
 
+@pytest.mark.parametrize("nth", [0, 5, 30])
+@pytest.mark.parametrize("submit_thread", [False, True])
+@needs_kernels
+@simulated
+def test_a_large_job_that_two_threads_submit_rejects_blocks_of_both_parts(
+    driver: Driver, submit_thread: bool, nth: int
+) -> None:
+    size = {"blocks": 128, "pages": 64, "layers": 8, "values": 8192}  # 8 MiB of 64 blocks
+    options = {"copy_method": "staged", "submit_thread": submit_thread}
+    with EncodedCache(driver, **size, **options) as cache:
+        cache.spoil(3, 60)
+        before = [cache.block(block) for block in range(128)]
+        if nth > 0:
+            driver.fail("cuLaunchKernel", nth)
+            (failed,) = finish(cache, cache.store(range(64), range(64)))
+            assert (failed.state, failed.rejected) == ("failed", ())
+            assert outcomes(finish(cache, cache.store(range(64, 128), range(64)))) == [("done", ())]
+        store = cache.store(range(64), range(64))
+        load = cache.load(range(64), range(64, 128))
+        assert outcomes(finish(cache, store, load)) == [("failed", (3, 60))] * 2
+        for block in range(64):
+            source = block + 64 if block in (3, 60) else block
+            assert cache.is_same(block + 64, before[source])
+
+
 @pytest.mark.parametrize("expedited", [False, True])
 @needs_kernels
 @simulated
@@ -681,6 +706,33 @@ def test_kernels_without_code_for_the_gpu_are_a_reason_to_refuse() -> None:
     assert run(load_no_kernels) == (
         "encoding='lossless' cannot be had: this library was built without machine code for this "
         "GPU; build it again with the GPU's architecture in TORCH_CUDA_ARCH_LIST\n0 0\n"
+    )
+
+
+def encode_on_an_old_gpu(driver: Driver) -> None:
+    import torch
+    from simulated_driver import place
+
+    from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+    driver.set_attribute(75, 7)  # the compute capability
+    layout = place(driver, PagedLayout([torch.randn(8, 2048).bfloat16()]))
+    try:
+        OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
+    except ValueError as error:
+        print(error)
+    print(driver.live("streams"), driver.live("allocations"))
+    handler = OffloadHandler(layout, HostPool(layout, 4), copy_method="staged")
+    handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1], after=()))
+    handler.close()
+
+
+@needs_kernels
+@without_cuda
+def test_a_gpu_older_than_ampere_copies_raw_blocks_only() -> None:
+    assert run(encode_on_an_old_gpu) == (
+        "encoding='lossless' cannot be had: CUDA device 0 is older than Ampere, for which there "
+        "are no kernels that encode; make the pool with encoding='raw'\n0 0\n"
     )
 
 
