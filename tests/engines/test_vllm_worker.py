@@ -202,7 +202,7 @@ def fail_copies(checked: CheckedWorker, monkeypatch: pytest.MonkeyPatch) -> None
                     one.tensor[[3, 9]] = 0
             else:
                 checked.worker._pool.pages[[2, 5]] = 0
-        error = RuntimeError("error 700")
+        error = TransferError("error 700")
         return [dataclasses.replace(one, state="failed", error=error) for one in results]
 
     monkeypatch.setattr(handler, "poll", spoiled)
