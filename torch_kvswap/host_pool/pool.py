@@ -263,7 +263,8 @@ class HostPool(NotCopyable):
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
-        kept.slot_bytes(layout, "attach with a layout of the cache that the pool was made for")
+        advice = "attach with a layout of the cache that the pool was made for"
+        kept.slot_bytes(layout, advice, is_width_open=False)
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages)
         pinning = read_pinning(
@@ -545,7 +546,7 @@ class HostPool(NotCopyable):
         Args:
             layout (PagedLayout): a cache with the slab sizes of the pool.
         """
-        self._encoding.slot_bytes(layout, "make the pool from this layout")
+        self._encoding.slot_bytes(layout, "make the pool from this layout", is_width_open=False)
 
     @property
     def _has_pinned_pages(self) -> bool:
