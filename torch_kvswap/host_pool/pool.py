@@ -506,14 +506,17 @@ class HostPool(NotCopyable):
 
         Raises:
             ValueError: `pages` is more than local_pages has, or a number is negative.
-            RuntimeError: pinning has stopped, because the driver refused or the pool was closed.
+            RuntimeError: pinning has stopped, because the driver refused, or the pool is closed.
         """
         self._memory.process.check("host pool")
         own = self.local_pages
         wanted = len(own) if pages is None else read_int("pages", pages, 0, len(own))
         timeout = read_timeout("timeout", timeout)
         pinning = self._memory.pinning
-        return pinning is None or pinning.wait(own.start + wanted, timeout)
+        in_time = pinning is None or pinning.wait(own.start + wanted, timeout)
+        if in_time:
+            self._memory.check_open()
+        return in_time
 
     @property
     def is_pinned(self) -> bool:
