@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MAX, INT64_MIN, kind_of, read_int
 
 _ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
 
@@ -210,7 +210,8 @@ def allocate_layers(
     Raises:
         TypeError: shape is not a sequence of integers, num_layers is not an integer, or dtype is no
             dtype.
-        ValueError: a number is not positive, or shape is empty.
+        ValueError: a number is not positive, shape is empty, or the layers are larger than any
+            memory.
     """
     num_layers = read_int("num_layers", num_layers, 1)
     if isinstance(shape, str) or not isinstance(shape, Iterable):
@@ -225,7 +226,12 @@ def allocate_layers(
         raise TypeError(f"dtype is {kind_of(dtype)}; it must be a torch.dtype")
     nbytes = math.prod(sizes) * dtype.itemsize
     distance = (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-    whole = torch.zeros((num_layers - 1) * distance + nbytes, dtype=torch.uint8, device=device)
+    if (needed := (num_layers - 1) * distance + nbytes) > INT64_MAX:
+        raise ValueError(
+            f"num_layers={num_layers} with shape {sizes} need {needed} bytes, more than can be "
+            "addressed; ask for fewer blocks"
+        )
+    whole = torch.zeros(needed, dtype=torch.uint8, device=device)
     slices = (whole[i * distance :][:nbytes] for i in range(num_layers))
     return [layer.view(dtype).view(sizes) for layer in slices]
 

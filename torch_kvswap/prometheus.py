@@ -82,7 +82,7 @@ _FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
     ("jobs_ended_total", "counter", "Jobs ended, by how they ended.", _states),
     ("jobs_copied_total", "counter", "Jobs done, by copy method.", _copy_methods),
     ("copied_bytes_total", "counter", "Bytes of the blocks of jobs done.", _one("bytes")),
-    ("link_bytes_total", "counter", "Bytes in which they crossed the link.", _one("link_bytes")),
+    ("link_bytes_total", "counter", "Bytes on the link of jobs done.", _one("link_bytes")),
     ("blocks_total", "counter", "Blocks of jobs done or with rejects.", _one("blocks")),
     ("rejected_blocks_total", "counter", "Rejected blocks.", _one("rejected_blocks")),
     ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),

@@ -56,10 +56,10 @@ SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes, int width_eighths) {
   tiles_ = cut_into_tiles(sizes, metadata_bytes_);
   const uint64_t fixed = places_offset(tile_count());
   if (metadata_bytes_ < fixed) {
-    fail<ValueError>("a block of ", raw, " bytes in ", sizes.size(), " slabs needs ",
-                     encoded + fixed, " bytes encoded, and a slot of ", width_eighths / 8.0,
-                     " bits a value has ", slot_bytes_,
-                     "; use more bits a value, larger blocks, or raw pages");
+    fail<ValueError>("a block of ", raw, " bytes in ", sizes.size(),
+                     sizes.size() == 1 ? " slab" : " slabs", " needs ", encoded + fixed,
+                     " bytes encoded, and a slot of ", width_eighths / 8.0, " bits a value has ",
+                     slot_bytes_);
   }
   constexpr uint64_t kEscapeBytes = sizeof(uint16_t) + sizeof(uint8_t);
   max_escapes_ = static_cast<uint32_t>((metadata_bytes_ - fixed) / kEscapeBytes);

@@ -44,6 +44,8 @@ def test_what_is_no_backend_is_refused(accelerator: Accelerator) -> None:
         error_text(register_device_backend, DEVICE_TYPE, object()),
         error_text(register_device_backend, "cuda", backend),
         error_text(register_device_backend, "quantum", backend).partition(":")[0],
+        error_text(register_device_backend, f"{DEVICE_TYPE}:0", backend).replace("\n", " "),
+        error_text(register_device_backend, torch.device(DEVICE_TYPE), backend),
     ]
     register_device_backend(DEVICE_TYPE, backend)
     register_device_backend(DEVICE_TYPE, backend)
@@ -52,6 +54,9 @@ def test_what_is_no_backend_is_refused(accelerator: Accelerator) -> None:
         "TypeError: backend, of type object, has no copy_batch(); see DeviceBackend",
         "ValueError: 'cuda' needs no backend: torch_kvswap drives it itself",
         "RuntimeError",
+        "ValueError: device_type is 'fakeaccel:0', but a backend is for all devices of a type; "
+        "pass 'fakeaccel'",
+        "TypeError: device_type is a device; pass a str, such as 'npu'",
         "ValueError: 'fakeaccel' has a backend already; register one, once",
     ]
 

@@ -84,6 +84,11 @@ def test_the_address_guard_sees_a_layer_that_has_moved_and_a_storage_that_was_fr
         (((5, 0), 2), "ValueError: shape[1] is 0; it must be 1 to 9223372036854775807"),
         ((("5",), 2), "TypeError: shape[0] is a str; it must be an integer"),
         ((5, 2), "TypeError: shape is an int; pass the shape of one layer, such as (2, 1000, 16)"),
+        (
+            ((1 << 40, 1 << 20), 32),
+            "ValueError: num_layers=32 with shape [1099511627776, 1048576] need "
+            "147573952589676412928 bytes, more than can be addressed; ask for fewer blocks",
+        ),
         (((), 2), "ValueError: shape is empty; a layer needs a dimension that counts blocks"),
     ],
 )

@@ -171,7 +171,7 @@ kvswap_jobs_copied_total{direction="load",channel="expedited",rank="1",copy_meth
 kvswap_copied_bytes_total{direction="store",channel="stores",rank="1"} 4096
 kvswap_copied_bytes_total{direction="load",channel="loads",rank="1"} 0
 kvswap_copied_bytes_total{direction="load",channel="expedited",rank="1"} 0
-# HELP kvswap_link_bytes_total Bytes in which they crossed the link.
+# HELP kvswap_link_bytes_total Bytes on the link of jobs done.
 # TYPE kvswap_link_bytes_total counter
 kvswap_link_bytes_total{direction="store",channel="stores",rank="1"} 3104
 kvswap_link_bytes_total{direction="load",channel="loads",rank="1"} 0

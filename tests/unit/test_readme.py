@@ -41,6 +41,19 @@ def test_the_examples_of_the_prefixes_run_without_a_gpu():
         assert engine.lookup(names["keys"]).ready == 6
 
 
+def test_the_example_of_the_encoding_runs_without_a_gpu(capsys):
+    page = README.parent / "docs" / "encoding.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    large = "torch.randn(2, 1000, 16, 8, 128"
+    assert code.count(large) == 1
+    names = {}
+    exec(code.replace(large, "torch.randn(2, 100, 16, 2, 64"), names)
+    advice, sizes = capsys.readouterr().out.splitlines()
+    assert advice.startswith("lossless with 12.125 bits per value")
+    block, page_bytes = names["gpu"].block_bytes, names["host"].page_bytes
+    assert sizes == f"{3 * block} {3 * page_bytes}"
+
+
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
 def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypatch):
     page = README.parent / "docs" / "prefixes.md"

@@ -96,11 +96,12 @@ def _host_memory() -> str:
 def _encodings() -> str:
     """How host pages can be encoded, and what that gains."""
     gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
-    where = (
-        "the CPU and CUDA"
-        if capabilities("cuda").kernels
-        else "the CPU only: CUDA kernels are missing"
-    )
+    if capabilities("cuda").kernels:
+        where = "the CPU and CUDA"
+    elif not loader.library().kvswap_driver_version():
+        where = "the CPU only: there is no CUDA driver"
+    else:
+        where = "the CPU only: there are no CUDA kernels for this driver"
     return f"raw; lossless, {gains} instead of 16 bits for each bfloat16, on {where}"
 
 

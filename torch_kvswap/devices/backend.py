@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.log import log
 
 ENTRY_POINTS = "torch_kvswap.device_backends"
@@ -69,14 +70,22 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
         backend (DeviceBackend): an object with copy_batch().
 
     Raises:
-        TypeError: backend has no copy_batch().
-        ValueError: the device type is "cpu" or "cuda", or has a backend already.
+        TypeError: backend has no copy_batch(), or device_type is not a str.
+        RuntimeError: torch does not know the device type.
+        ValueError: the device type is "cpu" or "cuda", has a backend already, or names one device.
     """
     if not isinstance(backend, DeviceBackend):
         raise TypeError(
             f"backend, of type {type(backend).__name__}, has no copy_batch(); see DeviceBackend"
         )
-    torch.device(device_type)  # raises for a type that torch does not know
+    if not isinstance(device_type, str):
+        raise TypeError(f"device_type is {kind_of(device_type)}; pass a str, such as 'npu'")
+    known = torch.device(device_type).type  # raises for a type that torch does not know
+    if device_type != known:
+        raise ValueError(
+            f"device_type is {device_type!r}, but a backend is for all devices of a type; pass "
+            f"{known!r}"
+        )
     if device_type in _WITHOUT_BACKEND:
         raise ValueError(f"{device_type!r} needs no backend: torch_kvswap drives it itself")
     with _lock:

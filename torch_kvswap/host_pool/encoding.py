@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,6 +20,8 @@ ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
 _IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
+_BYTES = {torch.uint8, torch.int8}
+_OF_VALUES = {torch.bfloat16, *_BYTES}  # types of tensors that can hold such values
 SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
 
 
@@ -42,12 +45,19 @@ class Encoding:
         """bits_per_value in eighths of a bit, for the native side; 0 for raw blocks."""
         return 0 if self.bits_per_value is None else int(self.bits_per_value * 8)
 
-    def slot_bytes(self, layout: PagedLayout, advice: str = "leave encoding out") -> int:
+    def slot_bytes(
+        self,
+        layout: PagedLayout,
+        advice: str = "leave encoding out",
+        *,
+        is_width_open: bool = True,
+    ) -> int:
         """Bytes of a slot for a block of the layout.
 
         Args:
             layout (PagedLayout): the cache.
             advice (str): what to do if its blocks cannot be encoded.
+            is_width_open (bool): the caller can choose another bits_per_value.
 
         Raises:
             ValueError: its blocks cannot be encoded.
@@ -60,13 +70,35 @@ class Encoding:
                 f"not have; {advice}"
             )
         if layout.dtype != torch.bfloat16:
-            is_bytes = layout.dtype in (None, torch.uint8, torch.int8)
+            remedy = ""
+            if layout.dtype is None and {one.dtype for one in layout.tensors} - _OF_VALUES:
+                remedy = ", or make a layout for each type"
+            elif layout.dtype is None or layout.dtype in _BYTES:
+                remedy = _IF_BYTES
             raise ValueError(
                 f"encoding='lossless' is for torch.bfloat16, but the layout is of "
                 f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
-                f"bytes; {advice}" + (_IF_BYTES if is_bytes else "")
+                f"bytes; {advice}{remedy}"
             )
-        return int(slot_format(layout.sizes, self.width_eighths).slot_bytes)
+        return self._encoded_bytes(layout.sizes, advice, is_width_open)
+
+    def _encoded_bytes(self, sizes: Int64Array, advice: str, is_width_open: bool) -> int:
+        """Bytes of an encoded slot; see slot_bytes()."""
+        try:
+            return int(slot_format(sizes, self.width_eighths).slot_bytes)
+        except ValueError as error:
+            wider = self._wider_for(sizes) if is_width_open else None
+            wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
+            raise ValueError(f"{error}; {wide}{advice}") from None
+
+    def _wider_for(self, sizes: Int64Array) -> float | None:
+        """The next larger bits_per_value whose slots have room for such blocks."""
+        for wider in map(Encoding, WIDTHS):
+            if wider.width_eighths > self.width_eighths:
+                with contextlib.suppress(ValueError):
+                    slot_format(sizes, wider.width_eighths)
+                    return wider.bits_per_value
+        return None
 
     def bytes_for(self, nbytes: int) -> int:
         """Bytes of a slot for blocks of this size, however they are divided into slabs.
@@ -76,7 +108,7 @@ class Encoding:
         """
         if self.bits_per_value is None:
             return nbytes
-        return int(slot_format(np.array([nbytes]), self.width_eighths).slot_bytes)
+        return self._encoded_bytes(np.array([nbytes]), "leave encoding out", is_width_open=True)
 
 
 RAW = Encoding()
@@ -126,7 +158,7 @@ def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
     Raises:
         ValueError: there is no such encoding or width, or a width for raw blocks.
     """
-    if encoding not in ENCODINGS:
+    if not isinstance(encoding, str) or encoding not in ENCODINGS:
         raise ValueError(f"encoding is {encoding!r}; it can be {' or '.join(ENCODINGS)}")
     if encoding == "raw":
         if bits_per_value is not None:
@@ -137,10 +169,10 @@ def read_encoding(encoding: object, bits_per_value: object) -> Encoding:
         return RAW
     if bits_per_value is None:
         return Encoding(WIDTHS[0])
-    if bits_per_value not in WIDTHS:
+    if not isinstance(bits_per_value, float | np.floating) or bits_per_value not in WIDTHS:
         widths = " or ".join(map(str, WIDTHS))
         raise ValueError(f"bits_per_value is {bits_per_value!r}; it can be {widths}")
-    return Encoding(WIDTHS[WIDTHS.index(bits_per_value)])
+    return Encoding(float(bits_per_value))
 
 
 def encoding_of(width_eighths: int) -> Encoding:

@@ -263,7 +263,8 @@ class HostPool(NotCopyable):
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
-        kept.slot_bytes(layout, "attach with a layout of the cache that the pool was made for")
+        advice = "attach with a layout of the cache that the pool was made for"
+        kept.slot_bytes(layout, advice, is_width_open=False)
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages)
         pinning = read_pinning(
@@ -505,14 +506,17 @@ class HostPool(NotCopyable):
 
         Raises:
             ValueError: `pages` is more than local_pages has, or a number is negative.
-            RuntimeError: pinning has stopped, because the driver refused or the pool was closed.
+            RuntimeError: pinning has stopped, because the driver refused, or the pool is closed.
         """
         self._memory.process.check("host pool")
         own = self.local_pages
         wanted = len(own) if pages is None else read_int("pages", pages, 0, len(own))
         timeout = read_timeout("timeout", timeout)
         pinning = self._memory.pinning
-        return pinning is None or pinning.wait(own.start + wanted, timeout)
+        in_time = pinning is None or pinning.wait(own.start + wanted, timeout)
+        if in_time:
+            self._memory.check_open()
+        return in_time
 
     @property
     def is_pinned(self) -> bool:
@@ -545,7 +549,7 @@ class HostPool(NotCopyable):
         Args:
             layout (PagedLayout): a cache with the slab sizes of the pool.
         """
-        self._encoding.slot_bytes(layout, "make the pool from this layout")
+        self._encoding.slot_bytes(layout, "make the pool from this layout", is_width_open=False)
 
     @property
     def _has_pinned_pages(self) -> bool:

@@ -99,7 +99,7 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         width: sum(count > fit for count in escapes) / len(escapes) for width, fit in room.items()
     }
     best = next((width for width in room if rejected[width] <= MOST_REJECTED), None)
-    shares = ", ".join(f"{share:.1%} into {width:g} bits" for width, share in rejected.items())
+    shares = ", ".join(f"with {width:g} bits {share:.1%}" for width, share in rejected.items())
     mean = sum(escapes) / len(escapes)
     values = layout.block_bytes // 2
     return EncodingRecommendation(
@@ -107,9 +107,9 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         best,
         escapes,
         rejected,
-        f"{'raw' if best is None else f'lossless with {best:g} bits per value'}: of {len(escapes)} "
-        f"blocks of {values} values do not fit: {shares} per value; a block has {mean:.1f} escapes "
-        f"on average and {max(escapes)} at most",
+        f"{'raw' if best is None else f'lossless with {best:g} bits per value'}; rejected of "
+        f"{len(escapes)} blocks: {shares}; a block of {values} values has {mean:.1f} escapes on "
+        f"average and {max(escapes)} at most",
     )
 
 
@@ -118,8 +118,13 @@ class _Counter:
 
     def __init__(self, layout: PagedLayout) -> None:
         self._sizes = np.ascontiguousarray(layout.sizes, np.int64)
-        # In the order of the memory, whatever the order of a block's dimensions is.
-        self._views = [as_words(one, layout.block_dim, torch.int16) for one in layout.tensors]
+        # In the order of the memory, whatever the order of a block's dimensions is. Views of bytes
+        # may begin at an odd address.
+        words = (torch.uint8 if one.itemsize == 1 else torch.int16 for one in layout.tensors)
+        self._views = [
+            as_words(one, layout.block_dim, word)
+            for one, word in zip(layout.tensors, words, strict=True)
+        ]
         self._block_dim = layout.block_dim
 
     def escapes_of(self, block: int) -> int:

@@ -129,7 +129,7 @@ class PoolHandle(NotCopyable):
         if pages.size != self.page_bytes:
             raise ValueError(
                 f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
-                f"{pages.size}"
+                f"{pages.size}; attach with a layout of the cache that the pool was made for"
             )
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:

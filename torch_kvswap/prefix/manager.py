@@ -340,7 +340,7 @@ class BlockManager(NotCopyable):
                 reservation.pages, those of all groups one after another; ascending.
 
         Raises:
-            TypeError: a position is not an integer.
+            TypeError: rejected is no list of integers.
             ValueError: the reservation has already ended, or the positions do not ascend or are not
                 those of its pages. Nothing is changed then.
         """
@@ -450,7 +450,8 @@ class BlockManager(NotCopyable):
     ) -> None:
         if not isinstance(reservation, Load | Store):
             raise TypeError(f"reservation is {kind_of(reservation)}; pass a Load or a Store")
-        positions = read_ids("rejected", rejected) if len(rejected) else _NONE
+        is_none = type(rejected) is tuple and not rejected  # the default, fast
+        positions = _NONE if is_none else read_ids("rejected", rejected)
         if reservation.id:
             self._native.end(reservation.id, succeeded, positions)
 

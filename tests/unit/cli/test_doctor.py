@@ -72,3 +72,22 @@ def test_doctor_says_what_a_driver_has(driver: Driver) -> None:
     kernels, lacks = ("kernels, ", "") if 0 < built <= runs else ("", "; lacks kernels")
     found = doctor.report()["device cuda"]
     assert found == f"has batched copies, strided copies, {kernels}gates, host registration{lacks}"
+
+
+def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = loader.library()
+    prefix = "raw; lossless, 12.125 or 12.5 instead of 16 bits for each bfloat16, on "
+    for kernels, runs, said in (
+        (13000, 13000, "the CPU and CUDA"),
+        (13000, 0, "the CPU only: there is no CUDA driver"),
+        (13000, 12080, "the CPU only: there are no CUDA kernels for this driver"),
+        (0, 13000, "the CPU only: there are no CUDA kernels for this driver"),
+    ):
+        monkeypatch.setattr(library, "kvswap_kernel_version", lambda version=kernels: version)
+        monkeypatch.setattr(library, "kvswap_driver_version", lambda version=runs: version)
+        monkeypatch.setattr(library, "kvswap_driver_name", lambda: b"CUDA")
+        monkeypatch.setattr(library, "kvswap_driver_has_batch", lambda: False)
+        monkeypatch.setattr(library, "kvswap_driver_has_stream_words", lambda: False)
+        assert doctor.report()["encodings"] == prefix + said

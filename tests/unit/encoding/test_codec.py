@@ -266,8 +266,8 @@ def test_blocks_that_cannot_be_encoded_are_refused() -> None:
         """\
 ValueError: slab 1 has 96 bytes of a block; lossless encoding needs a multiple of 64 bytes in every slab
 ValueError: slab 1 has 0 bytes of a block; lossless encoding needs a multiple of 64 bytes in every slab
-ValueError: a block of 576 bytes in 9 slabs needs 520 bytes encoded, and a slot of 12.5 bits a value has 448; use more bits a value, larger blocks, or raw pages
-ValueError: a block of 163840 bytes in 160 slabs needs 124176 bytes encoded, and a slot of 12.125 bits a value has 124160; use more bits a value, larger blocks, or raw pages
+ValueError: a block of 576 bytes in 9 slabs needs 520 bytes encoded, and a slot of 12.5 bits a value has 448
+ValueError: a block of 163840 bytes in 160 slabs needs 124176 bytes encoded, and a slot of 12.125 bits a value has 124160
 ValueError: a block has more than 4294967296 bytes, which lossless encoding cannot address
 ValueError: slots of 12 bits a value: there can be more than 12 and fewer than 16
 ValueError: slots of 16 bits a value: there can be more than 12 and fewer than 16""",

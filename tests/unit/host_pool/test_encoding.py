@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 
+import numpy as np
 import pytest
 import torch
 from bf16_cache import BLOCK_BYTES, SIZES, Bf16Cache
@@ -72,6 +73,21 @@ def test_bytes_of_bf16_values_are_encoded_if_the_layout_says_so() -> None:
         ("lossy", None, "encoding is 'lossy'; it can be raw or lossless"),
         (None, None, "encoding is None; it can be raw or lossless"),
         ("lossless", 12, "bits_per_value is 12; it can be 12.125 or 12.5"),
+        (
+            np.array(["raw", "raw"]),
+            None,
+            "encoding is array(['raw', 'raw'], dtype='<U3'); it can be raw or lossless",
+        ),
+        (
+            "lossless",
+            np.array([12.5, 1]),
+            "bits_per_value is array([12.5,  1. ]); it can be 12.125 or 12.5",
+        ),
+        (
+            "lossless",
+            torch.tensor([12.5]),
+            "bits_per_value is tensor([12.5000]); it can be 12.125 or 12.5",
+        ),
         ("lossless", "12.5", "bits_per_value is '12.5'; it can be 12.125 or 12.5"),
         (
             "raw",
@@ -123,20 +139,49 @@ to PagedLayout if the tensors are views of such values""",
     )
 
 
+def test_values_of_several_types_need_a_layout_for_each() -> None:
+    mixed = PagedLayout([torch.zeros(4, 64, dtype=one) for one in (torch.bfloat16, torch.float32)])
+    assert_expected_inline(
+        error_text(HostPool, mixed, 1, encoding="lossless"),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of several
+types, so its slots stay at 384 bytes; leave encoding out, or make a layout for each
+type""",
+    )
+
+
 def test_sizes_that_cannot_be_encoded_are_refused_with_the_slab() -> None:
     tensors = [torch.zeros(4, row, dtype=torch.bfloat16) for row in (2048, 2048, 1000)]
     assert_expected_inline(
         error_text(HostPool, PagedLayout(tensors), 1, encoding="lossless"),
         """\
 ValueError: slab 2 has 2000 bytes of a block; lossless encoding needs a multiple of 64
-bytes in every slab""",
+bytes in every slab; leave encoding out""",
     )
     small = PagedLayout([torch.zeros(4, 32, dtype=torch.bfloat16)])
     assert_expected_inline(
         error_text(HostPool, small, 1, encoding="lossless"),
         """\
-ValueError: a block of 64 bytes in 1 slabs needs 72 bytes encoded, and a slot of 12.125
-bits a value has 48; use more bits a value, larger blocks, or raw pages""",
+ValueError: a block of 64 bytes in 1 slab needs 72 bytes encoded, and a slot of 12.125
+bits a value has 48; leave encoding out""",
+    )
+
+
+def test_wider_slots_are_advised_where_they_have_room() -> None:
+    small = PagedLayout([torch.zeros(4, 1024, dtype=torch.bfloat16)])
+    assert_expected_inline(
+        error_text(HostPool, small, 1, encoding="lossless"),
+        """\
+ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
+12.125 bits a value has 1552; pass bits_per_value=12.5, or leave encoding out""",
+    )
+    pool = HostPool(Bf16Cache().layout, 1, encoding="lossless")
+    assert_expected_inline(
+        error_text(pool.view_for, small),
+        """\
+ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
+12.125 bits a value has 1552; pass bits_per_value=12.5, or pass encoding='raw' for this
+view""",
     )
 
 
@@ -286,8 +331,9 @@ the pool was made for""",
     assert_expected_inline(
         error_text(HostPool.attach, small, handle, rank=1),
         """\
-ValueError: a block of 2048 bytes in 1 slabs needs 1560 bytes encoded, and a slot of
-12.125 bits a value has 1552; use more bits a value, larger blocks, or raw pages""",
+ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
+12.125 bits a value has 1552; attach with a layout of the cache that the pool was made
+for""",
     )
 
 

@@ -99,8 +99,9 @@ def test_a_closed_pool_says_so() -> None:
         pass
     pool.close()
     assert not pool.is_pinned
-    with pytest.raises(RuntimeError, match="the host pool is closed; make a new one"):
-        _ = pool.pages
+    for use in (lambda: pool.pages, pool.wait_ready):
+        with pytest.raises(RuntimeError, match=r"^the host pool is closed; make a new one$"):
+            use()
 
 
 def test_no_pages_are_refused() -> None:

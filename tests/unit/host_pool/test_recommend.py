@@ -33,7 +33,7 @@ def test_the_narrowest_slots_that_hold_the_blocks_are_recommended() -> None:
     assert (found.mean_escapes, found.max_escapes) == ((3 + ROOM[12.125]) / 3, ROOM[12.125])
     assert_expected_inline(
         str(found),
-        """lossless with 12.125 bits per value: of 3 blocks of 6144 values do not fit: 0.0% into 12.125 bits, 0.0% into 12.5 bits per value; a block has 6.3 escapes on average and 16 at most""",
+        """lossless with 12.125 bits per value; rejected of 3 blocks: with 12.125 bits 0.0%, with 12.5 bits 0.0%; a block of 6144 values has 6.3 escapes on average and 16 at most""",
     )
 
 
@@ -49,7 +49,7 @@ def test_raw_pages_are_recommended_if_no_slots_hold_the_blocks() -> None:
     assert found.rejected == {12.125: 2 / 3, 12.5: 2 / 3}
     assert_expected_inline(
         str(found),
-        """raw: of 3 blocks of 6144 values do not fit: 66.7% into 12.125 bits, 66.7% into 12.5 bits per value; a block has 75.3 escapes on average and 113 at most""",
+        """raw; rejected of 3 blocks: with 12.125 bits 66.7%, with 12.5 bits 66.7%; a block of 6144 values has 75.3 escapes on average and 113 at most""",
     )
 
 
@@ -82,6 +82,17 @@ def test_blocks_are_read_in_the_order_of_their_memory() -> None:
     large[1, : 1 << 9] = 2.0**100
     permuted = large.permute(0, 2, 1)
     assert recommend_encoding(PagedLayout([permuted]), [1]).escapes == (0,)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_views_of_bytes_are_read_at_any_address(offset: int) -> None:
+    values = torch.ones(4, 2048, dtype=torch.bfloat16)
+    values[1, :5] = 2.0**100
+    memory = torch.zeros(values.nbytes + 1, dtype=torch.uint8)
+    views = memory[offset:][: values.nbytes].view(4, -1)
+    views.copy_(values.view(torch.uint8))
+    layout = PagedLayout([views], dtype=torch.bfloat16)
+    assert recommend_encoding(layout, [0, 1]).escapes == (0, 5)
 
 
 def test_blocks_that_cannot_be_encoded_stay_raw_and_it_says_why() -> None:

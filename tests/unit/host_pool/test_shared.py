@@ -235,7 +235,9 @@ def test_a_handle_of_something_else_is_refused() -> None:
     handle = pool.share()
     assert_expected_inline(
         error_text(HostPool.attach, layout(8), handle, rank=0),
-        """ValueError: the handle is for pages of 4096 bytes; this layout has pages of 8""",
+        """\
+ValueError: the handle is for pages of 4096 bytes; this layout has pages of 8; attach
+with a layout of the cache that the pool was made for""",
     )
     assert_expected_inline(
         error_text(HostPool.attach, layout(), handle, rank=2),

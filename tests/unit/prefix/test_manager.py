@@ -243,6 +243,17 @@ def test_positions_that_the_reservation_does_not_have_change_nothing(rejected, s
     assert manager.lookup(["a", "b", "c"]).ready == 3
 
 
+@pytest.mark.parametrize("rejected", [1, None, "1"])
+def test_positions_that_are_no_list_are_refused_by_name(rejected):
+    manager = BlockManager(6)
+    store = manager.prepare_store(["a", "b"])
+    with pytest.raises(
+        TypeError, match=r"^rejected is .*; pass a list, numpy array or CPU tensor$"
+    ):
+        manager.complete(store, rejected)
+    manager.complete(store)
+
+
 def test_blocks_are_stored_when_they_were_asked_for_often_enough():
     manager = BlockManager(8, store_threshold=2)
     manager.lookup(["a", "b"])
