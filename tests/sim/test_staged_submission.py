@@ -85,6 +85,12 @@ class Staged:
             page_ids=ids, gpu_block_ids=ids, after=(), gate=gate, layer_groups=layer_groups
         )
 
+    def wait(self, job: Job, waits: str, seconds: float | None = None) -> None:
+        if waits == "on the host":
+            self.handler.synchronize(job, timeout=seconds)
+        else:
+            job.wait(Stream(SIDE))
+
     def is_right(self) -> bool:
         """All blocks were copied."""
         return torch.equal(self.pages, self.tensors.transpose(0, 1).reshape(BLOCKS, -1))
@@ -148,7 +154,7 @@ def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
         with driver.stopped(sim.worker):
             job = sim.submit()
             begun, _ = launches.now()
-            sim.handler.synchronize(job) if waits == "on the host" else job.wait(Stream(SIDE))
+            sim.wait(job, waits)
             here, by_all = launches.now()
             assert begun < here == by_all
         sim.handler.synchronize(job)
@@ -249,10 +255,7 @@ def test_a_thread_that_waits_and_finds_the_device_lost_ends_a_begun_job(
         job = sim.submit()
         driver.lose()
         with pytest.raises(DeviceLostError, match="the device is lost"):
-            if waits == "on the host":
-                sim.handler.synchronize(job, timeout=1)
-            else:
-                job.wait(Stream(SIDE))
+            sim.wait(job, waits, seconds=1)
         assert job.query()
 
 
