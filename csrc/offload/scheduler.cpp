@@ -395,7 +395,6 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
     bytes += next.nbytes;
     entries += next.work->entries;
     --queue.num_queued;
-    next.work->submission_started = true;
     jobs.push_back(queue.jobs.pop_front());
   }
   return jobs;
