@@ -257,9 +257,9 @@ namespace {
 
 Handler& handler_at(void* handler) { return *static_cast<Handler*>(handler); }
 
-// Runs the body in the context of the handler's device. A lost device may refuse its
-// context; the body runs all the same. Functions that only read jobs need no context: the scheduler
-// takes it if something runs on the device.
+// Runs the body in the context of the handler's device. A lost device may refuse its context; the
+// body runs all the same. Functions that only read jobs need no context: the scheduler takes it if
+// something runs on the device.
 template <typename Body>
 bool succeeds_in(void* handler, const Body& body) {
   return succeeds([&] {

@@ -45,17 +45,18 @@ void copy_between_devices(const std::vector<Fragment>& fragments, const cuda::St
   }
 }
 
-// The arguments of one batch call.
+// The arguments of one batch call. Their memory is used again for the next one.
 struct BatchArguments {
   std::vector<cuda::Address> dsts, srcs;
   std::vector<size_t> sizes, attribute_starts;
   std::vector<cuda::CopyAttributes> attributes;
 
   void fill(const Fragment* first, size_t count, bool host_source_any_order) {
-    *this = {};
-    dsts.reserve(count);
-    srcs.reserve(count);
-    sizes.reserve(count);
+    dsts.clear();
+    srcs.clear();
+    sizes.clear();
+    attribute_starts.clear();
+    attributes.clear();
     for (size_t i = 0; i < count; ++i) {
       dsts.push_back(first[i].dst);
       srcs.push_back(first[i].src);

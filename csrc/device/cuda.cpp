@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 
 #include "check.h"
@@ -52,7 +53,7 @@ class CudaCopier : public Copier {
   // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
   void use_counters(uint64_t counters) { counters_ = counters; }
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
-              CopyPosition& next, uint64_t bytes) override;
+              CopyPosition& next, uint64_t& bytes) override;
   bool synchronize() noexcept override;
   size_t num_streams() const override { return kernels_ == nullptr ? 0 : 1; }
   size_t num_events() const override { return staging_ == nullptr ? 0 : staging_->num_events(); }
@@ -60,7 +61,7 @@ class CudaCopier : public Copier {
  private:
   PackedCopy packed(const PartCopy& part) const;
   uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
-                 uint64_t bytes);
+                 uint64_t& bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
   void order_after_unpacking();
 
@@ -99,7 +100,7 @@ void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
 }
 
 Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
-                        CopyPosition& next, uint64_t bytes) {
+                        CopyPosition& next, uint64_t& bytes) {
   BatchOptions options(environment_);
   options.has_pageable = has_pageable;
   FragmentList fragments(0);
@@ -109,6 +110,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
     is_unpacking = part.method == CopyMethod::kStaged && !to_host_;
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);
+      if (bytes == 0) return nullptr;
       next.byte = stage(part, start, options, next.byte, bytes);
       if (next.byte != 0) return nullptr;
       continue;
@@ -130,15 +132,17 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
   return copies_;
 }
 
-// Stages the part from byte `begin` on. Returns where the next piece begins, 0 if there is none.
+// Stages the part from byte `begin` on, and reduces `bytes`. Returns where the next piece begins, 0
+// if there is none.
 uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
-                           uint64_t begin, uint64_t bytes) {
+                           uint64_t begin, uint64_t& bytes) {
   if (to_host_ && begin == 0) {
     KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, start, 0), "cuStreamWaitEvent");
   }
   const PackedCopy copy = packed(part);
   const uint64_t end = staging_->copy(copy, begin, bytes, {device_, copies_, kernels_},
                                       cuda::kernels(device_), options);
+  bytes -= std::min(bytes, end - begin);
   return end < copy.bytes() ? end : 0;
 }
 

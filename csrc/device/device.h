@@ -99,12 +99,13 @@ class Copier {
   // Enqueues copies that start after the work in the channel's stream so far. Returns the stream on
   // which they end. start: an event recorded on the channel's stream before the copies, for copiers
   // that use other streams too. has_pageable: some host page of the handler is not pinned. next:
-  // where to begin; set to where the copies end, {parts.size(), 0} for the end of all. Only staged
-  // parts are divided, after `bytes` bytes or more; then the returned stream means nothing, and the
-  // next call goes on with the same parts. May block while the device's queue is full. If it
-  // throws, some bytes may be copied; the caller then calls synchronize() before the next copy().
+  // where to begin; set to where the copies end, {parts.size(), 0} for the end of all. bytes: how
+  // many to stage before it stops, or a few more; reduced by those that it stages. Where it stops
+  // before the end, the returned stream means nothing, and the next call goes on with the same
+  // parts. May block while the device's queue is full. If it throws, some bytes may be copied; the
+  // caller then calls synchronize() before the next copy().
   virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
-                      CopyPosition& next, uint64_t bytes) = 0;
+                      CopyPosition& next, uint64_t& bytes) = 0;
 
   // Blocks until all that was enqueued has run. False when the device is lost.
   virtual bool synchronize() noexcept = 0;

@@ -15,7 +15,7 @@ using Time = std::chrono::steady_clock::time_point;
 class HostCopier : public Copier {
  public:
   Stream copy(const std::vector<PartCopy>& parts, Event, bool, CopyPosition& next,
-              uint64_t) override {
+              uint64_t&) override {
     FragmentList fragments(0);
     for (const PartCopy& part : parts) {
       if (part.format != nullptr) {

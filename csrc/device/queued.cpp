@@ -33,7 +33,7 @@ class QueuedCopier : public Copier {
   ~QueuedCopier() override { device_.destroy_event(end_); }
 
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool, CopyPosition& next,
-              uint64_t) override {
+              uint64_t&) override {
     FragmentList fragments(0);
     // Also without any part: the command tells Python which transfer the next event ends.
     QueuedDevice::Commands commands = make(KVSWAP_COMMAND_BATCH, start);

@@ -19,8 +19,8 @@ namespace kvswap {
 constexpr size_t kMaxRunning = 64, kMaxEntries = 700;
 
 // One direction of transfers: the copies that run one after another on a stream, and the events
-// that they need. The scheduler's lock guards it. Only enqueue() and synchronize()
-// run without the lock, called by the one thread that owns the channel at that time.
+// that they need. The scheduler's lock guards it. Only enqueue() and synchronize() run without the
+// lock, called by the one thread that owns the channel at that time.
 class Channel {
  public:
   // The context of the device is current, here and in all calls below that use the device.
@@ -82,8 +82,8 @@ class Channel {
   void retire(Transfers transfer) noexcept;
 
   // Makes the stream wait for the events, records the transfer's start, submits its copies, and
-  // records the ends. Returns why it could not, or an empty reason. After `bytes` bytes or more of
-  // staged copies it may stop: the next call goes on until Transfer::is_enqueued(), and no other
+  // records the ends. Returns why it could not, or an empty reason. It may stop when it has staged
+  // `bytes` bytes: then Transfer::is_enqueued() is false, the next call goes on, and no other
   // transfer may be enqueued before. Without the lock.
   Reason enqueue(Transfer& transfer, const std::vector<Event>& wait_events,
                  const std::vector<Group>& groups, int64_t layers, uint64_t bytes) noexcept;

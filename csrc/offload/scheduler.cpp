@@ -196,9 +196,12 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
       submit_transfer(lock, queue, one, kAllBytes);
     }
   }
-  if (!queue.begun.empty()) return queue.wake_worker.notify_one();
-  queue.submitting = -1;
-  progress_.notify_all();
+  if (queue.begun.empty()) {
+    queue.submitting = -1;
+  } else {
+    queue.wake_worker.notify_one();
+  }
+  progress_.notify_all();  // the worker may wait for that
 }
 
 // Submits jobs as one transfer.
@@ -355,6 +358,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
         lock, [&] { return stopping_ || !queue.jobs.empty() || !queue.begun.empty(); });
     if (!queue.begun.empty()) {
       submit_rest(lock, queue);
+      pause = kShortPause;
       continue;
     }
     if (queue.jobs.empty()) return;
@@ -391,7 +395,6 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
     bytes += next.nbytes;
     entries += next.work->entries;
     --queue.num_queued;
-    next.work->submission_started = true;
     jobs.push_back(queue.jobs.pop_front());
   }
   return jobs;
@@ -543,6 +546,12 @@ void Scheduler::mark_lost(const Reason& reason) noexcept {
                       device_loss_);
       }
       queue.channel.retire_first();
+    }
+    if (!queue.begun.empty()) {
+      JobList jobs = std::move(queue.begun.front()->jobs);
+      queue.channel.retire(std::exchange(queue.begun, {}));
+      queue.submitting = -1;
+      fail_unsubmitted(jobs, device_loss_);
     }
     while (!queue.jobs.empty()) {
       const JobRef job = queue.jobs.pop_front();

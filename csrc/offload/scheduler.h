@@ -29,12 +29,12 @@ using Lock = std::unique_lock<std::mutex>;
 // - The thread that calls store() or load(), if the job can start now and that takes at most
 //   kSmallSeconds (scheduler.cpp).
 // - It also begins a larger job that is staged, so that its first bytes are on the link at once.
-// - All else the channel's worker thread gives, or a thread that waits for a job of the channel if
-// that
-//   comes first. They join small jobs into one transfer. With `submit_thread` only the worker
-//   submits, except on a synchronous device.
-// This happens without the lock, by the one thread that owns the channel. Queue::submitting is set
-// from then until the transfer is completely submitted.
+// - The channel's worker thread gives all else, unless a thread that waits for a job of the channel
+//   comes first. Both join small jobs into one transfer.
+// With `submit_thread` only the worker submits, except on a synchronous device.
+//
+// A thread submits without the lock, and owns the channel meanwhile. Queue::submitting is set until
+// the transfer is completely submitted, also while its rest is in Queue::begun.
 //
 // One lock guards everything that a handler has. After a job was added nothing throws: an error,
 // also lack of memory, ends that job as failed.
@@ -133,7 +133,7 @@ class Scheduler {
     JobList jobs;             // queued; a cancelled job stays until it is at the front
     size_t num_queued = 0;    // of these; cancelled jobs do not count
     int64_t submitting = -1;  // number of the first job that a thread is submitting; -1 for none
-    Transfers begun;          // of one job; its rest is for the worker, or for a thread that waits
+    Transfers begun;          // of one job; no thread is giving its rest to the driver yet
     std::thread worker;       // submits queued jobs; started when it is first needed
     std::condition_variable wake_worker;  // to submit something, or to stop
 

@@ -16,7 +16,7 @@ from simulated_cache import SIDE, Stream, needs_kernels, new_threads, rest, thre
 from simulated_driver import Driver, on_device, pool, simulated
 from torch import Tensor
 
-from torch_kvswap import OffloadHandler, TransferError
+from torch_kvswap import DeviceLostError, OffloadHandler, TransferError
 from torch_kvswap.copy_method import CopyMethodCosts, Costs
 from torch_kvswap.handler import Gate, Job
 
@@ -24,6 +24,7 @@ BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
 LAUNCH = "cuLaunchKernel"  # once for each piece
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
+WAITS = pytest.mark.parametrize("waits", ["on the host", "on a stream"])
 
 
 class Handler(OffloadHandler):
@@ -71,12 +72,24 @@ class Staged:
         driver.log()
 
     def submit(
-        self, kind: str | None = None, ids: list[int] = ALL, gate: Gate | None = None
+        self,
+        kind: str | None = None,
+        ids: list[int] = ALL,
+        gate: Gate | None = None,
+        layer_groups: int | None = None,
     ) -> Job:
         """Block i is stored to page i, or loaded from it."""
         if (kind or self.kind) == "store":
             return self.handler.store(gpu_block_ids=ids, page_ids=ids, after=())
-        return self.handler.load(page_ids=ids, gpu_block_ids=ids, after=(), gate=gate)
+        return self.handler.load(
+            page_ids=ids, gpu_block_ids=ids, after=(), gate=gate, layer_groups=layer_groups
+        )
+
+    def wait(self, job: Job, waits: str, seconds: float | None = None) -> None:
+        if waits == "on the host":
+            self.handler.synchronize(job, timeout=seconds)
+        else:
+            job.wait(Stream(SIDE))
 
     def is_right(self) -> bool:
         """All blocks were copied."""
@@ -84,8 +97,10 @@ class Staged:
 
 
 @contextmanager
-def staged(driver: Driver, kind: str = "store", submit_thread: bool = False) -> Iterator[Staged]:
-    tensors = torch.randint(256, (2, BLOCKS, 128 << 10), dtype=torch.uint8)
+def staged(
+    driver: Driver, kind: str = "store", submit_thread: bool = False, layers: int = 2
+) -> Iterator[Staged]:
+    tensors = torch.randint(256, (layers, BLOCKS, (256 << 10) // layers), dtype=torch.uint8)
     layout = on_device(driver, tensors)
     with Handler(
         layout, pool(driver, layout, BLOCKS), copy_method="staged", submit_thread=submit_thread
@@ -112,8 +127,23 @@ def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
         assert sim.is_right()
 
 
+@needs_kernels
+@simulated
+def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driver) -> None:
+    layers = 32  # of 512 KiB
+    with staged(driver, "load", layers=layers) as sim:
+        launches = Launches(driver)
+        with driver.stopped(sim.worker):
+            job = sim.submit(layer_groups=layers)
+            begun, _ = launches.now()
+            assert 0 < begun < layers / 2
+        sim.handler.synchronize(job)
+        assert launches.now()[1] == layers
+        assert sim.is_right()
+
+
 @KINDS
-@pytest.mark.parametrize("waits", ["on the host", "on a stream"])
+@WAITS
 @needs_kernels
 @simulated
 def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
@@ -124,7 +154,7 @@ def test_a_thread_that_waits_for_a_begun_job_gives_the_rest(
         with driver.stopped(sim.worker):
             job = sim.submit()
             begun, _ = launches.now()
-            sim.handler.synchronize(job) if waits == "on the host" else job.wait(Stream(SIDE))
+            sim.wait(job, waits)
             here, by_all = launches.now()
             assert begun < here == by_all
         sim.handler.synchronize(job)
@@ -212,6 +242,21 @@ def test_a_device_that_is_lost_ends_a_begun_job_and_those_behind_it(
         errors = [str(result.error) for result in sim.handler.poll()]
         assert len(errors) == 2
         assert all("the device is lost" in error for error in errors)
+
+
+@KINDS
+@WAITS
+@needs_kernels
+@simulated
+def test_a_thread_that_waits_and_finds_the_device_lost_ends_a_begun_job(
+    driver: Driver, kind: str, waits: str
+) -> None:
+    with staged(driver, kind) as sim, driver.stopped(sim.worker):
+        job = sim.submit()
+        driver.lose()
+        with pytest.raises(DeviceLostError, match="the device is lost"):
+            sim.wait(job, waits, seconds=1)
+        assert job.query()
 
 
 @KINDS
