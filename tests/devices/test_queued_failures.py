@@ -392,9 +392,10 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
     assert main is not None
     interrupted = 0
     jobs = []  # kept: no interrupt reaches Job.__del__, which cannot raise
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def interrupt() -> None:
+        begun.wait(PATIENCE)
         while not stop.wait(0.0007):
             signal.pthread_kill(main, signal.SIGINT)
 
@@ -407,6 +408,7 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
                 try:
                     rows.set_page(5, turn)
                     jobs.append(rows.store(3, 0, after=AFTER_NOTHING))
+                    begun.set()
                 except KeyboardInterrupt:
                     interrupted += 1
                 if interrupted > 20:
@@ -414,8 +416,8 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
         finally:
             stop.set()
             thread.join(PATIENCE)
-    except KeyboardInterrupt:
-        pass
+    except KeyboardInterrupt:  # between two turns
+        interrupted += 1
     finally:
         stop.set()
         signal.signal(signal.SIGINT, before)
