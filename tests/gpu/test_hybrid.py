@@ -409,7 +409,5 @@ def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_p
 
 def test_larger_blocks_than_a_page_has_room_for_are_refused():
     small, large = (PagedLayout([torch.zeros(4, size)]) for size in (8, 16))
-    with pytest.raises(
-        ValueError, match="blocks of 64 bytes do not fit into slots of 32 bytes"
-    ):
+    with pytest.raises(ValueError, match="blocks of 64 bytes do not fit into slots of 32 bytes"):
         HostPool(small, 4).view_for(large)
