@@ -1,4 +1,5 @@
 #include "copy/pack_arguments.h"
+#include "cuda/bulk_copy.h"
 
 // The kernels that pack blocks and unpack them, found by their names in the module that setup.py
 // makes of this file.
@@ -21,11 +22,10 @@ extern "C" __global__ void kvswap_pack_bulk(const __grid_constant__ PackArgument
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char chunks[];
   __shared__ uint64_t barriers[32];
-  const auto buffer =
-      static_cast<unsigned>(__cvta_generic_to_shared(chunks + threadIdx.x * a.chunk_bytes));
-  const auto barrier = static_cast<unsigned>(__cvta_generic_to_shared(&barriers[threadIdx.x]));
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  const unsigned buffer = shared_address(chunks + threadIdx.x * a.chunk_bytes);
+  const unsigned barrier = shared_address(&barriers[threadIdx.x]);
+  init_barrier(barrier);
+  publish_barriers();
   const uint32_t count = a.block_count * a.slab_count * a.chunks_per_slab;
   unsigned phase = 0;
   for (uint32_t n = blockIdx.x * blockDim.x + threadIdx.x; n < count; n += gridDim.x * blockDim.x) {
@@ -34,31 +34,14 @@ extern "C" __global__ void kvswap_pack_bulk(const __grid_constant__ PackArgument
     const uint64_t src = a.to_packed ? chunk.paged : chunk.packed;
     const uint64_t dst = a.to_packed ? chunk.packed : chunk.paged;
     const auto bytes = static_cast<unsigned>(chunk.bytes);
-    // The chunk before has left the buffer.
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];" ::"r"(buffer),
-        "l"(src), "r"(bytes), "r"(barrier)
-        : "memory");
-    unsigned done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-          "selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(barrier), "r"(phase)
-          : "memory");
-    }
+    wait_for_reads<0>();  // the chunk before has left the buffer
+    load_bulk(buffer, src, bytes, barrier);
+    wait_for_load(barrier, phase);
     phase ^= 1;
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
-                 "r"(buffer), "r"(bytes)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    store_bulk(dst, buffer, bytes);
+    commit_stores();
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  wait_for_stores();
 #else
   static_cast<void>(a);
   __trap();

@@ -1,3 +1,4 @@
+#include "cuda/bulk_copy.h"
 #include "encoding/slot.h"
 
 // The kernels that encode blocks into slots and decode them, found by their names in the module
@@ -14,10 +15,6 @@ namespace {
 constexpr int kStages = kCodecStages;
 constexpr int kVectors = 8;  // of 16 bytes, that a thread has of the largest tile of its team
 static_assert(kVectors * 16 * 32 == kCodecWarpBytes);
-
-__device__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
 
 // The place of a thread in its team, and of the team in the grid.
 template <int kWarps>
@@ -76,11 +73,9 @@ class Stages {
     __shared__ uint64_t barriers[kCodecMaxWarps][kStages];
     barriers_ = barriers[team.number];
     if (team.rank == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers_[i])));
-      }
+      for (int i = 0; i < kStages; ++i) init_barrier(shared_address(&barriers_[i]));
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __device__ unsigned char* current() const { return memory_ + stage_ * kBytes; }
 
@@ -89,29 +84,16 @@ class Stages {
   __device__ void load_next(const unsigned char* from, uint32_t bytes) {
     load(stage_ + 1 == kStages ? 0 : stage_ + 1, from, bytes);
   }
-  __device__ void wait() const {
-    unsigned done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-          "selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(shared_address(&barriers_[stage_])), "r"(parity_)
-          : "memory");
-    }
-  }
+  __device__ void wait() const { wait_for_load(shared_address(&barriers_[stage_]), parity_); }
   // After each thread has written its part of the stage. bytes: 0 for nothing.
   __device__ void store(unsigned char* to, uint32_t bytes) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     team_.sync();
     if (team_.rank == 0) {
       if (bytes != 0) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                     "r"(shared_address(current())), "r"(bytes)
-                     : "memory");
+        store_bulk(reinterpret_cast<uint64_t>(to), shared_address(current()), bytes);
       }
-      // A group in every turn: load() counts them.
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      commit_stores();  // a group in every turn: load() counts them
     }
     if (++stage_ == kStages) {
       stage_ = 0;
@@ -119,7 +101,7 @@ class Stages {
     }
   }
   __device__ void finish() const {
-    if (team_.rank == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (team_.rank == 0) wait_for_stores();
   }
 
  private:
@@ -128,15 +110,9 @@ class Stages {
   __device__ void load(int stage, const unsigned char* from, uint32_t bytes) {
     if (team_.rank != 0 || bytes == 0) return;
     // What was stored from this stage has left it: all groups but those of the turns since.
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - 2) : "memory");
-    const unsigned barrier = shared_address(&barriers_[stage]);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];" ::"r"(shared_address(memory_ + stage * kBytes)),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
+    wait_for_reads<kStages - 2>();
+    load_bulk(shared_address(memory_ + stage * kBytes), reinterpret_cast<uint64_t>(from), bytes,
+              shared_address(&barriers_[stage]));
   }
 
   const Team<kWarps>& team_;
