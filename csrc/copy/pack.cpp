@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "check.h"
+#include "cuda/context.h"
 
 namespace kvswap {
 namespace {
@@ -69,15 +70,8 @@ SlabTable::SlabTable(const Slabs& gpu, const Slabs& host, cuda::Stream stream)
   for (size_t s = 0; s < gpu.count(); ++s) {
     entries.push_back({gpu.bases[s], gpu.strides[s], host.bases[s] - host.bases[0], gpu.sizes[s]});
   }
-  const cuda::Driver& driver = cuda::driver();
-  const size_t bytes = entries.size() * sizeof(SlabEntry);
-  KVSWAP_DRIVER_CHECK(driver.allocate(&address_, bytes), "cuMemAlloc", " of ", bytes, " bytes");
-  const auto from = reinterpret_cast<cuda::Address>(entries.data());
-  cuda::Result result = driver.copy_async(address_, from, bytes, stream);
-  if (result == cuda::kSuccess) result = driver.synchronize_stream(stream);
-  if (result == cuda::kSuccess) return;
-  driver.free(address_);
-  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the table of slabs");
+  address_ = cuda::upload(entries.data(), entries.size() * sizeof(SlabEntry), stream,
+                          "the table of slabs");
 }
 
 SlabTable::~SlabTable() {

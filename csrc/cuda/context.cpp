@@ -103,6 +103,17 @@ Event create_event(unsigned flags) {
   return event;
 }
 
+Address upload(const void* bytes, size_t count, Stream stream, const char* what) {
+  Address address = 0;
+  KVSWAP_DRIVER_CHECK(driver().allocate(&address, count), "cuMemAlloc", " of ", count, " bytes");
+  Result result = driver().copy_async(address, reinterpret_cast<Address>(bytes), count, stream);
+  if (result == kSuccess) result = driver().synchronize_stream(stream);
+  if (result == kSuccess) return address;
+  driver().free(address);
+  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of ", what);
+  return 0;  // not reached
+}
+
 StreamRef side_stream(int device) {
   static std::mutex mutex;
   static auto& streams = *new std::map<int, Stream>;

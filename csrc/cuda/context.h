@@ -2,7 +2,7 @@
 
 #include "cuda/driver.h"
 
-// Contexts and streams of the driver.
+// Contexts, streams and memory of the driver.
 namespace kvswap::cuda {
 
 // The context that PyTorch and the CUDA runtime use on `device`.
@@ -61,6 +61,10 @@ Stream create_stream();
 
 // An event of the current context.
 Event create_event(unsigned flags);
+
+// Allocates memory of the current context with a copy of these bytes, for driver().free(). Copies
+// on `stream` and waits for that. what: the bytes, for errors.
+Address upload(const void* bytes, size_t count, Stream stream, const char* what);
 
 // A stream of the library's own, for calls that refuse the legacy default stream of `device`. It
 // does not synchronise with that stream by itself, and is never destroyed.

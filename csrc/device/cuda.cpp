@@ -336,16 +336,7 @@ StreamWords* CudaDevice::stream_words() {
 
 uint64_t CudaDevice::allocate_counters(Stream stream) {
   const std::vector<uint8_t> zeros(2 * kCounterBytes);
-  cuda::Address address = 0;
-  KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, zeros.size()), "cuMemAlloc", " of ",
-                      zeros.size(), " bytes");
-  const auto from = reinterpret_cast<cuda::Address>(zeros.data());
-  cuda::Result result = cuda::driver().copy_async(address, from, zeros.size(), stream);
-  if (result == cuda::kSuccess) result = cuda::driver().synchronize_stream(stream);
-  if (result == cuda::kSuccess) return address;
-  cuda::driver().free(address);
-  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the counters of escapes");
-  return 0;
+  return cuda::upload(zeros.data(), zeros.size(), stream, "the counters of escapes");
 }
 
 // Shared, because a fork would give this process other pages than those that the driver knows, once

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "cuda/context.h"
 
 namespace kvswap {
 namespace {
@@ -12,14 +13,10 @@ constexpr uint64_t kAddressAlignment = 16;
 // ctas: at most, if each has kWarps.
 constexpr unsigned kWarps = 4, kOnDevice = 128, kOverLink = 32;
 
-// Warps for a tile of the group.
-uint32_t team_warps(const SlotFormat& format, SlotFormat::TileRange range) {
-  uint32_t largest = 0;
-  for (uint32_t tile = range.begin; tile < range.end; ++tile) {
-    largest = std::max(largest, format.tiles()[tile].bytes);
-  }
+// Warps for the largest tile of a block.
+uint32_t team_warps(const SlotFormat& format) {
   uint32_t warps = 1;
-  while (warps * kCodecWarpBytes < largest) warps *= 2;
+  while (warps * kCodecWarpBytes < format.largest_tile()) warps *= 2;
   return warps;
 }
 
@@ -33,7 +30,7 @@ CodecArguments arguments_of(const CodecCopy& copy) {
   arguments.max_escapes = copy.format->max_escapes();
   arguments.first_tile = range.begin;
   arguments.tile_count = range.end - range.begin;
-  arguments.team_warps = team_warps(*copy.format, range);
+  arguments.team_warps = team_warps(*copy.format);
   return arguments;
 }
 
@@ -52,6 +49,23 @@ void launch(CodecArguments& arguments, const CodecCopy& copy, unsigned max_ctas,
                       arguments.block_count, " blocks of ", arguments.tile_count, " tiles");
 }
 
+// Blocks [first, last) of the copy. slot_of: the slot of block i, counted from arguments.packed on.
+template <typename SlotOf>
+void launch_all(CodecArguments& arguments, const CodecCopy& copy, size_t first, size_t last,
+                const SlotOf& slot_of, unsigned max_ctas, const cuda::Kernels& kernels,
+                cuda::Stream stream) {
+  for (size_t from = first; from < last; from += kCodecBlocks) {
+    const size_t count = std::min<size_t>(last - from, kCodecBlocks);
+    arguments.block_count = static_cast<uint32_t>(count);
+    for (size_t i = 0; i < count; ++i) {
+      arguments.blocks[i] = static_cast<int32_t>(copy.blocks[from + i]);
+      arguments.slots[i] = static_cast<int32_t>(slot_of(from + i));
+    }
+    arguments.states = copy.states + from * sizeof(SlotState);
+    launch(arguments, copy, max_ctas, kernels, stream);
+  }
+}
+
 }  // namespace
 
 TileTable::TileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream) {
@@ -63,15 +77,8 @@ TileTable::TileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream st
                      kAddressAlignment);
   }
   const std::vector<SlotTile> tiles = tiles_in(gpu, format.tiles());
-  const cuda::Driver& driver = cuda::driver();
-  const size_t bytes = tiles.size() * sizeof(SlotTile);
-  KVSWAP_DRIVER_CHECK(driver.allocate(&address_, bytes), "cuMemAlloc", " of ", bytes, " bytes");
-  const auto from = reinterpret_cast<cuda::Address>(tiles.data());
-  cuda::Result result = driver.copy_async(address_, from, bytes, stream);
-  if (result == cuda::kSuccess) result = driver.synchronize_stream(stream);
-  if (result == cuda::kSuccess) return;
-  driver.free(address_);
-  KVSWAP_DRIVER_CHECK(result, "cuMemcpyAsync", " of the table of tiles");
+  address_ =
+      cuda::upload(tiles.data(), tiles.size() * sizeof(SlotTile), stream, "the table of tiles");
 }
 
 TileTable::~TileTable() {
@@ -81,36 +88,20 @@ TileTable::~TileTable() {
 void code_packed(const CodecCopy& copy, size_t first, size_t last, uint64_t packed,
                  const cuda::Kernels& kernels, cuda::Stream stream) {
   CodecArguments arguments = arguments_of(copy);
+  arguments.packed = packed;
   arguments.packed_stride = copy.packed_bytes();
   arguments.skipped = copy.format->run_offset(copy.slabs) - copy.format->metadata_bytes();
-  for (size_t from = first; from < last; from += kCodecBlocks) {
-    const size_t count = std::min<size_t>(last - from, kCodecBlocks);
-    arguments.block_count = static_cast<uint32_t>(count);
-    for (size_t i = 0; i < count; ++i) {
-      arguments.blocks[i] = static_cast<int32_t>(copy.blocks[from + i]);
-      arguments.slots[i] = static_cast<int32_t>(i);
-    }
-    arguments.packed = packed + (from - first) * arguments.packed_stride;
-    arguments.states = copy.states + from * sizeof(SlotState);
-    launch(arguments, copy, kOnDevice, kernels, stream);
-  }
+  const auto slot_of = [first](size_t i) { return i - first; };
+  launch_all(arguments, copy, first, last, slot_of, kOnDevice, kernels, stream);
 }
 
 void code_on_host(const CodecCopy& copy, const int64_t* slots, uint64_t host, uint64_t stride,
                   const cuda::Kernels& kernels, cuda::Stream stream) {
   CodecArguments arguments = arguments_of(copy);
-  arguments.packed_stride = stride;
   arguments.packed = host;
-  for (size_t from = 0; from < copy.count; from += kCodecBlocks) {
-    const size_t count = std::min<size_t>(copy.count - from, kCodecBlocks);
-    arguments.block_count = static_cast<uint32_t>(count);
-    for (size_t i = 0; i < count; ++i) {
-      arguments.blocks[i] = static_cast<int32_t>(copy.blocks[from + i]);
-      arguments.slots[i] = static_cast<int32_t>(slots[from + i]);
-    }
-    arguments.states = copy.states + from * sizeof(SlotState);
-    launch(arguments, copy, kOverLink, kernels, stream);
-  }
+  arguments.packed_stride = stride;
+  const auto slot_of = [slots](size_t i) { return slots[i]; };
+  launch_all(arguments, copy, 0, copy.count, slot_of, kOverLink, kernels, stream);
 }
 
 }  // namespace kvswap

@@ -65,6 +65,7 @@ SlotFormat::SlotFormat(const std::vector<uint64_t>& sizes, int width_eighths) {
   max_escapes_ = static_cast<uint32_t>((metadata_bytes_ - fixed) / kEscapeBytes);
   for (uint32_t number = 0; number < tile_count(); ++number) {
     if (tiles_[number].offset_in_slab == 0) first_tiles_.push_back(number);
+    largest_tile_ = std::max(largest_tile_, tiles_[number].bytes);
   }
   first_tiles_.push_back(tile_count());
 }

@@ -31,6 +31,7 @@ class SlotFormat {
   };
   const std::vector<Tile>& tiles() const { return tiles_; }
   uint32_t tile_count() const { return static_cast<uint32_t>(tiles_.size()); }
+  uint32_t largest_tile() const { return largest_tile_; }  // raw bytes
   struct TileRange {
     uint32_t begin, end;
   };
@@ -53,7 +54,7 @@ class SlotFormat {
   std::vector<Tile> tiles_;
   std::vector<uint32_t> first_tiles_;  // of each slab, and the number of all tiles
   uint64_t slot_bytes_ = 0, metadata_bytes_ = 0;
-  uint32_t max_escapes_ = 0;
+  uint32_t max_escapes_ = 0, largest_tile_ = 0;
 };
 
 // The tiles of a block; the first one is at `begin` of a slot. Throws ValueError if a size is no
