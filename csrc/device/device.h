@@ -97,13 +97,15 @@ class Copier {
   virtual ~Copier() = default;
 
   // Enqueues copies that start after the work in the channel's stream so far. Returns the stream on
-  // which they end. start: an event recorded on the channel's stream before the copies, for copiers
-  // that use other streams too. has_pageable: some host page of the handler is not pinned. next:
-  // where to begin; set to where the copies end, {parts.size(), 0} for the end of all. bytes: how
-  // many to stage before it stops, or a few more; reduced by those that it stages. Where it stops
-  // before the end, the returned stream means nothing, and the next call goes on with the same
-  // parts. May block while the device's queue is full. If it throws, some bytes may be copied; the
-  // caller then calls synchronize() before the next copy().
+  // which they end. May block while the device's queue is full. If it throws, some bytes may be
+  // copied; the caller then calls synchronize() before the next copy().
+  // - start: an event recorded on the channel's stream before the copies, for copiers that use other
+  //   streams too.
+  // - has_pageable: some host page of the handler is not pinned.
+  // - next: where to begin. Set to where the call has stopped: {parts.size(), 0} if nothing is left.
+  //   Otherwise the returned stream means nothing, and the next call goes on with the same parts.
+  // - bytes: the call stops once it has staged so many bytes, at the end of a piece. Reduced by the
+  //   bytes that it has staged.
   virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
                       CopyPosition& next, uint64_t& bytes) = 0;
 

@@ -292,7 +292,7 @@ class Server:
 
 
 class EncodedServer(Server):
-    """With encoded pages, and blocks of which some do not fit."""
+    """A server with encoded pages. Some of its blocks do not fit into their slots."""
 
     SLABS, SLAB_BYTES = 4, 2048
 
