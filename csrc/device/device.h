@@ -99,10 +99,12 @@ class Copier {
   // Enqueues copies that start after the work in the channel's stream so far. Returns the stream on
   // which they end. May block while the device's queue is full. If it throws, some bytes may be
   // copied; the caller then calls synchronize() before the next copy().
-  // - start: an event recorded on the channel's stream before the copies, for copiers that use other
+  // - start: an event recorded on the channel's stream before the copies, for copiers that use
+  // other
   //   streams too.
   // - has_pageable: some host page of the handler is not pinned.
-  // - next: where to begin. Set to where the call has stopped: {parts.size(), 0} if nothing is left.
+  // - next: where to begin. Set to where the call has stopped: {parts.size(), 0} if nothing is
+  // left.
   //   Otherwise the returned stream means nothing, and the next call goes on with the same parts.
   // - bytes: the call stops once it has staged so many bytes, at the end of a piece. Reduced by the
   //   bytes that it has staged.

@@ -11,6 +11,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,14 @@ def test_two_engines_of_one_name_are_told_apart(engine):
             make(0, 2, engine)
 
 
-def test_a_worker_that_hangs_up_is_not_counted(engine):
+def test_a_worker_that_hangs_up_is_not_counted(engine, monkeypatch):
+    has_hung_up, create_shared = threading.Event(), HostPool.create_shared
+
+    def create_late(*arguments: Any, **options: Any) -> HostPool:
+        assert has_hung_up.wait(PATIENCE)  # else it may be given the pool before it hangs up
+        return create_shared(*arguments, **options)
+
+    monkeypatch.setattr(vllm_pool.HostPool, "create_shared", create_late)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(make, 0, 2, engine)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
@@ -126,6 +134,7 @@ def test_a_worker_that_hangs_up_is_not_counted(engine):
                 Replicas(1, 2, engine),
                 time.monotonic() + PATIENCE,
             )
+        has_hung_up.set()
         make(1, 2, engine).close()
         first.result().close()
 
