@@ -1,12 +1,14 @@
-"""vLLM without offloading, with its own CPU offloading and with ours, side by side on one GPU.
+"""vLLM without offloading, with its own CPU offloading, with ours and with ours and encoded pages,
+side by side on one GPU.
 
 All engines are up at once, each in a process, and serve the same prompts in turns: "cold", new
 prompts, which are stored; "warm", the same again after the GPU's prefix cache was dropped, so that
-all comes from the host; "alone", some of them again, one after the other. "plain" has a GPU cache
+all comes from the host; "alone", the same again one after the other. "plain" has a GPU cache
 that is large enough, which is what offloading can come close to at best: the overhead is the time
 to first token less that of plain. The model has random weights and few KV heads, as a rank of a
-tensor-parallel server has. A last engine, with a small host cache, says how many tokens it found
-there, prompt by prompt, and a model of the cache says how many it should have.
+tensor-parallel server has. Two more engines, with a small host cache of raw and of encoded pages,
+say how many tokens they found there, prompt by prompt, and a model of the cache says how many they
+should have.
 
 Needs vLLM 0.26 or later and a GPU. Ends with 1 when hits differ from the model's, else with 0.
 """
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,13 @@ from integration_vllm_report import Round, differences, judge, table_of
 from prefix_cache_model import PrefixCacheModel, block_keys
 from program import device_of, new_parser
 from report import write_json
-from vllm_engines import engine_settings, hits_pages, hits_tokens
+from vllm_engines import (
+    BITS_PER_VALUE,
+    engine_settings,
+    hits_pages,
+    hits_settings,
+    hits_tokens,
+)
 from vllm_server import make_prompts
 from vllm_servers import Server, write_model
 
@@ -40,15 +49,19 @@ def main(arguments: list[str]) -> int:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_model(Path(folder) / "model", {name: getattr(options, name) for name in SHAPE})
-        settings = engine_settings(options, str(Path(folder) / "model"))
-        servers = [Server(name, each, logs / f"{name}.log") for name, each in settings.items()]
+        model = str(Path(folder) / "model")
+        servers = _start(engine_settings(options, model), logs)
+        small = _start(hits_settings(options, model), logs, "hits, ")
         try:
-            about = {server.name: server.ready() for server in servers}
+            about = {server.name: server.ready() for server in servers + small}
             print(*(f"{name}: {said}" for name, said in about.items()), sep="\n")
-            hits = _check_hits(options, servers.pop())
+            hits = {
+                encoding: _check_hits(options, server, BITS_PER_VALUE[encoding])
+                for encoding, server in zip(BITS_PER_VALUE, small, strict=True)
+            }
             rounds = _measure(options, servers)
         finally:
-            for server in servers:
+            for server in servers + small:
                 server.stop()
     verdicts = judge(rounds)
     print(table_of(rounds), "", differences(rounds), *verdicts, sep="\n")
@@ -65,7 +78,14 @@ def main(arguments: list[str]) -> int:
     }
     if options.json:
         write_json(options.json, device_of(options), content, verdicts)
-    return 1 if any(found != expected for found, expected in hits) else 0
+    wrong = [pair for of_one in hits.values() for pair in of_one if pair[0] != pair[1]]
+    return 1 if wrong else 0
+
+
+def _start(settings: Mapping[str, Any], logs: Path, prefix: str = "") -> list[Server]:
+    return [
+        Server(prefix + name, each, logs / f"{prefix}{name}.log") for name, each in settings.items()
+    ]
 
 
 def _parser() -> ArgumentParser:
@@ -73,7 +93,7 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     numbers = {"layers": 80, "heads": 8, "kv_heads": 1, "head_size": 128, "hidden": 1024}
     numbers |= {"intermediate": 2816, "vocabulary": 32000, "block_tokens": 16, "turns": 8}
-    numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 4}
+    numbers |= {"prompts": 8, "tokens": 8192, "prefix": 2048, "output": 16, "alone": 16}
     numbers |= {"running": 4, "batched": 8192, "hits_prompts": 24}
     for name, default in numbers.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -106,7 +126,8 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
                 "prefix": options.prefix,
             }
             drops = server.name != "plain"
-            alone = {"order": list(range(options.alone)), "alone": True, "drop": drops}
+            again = [number % options.prompts for number in range(options.alone)]
+            alone = {"order": again, "alone": True, "drop": drops}
             for kind, more in (("cold", {}), ("warm", {"drop": drops}), ("alone", alone)):
                 answer = server.serve(**order, **more)
                 if turn >= 0:
@@ -114,7 +135,7 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
     return rounds
 
 
-def _check_hits(options: Namespace, server: Server) -> list[tuple[int, int]]:
+def _check_hits(options: Namespace, server: Server, bits_per_value: float) -> list[tuple[int, int]]:
     """Of each prompt, in a random order with many twice: blocks found and those that the model
     finds. The GPU's cache is dropped before each one, so that it has no part in it."""
     size = options.block_tokens
@@ -132,10 +153,10 @@ def _check_hits(options: Namespace, server: Server) -> list[tuple[int, int]]:
     )
     server.stop()
     made = make_prompts(7, max(order) + 1, lengths, **how, vocabulary=options.vocabulary)
-    model = PrefixCacheModel(hits_pages(options))
+    model = PrefixCacheModel(hits_pages(options, bits_per_value))
     expected = [model.serve(block_keys(made[number], size)) for number in order]
     found = [tokens // size for tokens in answer["cached"]]
-    print(f"blocks found on the host: {sum(found)}, the model: {sum(expected)}")
+    print(f"{server.name}, blocks found on the host: {sum(found)}, the model: {sum(expected)}")
     return list(zip(found, expected, strict=True))
 
 

@@ -9,14 +9,42 @@ SPEC = {
     "spec_name": "KVSwapOffloadingSpec",
     "spec_module_path": "torch_kvswap.integrations.vllm",
 }
+BITS_PER_VALUE = {"raw": 16, "lossless": 12.125}  # of encodings
 
 
 def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
-    """Of each engine, that of the hits last."""
+    """Of each engine that serves the rounds."""
+    host = int(options.cpu_gib * 2**30)
+    engines: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "vLLM's own": connector(host),
+        "ours": connector(host, **SPEC),
+        "ours, lossless": connector(host, **SPEC, encoding="lossless"),
+    }
+    small = {"num_gpu_blocks_override": _least_blocks(options)}
+    common = _common(options, model)
+    return {
+        name: common | of_engine | (small if of_engine else {})
+        for name, of_engine in engines.items()
+    }
+
+
+def hits_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]:
+    """Of the engines with the same small host cache, by encoding."""
+    host = hits_pages(options) * block_bytes(options)
+    common = _common(options, model) | {"num_gpu_blocks_override": _least_blocks(options)}
+    return {
+        encoding: common | connector(host, **SPEC, encoding=encoding) for encoding in BITS_PER_VALUE
+    }
+
+
+def _least_blocks(options: Namespace) -> int:
     of_request = -(-(options.tokens + options.output) // options.block_tokens) + 1
-    least = options.running * of_request + 2
-    small = {"num_gpu_blocks_override": least}
-    common = {
+    return int(options.running * of_request + 2)
+
+
+def _common(options: Namespace, model: str) -> dict[str, Any]:
+    return {
         "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -35,14 +63,6 @@ def engine_settings(options: Namespace, model: str) -> dict[str, dict[str, Any]]
         "attention_config": {"backend": options.backend},
         "preload": options.preload,
     }
-    host = int(options.cpu_gib * 2**30)
-    engines = {
-        "plain": {},
-        "vLLM's own": small | connector(host),
-        "ours": small | connector(host, **SPEC),
-        "hits": small | connector(hits_pages(options) * block_bytes(options), **SPEC),
-    }
-    return {name: common | of_engine for name, of_engine in engines.items()}
 
 
 def _graphs(options: Namespace) -> dict[str, Any]:
@@ -65,9 +85,10 @@ def connector(cpu_bytes: int, **extra: Any) -> dict[str, Any]:
     }
 
 
-def hits_pages(options: Namespace) -> int:
-    """Too few for all prompts, enough for some."""
-    return int(6 * (hits_tokens(options) // options.block_tokens))
+def hits_pages(options: Namespace, bits_per_value: float = 16) -> int:
+    """Pages of the small host cache: too few for all prompts, enough for some."""
+    raw = 3 * (hits_tokens(options) // options.block_tokens)
+    return int(raw * 16 / bits_per_value)
 
 
 def hits_tokens(options: Namespace) -> int:
