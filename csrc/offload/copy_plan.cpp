@@ -35,16 +35,17 @@ double fragment_seconds(const double* table, double bytes) {
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // Beside kernels that hold all SMs, a staged transfer waits for SMs at each piece. Copy engines do
-// not, and a kernel that loads does so once, for kLaunchSeconds, and must promise to be kCrowded
-// times as fast as they are. A transfer that took kCrowded times as long as predicted for the best
-// of these turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it
-// again too early costs several times as much as trying too late. Two copies that share the link
-// are both slower; the others then lose little.
+// not, and a kernel that loads does so once, for kLaunchSeconds, and then takes kKernelFactor times
+// as long as alone. A transfer that took kMinGain times as long as predicted for the best of these
+// turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it again too
+// early costs several times as much as trying too late. Two copies that share the link are both
+// slower, by less than kMinGain.
 // Beside a GEMM, 102 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored at 37
 // GB/s, without this rule at 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after
 // it: 48 GB/s instead of 54. Layers at no common distance, 64 blocks at a time: copy engines load 8
-// GB/s, staging 9, a kernel 25 to 45 at 0.1 to 2.4 ms for each GB (H200).
-constexpr double kCrowded = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
+// GB/s, staging 9, a kernel 25 to 45 at 0.1 to 2.4 ms for each GB; stores stay staged, because
+// copy engines are as slow (H200).
+constexpr double kMinGain = 2, kKernelFactor = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
 constexpr double kLaunchSeconds = 1e-3;
 constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
@@ -129,7 +130,7 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
   const bool waits = copy.is_crowded && method == CopyMethod::kKernel;
-  return waits ? kCrowded * alone + kLaunchSeconds : alone;
+  return waits ? kKernelFactor * alone + kLaunchSeconds : alone;
 }
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
@@ -348,7 +349,7 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
                                            true,       true,    true};
     predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
   }
-  if (!launched || seconds < kCrowded * predicted) return;
+  if (!launched || seconds < kMinGain * predicted) return;
   crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
 

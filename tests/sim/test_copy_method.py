@@ -562,3 +562,23 @@ def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) 
     with figures(tmp_path):
         taken = paths_taken(driver, layers=4, counts=(1,))
     assert_expected_inline(taken, """1: strided strided strided strided""")
+
+
+@pytest.mark.parametrize(("strided_ms", "then"), [(99, "strided"), (101, "staged")])
+@needs_kernels
+@simulated
+def test_copy_engines_take_over_from_held_up_stores_only_if_they_promise_half_the_time(
+    driver: Driver, tmp_path: Path, strided_ms: float, then: str
+) -> None:
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    is_soon = False
+    while not is_soon:  # a busy machine may stop this thread for as long as the rule holds
+        copies = driver.cuda.create_stream() + 1
+        with (
+            figures(tmp_path, strided=(strided_ms, 0, 0), staged=(1, 0, 0)),
+            OffloadHandler(layout, HostPool(layout, 4)) as handler,
+        ):
+            began = time.monotonic()
+            taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
+            is_soon = time.monotonic() - began < 2
+    assert taken == ["staged", then]
