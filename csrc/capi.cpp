@@ -362,10 +362,11 @@ bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count)
 
 void* kvswap_handler_submit(void* handler, kvswap_request* request) {
   void* job = nullptr;
+  if (!succeeds([&] { handler_at(handler).check_process(); })) return nullptr;
   succeeds_in(handler, [&](Handler& of) {
     const JobRef submitted = of.submit(*request);
     request->id = submitted->id;
-    request->nbytes = submitted->nbytes;
+    request->nbytes = static_cast<int64_t>(submitted->nbytes);
     job = new_ref(submitted);
   });
   return job;

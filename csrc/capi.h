@@ -156,20 +156,22 @@ enum {
   KVSWAP_AFTER_NOTHING = 3
 };
 
+// An array of integers for Python: each field has eight bytes.
 struct kvswap_request {
-  double began;     // CLOCK_MONOTONIC at the caller's call, in seconds
-  int32_t channel;  // 0 store, 1 load, 2 expedited load
-  int32_t layer_groups;
-  int32_t after_kind;
-  int32_t grouped;            // whether errors name the group of an id
-  int32_t copy_engines_only;  // no kernels copy; not for encoded groups
-  void* after;                // a stream or an event
-  void* gate;                 // null for none
-  const int64_t* blocks;      // of all groups, one group after the other
+  int64_t id;        // the number of the job, set by the call
+  int64_t nbytes;    // what it copies, set by the call
+  int64_t began_ns;  // CLOCK_MONOTONIC at the caller's call
+  int64_t channel;   // 0 store, 1 load, 2 expedited load
+  int64_t layer_groups;
+  int64_t grouped;            // whether errors name the group of an id
+  int64_t copy_engines_only;  // no kernels copy; not for encoded groups
+  int64_t after_kind;
+  void* after;            // a stream or an event
+  void* gate;             // null for none
+  const int64_t* blocks;  // of all groups, one group after the other
   const int64_t* pages;
-  const int64_t* counts;  // for each group: blocks, pages, first_block
-  int64_t id;             // the number of the job, set by the call
-  uint64_t nbytes;        // what it copies, set by the call
+  // The counts follow, for each group: blocks, pages, first_block.
+  const int64_t* counts() const { return reinterpret_cast<const int64_t*>(this + 1); }
 };
 
 // A job with one reference, which kvswap_job_release drops.
@@ -426,5 +428,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 7
+#define KVSWAP_ABI_VERSION 8
 KVSWAP_API int kvswap_abi_version();

@@ -31,6 +31,9 @@ class AddressGuard:
     address and storage size (a storage that shrank and grew again may be back at its address). The
     native side reads them through references of its own, in a few nanoseconds per tensor;
     `Tensor.data_ptr` from Python takes 70 ns. The references end when the guard is dropped.
+
+    Attributes:
+        native (int): what kvswap_cache_moved takes.
     """
 
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
@@ -39,13 +42,13 @@ class AddressGuard:
         addresses = [address for layout in layouts for address in layout.addresses]
         ends = [end for layout in layouts for end in layout.storage_ends]
         watch_cache = loader.ops.torch_kvswap._watch_cache
-        self._native: int = watch_cache(tensors, addresses, ends)
+        self.native: int = watch_cache(tensors, addresses, ends)
         # Not at exit, when other threads may still submit.
-        weakref.finalize(self, _release, self._native).atexit = False
+        weakref.finalize(self, _release, self.native).atexit = False
 
     def check(self) -> None:
         """Raises RuntimeError that names the tensor if one has moved."""
-        if _has_moved(self._native):
+        if _has_moved(self.native):
             for layout in self._layouts:
                 layout.check_unmoved()
 
@@ -67,7 +70,7 @@ class Groups:
         num_layers (int): tensors of all layouts, numbered in order.
         structures (ctypes.Array[abi.Group]): the groups for the native side. They point into memory
             that this object holds.
-        check_unmoved: AddressGuard.check of the layouts.
+        guard (AddressGuard): of the tensors of all layouts.
         queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
         resolve_after: converts an `after` argument into its kind, its handle, and what must be kept
             until the job was submitted.
@@ -103,8 +106,8 @@ class Groups:
             else self.queue.resolve_after
         )
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
-        self.check_unmoved = AddressGuard(self.layouts).check
-        self.check_unmoved()  # before the addresses are read
+        self.guard = AddressGuard(self.layouts)
+        self.guard.check()  # before the addresses are read
         self._kept: list[Int64Array] = []  # the arrays that `structures` points to
         self.structures = (abi.Group * len(self.layouts))()
         self._fill_structures()

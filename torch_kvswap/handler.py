@@ -263,14 +263,11 @@ class Job(NotCopyable):
         *("__weakref__", "_native", "direction", "handler", "id", "layer_groups", "nbytes", "tag"),
     )
 
-    def __init__(
-        self, handler: OffloadHandler, native: int, request: abi.Request, tag: object
-    ) -> None:
+    def __init__(self, handler: OffloadHandler, native: int, request: Request, tag: object) -> None:
         self._native = native
         self.handler = handler
-        self.id: int = request.id
+        self.id, self.nbytes = request.numbers[0], request.numbers[1]
         self.direction: Direction = direction_of(request.channel)
-        self.nbytes: int = request.nbytes
         self.layer_groups: int = request.layer_groups
         self.tag: Any = tag
 
@@ -776,23 +773,23 @@ class OffloadHandler(NotCopyable):
                 native_gate = None if gate is None else gate._native
             groups = self._native.groups
             request = Request(
-                groups, channel, *ids, after, num_groups, native_gate, copy_engines_only
+                groups, channel, ids, after, num_groups, native_gate, copy_engines_only
             )
         except Exception:
             self._native.check_open()  # whatever else is wrong, this is said first
             raise
         if tag is None and not self._ranges.enabled:
-            return Job(self, self._native.submit(request), request.native, None)
-        with self._ranges.submit(direction_of(request.native.channel)):
+            return Job(self, self._native.submit(request), request, None)
+        with self._ranges.submit(direction_of(channel)):
             job = self._submit_tagged(request, tag)
             self._ranges.begin(job.id, job.direction, job.nbytes)
         return job
 
     def _submit_tagged(self, request: Request, tag: object) -> Job:
         if tag is None:
-            return Job(self, self._native.submit(request), request.native, tag)
+            return Job(self, self._native.submit(request), request, tag)
         with self._tags_lock:  # poll() in another thread may see the job before its tag is recorded
-            job = Job(self, self._native.submit(request), request.native, tag)
+            job = Job(self, self._native.submit(request), request, tag)
             self._tags[job.id] = tag
         return job
 

@@ -21,6 +21,11 @@ Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
+void Handler::check_process() const {
+  KVSWAP_CHECK(getpid() == process_, "the handler belongs to process ", process_,
+               ", from which this one was forked; make a handler in each process");
+}
+
 void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
 
 JobRef Handler::submit(const kvswap_request& request) {
@@ -34,7 +39,7 @@ JobRef Handler::submit(const kvswap_request& request) {
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = set_start(lock, *job, request);
   if (failure.empty() && gate != nullptr) close_gate(lock, *job, *gate);
-  scheduler_.submit(lock, job, failure, request.began);
+  scheduler_.submit(lock, job, failure, static_cast<double>(request.began_ns) * 1e-9);
   return job;
 }
 

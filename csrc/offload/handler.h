@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <memory>
 #include <string>
@@ -20,6 +22,8 @@ class Handler {
   Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
           const kvswap_copy_method_options& options);
 
+  // Throws in a process that was forked from the handler's, where its lock may be held forever.
+  void check_process() const;
   // Throws if the handler is closed or its device lost.
   void check_open();
   // Throws, with no job and nothing in flight, when the request is wrong.
@@ -93,6 +97,7 @@ class Handler {
   // waits for the scheduler's progress instead.
   void poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
 
+  const pid_t process_ = getpid();
   Scheduler scheduler_;
   // Guarded by the scheduler's lock.
   RequestReader reader_;

@@ -55,11 +55,11 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   JobRef job(new Job);
   job->work = std::make_unique<Work>();
   Work& work = *job->work;
-  job->channel = request.channel;
-  job->layer_groups = request.layer_groups;
+  job->channel = static_cast<int>(request.channel);
+  job->layer_groups = static_cast<int>(request.layer_groups);
   work.copy_engines_only = request.copy_engines_only != 0;
   ++requests_;
-  const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts;
+  const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts();
   int64_t total = 0;
   for (size_t g = 0; g < groups.size(); ++g) total += counts[3 * g];
   work.ids.reserve(2 * total);
@@ -75,11 +75,11 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   pages = request.pages;
   for (const JobPart& part : work.parts) {
     const Group& group = groups[part.group];
-    const int64_t first = request.counts[3 * part.group + 2], per_page = group.blocks_per_page;
+    const int64_t first = request.counts()[3 * part.group + 2], per_page = group.blocks_per_page;
     for (int64_t i = first; i < first + static_cast<int64_t>(part.count); ++i) {
       work.ids.push_back(pages[i / per_page] * per_page + i % per_page);
     }
-    pages += request.counts[3 * part.group + 1];
+    pages += request.counts()[3 * part.group + 1];
   }
   return job;
 }

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -101,19 +101,18 @@ class Request(ctypes.Structure):
     """kvswap_request"""
 
     _fields_ = (
-        ("began", ctypes.c_double),
-        ("channel", ctypes.c_int32),
-        ("layer_groups", ctypes.c_int32),
-        ("after_kind", ctypes.c_int32),
-        ("grouped", ctypes.c_int32),
-        ("copy_engines_only", ctypes.c_int32),
+        ("id", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("began_ns", ctypes.c_int64),
+        ("channel", ctypes.c_int64),
+        ("layer_groups", ctypes.c_int64),
+        ("grouped", ctypes.c_int64),
+        ("copy_engines_only", ctypes.c_int64),
+        ("after_kind", ctypes.c_int64),
         ("after", ctypes.c_void_p),
         ("gate", ctypes.c_void_p),
         ("blocks", _Int64s),
         ("pages", _Int64s),
-        ("counts", _Int64s),
-        ("id", ctypes.c_int64),
-        ("nbytes", ctypes.c_uint64),
     )
 
 

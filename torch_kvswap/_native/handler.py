@@ -7,7 +7,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from os import getpid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
@@ -92,12 +91,12 @@ class NativeHandler(NotCopyable):
         self._process.check("handler")
 
     def submit(self, request: Request) -> int:
-        """Submits a request and returns the native job. Sets id and nbytes of request.native."""
-        native = request.native
+        """Submits a request and returns the native job. Sets id and nbytes in request.numbers."""
         # Each Python function that this path calls costs 5 us when it is not in the caches.
-        pointer = self._pointer if getpid() == self._process.pid else None
-        job: int | None = _submit(pointer or self.pointer, byref(native))
+        address = request.numbers.buffer_info()[0]
+        job: int | None = _submit(self._pointer or self.pointer, address)
         if job is None:
+            self.check_process()
             loader.fail()
         return job
 

@@ -49,8 +49,9 @@ class Queue:
         self.error: bytes | None = None
 
     def submit(self, channel: int, block: int, page: int) -> int:
-        request = Request(self.groups, channel, [block], [page], 0, ())
-        job = loader.call("kvswap_handler_submit", self.handler, ctypes.byref(request.native))
+        request = Request(self.groups, channel, ([block], [page], 0), ())
+        address = request.numbers.buffer_info()[0]
+        job = loader.call("kvswap_handler_submit", self.handler, address)
         assert isinstance(job, int)
         return job
 
