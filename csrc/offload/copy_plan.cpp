@@ -38,10 +38,8 @@ constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
 // not, and a kernel that loads does so once, for kLaunchSeconds, and then takes kKernelFactor times
 // as long as alone. A transfer that took kMinGain times as long as predicted for the best of these
 // turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it again too
-// early costs several times as much as trying too late. If one of the others then takes as long,
-// compared with its prediction, the link is what is busy, and staging goes on for that time: six
-// processes that load 64 blocks at a time beside compute get 46 GB/s together by staging, 32 by
-// kernels.
+// early costs several times as much as trying too late. Two copies that share the link are both
+// slower, by less than kMinGain.
 // Beside a GEMM, 102 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored at 37
 // GB/s, without this rule at 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after
 // it: 48 GB/s instead of 54. Layers at no common distance, 64 blocks at a time: copy engines load 8
@@ -316,8 +314,7 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 }
 
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
-  const bool is_crowded =
-      options_.copy_method < 0 && crowding_[job.channel].until > job.work->submitted_at;
+  const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch = groups_[group].table != nullptr && !job.work->copy_engines_only;
   return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0, is_crowded});
 }
@@ -340,27 +337,20 @@ void CopyPlanner::plan(Job& job) const noexcept {
 }
 
 void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noexcept {
-  const int channel = transfer.jobs.front().channel;
   double predicted = kMinCrowdedSeconds;
-  bool is_other = true;  // by the methods for a crowded GPU
-  bool launches = false;
+  bool launched = false;
   for (const TransferPart& part : transfer.parts) {
+    const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
+    const bool by_kernels =
+        part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    launched |= by_kernels && !is_encoded;
+    const int channel = transfer.jobs.front().channel;
     const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
                                            true,       true,    true};
-    const CopyMethod method = chooser_.choose(crowded);
-    predicted += chooser_.seconds(method, crowded);
-    is_other &= part.method == method;
-    launches |= part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
+    predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
   }
-  const double slowdown = seconds / predicted, time = now();
-  const double end = time + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
-  Crowding& crowding = crowding_[channel];
-  if (is_other) {
-    const bool was_no_faster = time < crowding.until && slowdown >= crowding.slowdown;
-    if (was_no_faster) crowding = {0, 0, end};
-  } else if (launches && slowdown >= kMinGain && time >= crowding.ignored_until) {
-    crowding = {end, slowdown, 0};
-  }
+  if (!launched || seconds < kMinGain * predicted) return;
+  crowded_until_ = now() + std::min(kAvoidTimes * seconds, kMaxAvoidSeconds);
 }
 
 std::vector<TransferPart> CopyPlanner::parts_of(const JobList& jobs, bool is_alone) const {

@@ -85,9 +85,9 @@ class CopyPlanner {
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
-  // To be called with the time that each transfer took on the device. If one was much slower than
-  // predicted for the method chosen on a GPU that other kernels keep busy, its channel takes that
-  // method for a while, or until a transfer by that method is no faster.
+  // To be called with the time that each transfer took on the device. If one with kernels was much
+  // slower than predicted for the method chosen on a GPU that other kernels keep busy, that method
+  // is chosen for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.
@@ -109,13 +109,7 @@ class CopyPlanner {
   const kvswap_copy_method_options options_;
   MethodChooser chooser_;
   std::string missing_methods_;
-  // Whether other kernels keep the GPU busy, as the transfers of a channel have noticed.
-  struct Crowding {
-    double until = 0;
-    double slowdown = 0;       // seconds over predicted seconds of the transfer that noticed
-    double ignored_until = 0;  // because the other method was no faster
-  };
-  std::array<Crowding, kChannels> crowding_;
+  double crowded_until_ = 0;  // until then other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables
   uint64_t staging_ = 0, counters_ = 0;
