@@ -1,13 +1,14 @@
 """Serves prompts with common prefixes: loads what the host has, and computes the rest."""
 
 from collections import deque
+from contextlib import suppress
 from random import Random
 
 import torch
 
 from serving_demo.block_allocator import BlockAllocator
 from serving_demo.model import Model
-from torch_kvswap.handler import Job
+from torch_kvswap.handler import BlocksRejectedError, Job
 from torch_kvswap.prefix.engine import OffloadEngine
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
 
@@ -112,6 +113,7 @@ class PrefixServer:
         """Takes blocks, waiting for the oldest stores if too few are free."""
         while self._blocks.num_free < count:
             job, blocks = self._storing.popleft()
-            self._engine.handler.synchronize(job)
+            with suppress(BlocksRejectedError):
+                self._engine.handler.synchronize(job)
             self._blocks.give(blocks)
         return self._blocks.take(count)
