@@ -82,7 +82,9 @@ class PrefixServer:
             RuntimeError: a transfer failed.
         """
         for result in self._engine.poll():
-            if not result.ok and not result.rejected:  # the engine forgets rejected blocks
+            # The engine forgets blocks that a store has rejected.
+            is_expected = result.direction == "store" and result.rejected
+            if not result.ok and not is_expected:
                 message = f"{result.direction} {result.job_id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from serving_demo import demo
 from serving_demo.model import Model, same_bits_every_time
 from serving_demo.prefixes import PrefixServer, alike_prompts
-from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, Job, OffloadEngine, OffloadHandler, PagedLayout
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,18 @@ def test_blocks_that_do_not_fit_into_encoded_pages_are_computed_again(exact):
     for got, _, expected in (whole, spoiled):
         assert got == [expected, expected]
     assert 0 < spoiled[1][1] < whole[1][1]
+
+
+def test_a_load_of_what_is_not_on_the_host_is_not_passed_over(exact):
+    class Erased(OffloadEngine):
+        def load(self, keys, gpu_block_ids, prefix=None):
+            (pool,) = self.handler.pools
+            pool.pages.zero_()
+            super().load(keys, gpu_block_ids, prefix)
+            return Mock(spec=Job)  # its wait() knows nothing, as on a GPU before the load has ended
+
+    with pytest.raises(RuntimeError, match=r"load \d+ failed: \d+ of \d+ blocks are not in their"):
+        serve("cpu", Erased, bits=12.5)
 
 
 def test_a_transfer_that_failed_is_not_passed_over(exact):
