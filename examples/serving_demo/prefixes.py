@@ -1,13 +1,14 @@
 """Serves prompts with common prefixes: loads what the host has, and computes the rest."""
 
 from collections import deque
+from contextlib import suppress
 from random import Random
 
 import torch
 
 from serving_demo.block_allocator import BlockAllocator
 from serving_demo.model import Model
-from torch_kvswap.handler import Job
+from torch_kvswap.handler import BlocksRejectedError, Job
 from torch_kvswap.prefix.engine import OffloadEngine
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, PrefixHasher
 
@@ -81,7 +82,9 @@ class PrefixServer:
             RuntimeError: a transfer failed.
         """
         for result in self._engine.poll():
-            if not result.ok and not result.rejected:  # the engine forgets rejected blocks
+            # The engine forgets blocks that a store has rejected.
+            is_expected = result.direction == "store" and result.rejected
+            if not result.ok and not is_expected:
                 message = f"{result.direction} {result.job_id} failed: {result.error}"
                 raise RuntimeError(message) from result.error
 
@@ -112,6 +115,7 @@ class PrefixServer:
         """Takes blocks, waiting for the oldest stores if too few are free."""
         while self._blocks.num_free < count:
             job, blocks = self._storing.popleft()
-            self._engine.handler.synchronize(job)
+            with suppress(BlocksRejectedError):
+                self._engine.handler.synchronize(job)
             self._blocks.give(blocks)
         return self._blocks.take(count)

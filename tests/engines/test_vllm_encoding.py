@@ -88,9 +88,12 @@ def test_pages_are_encoded_and_bring_the_same_bytes(encoded: Encoded) -> None:
 def test_blocks_that_do_not_fit_are_kept_as_they_are(encoded: Encoded) -> None:
     kinds = ["normal", None, "zeros", None]
     expected = [encoded.fill(block, kind, block) for block, kind in enumerate(kinds)]
-    assert encoded.copy("store", [0, 1, 2, 3], [4, 3, 2, 1]).success
+    stored = encoded.copy("store", [0, 1, 2, 3], [4, 3, 2, 1])
     assert set(encoded.worker._kept) == {(3, 0), (1, 0)}
-    assert encoded.copy("load", [8, 9, 10, 11], [4, 3, 2, 1]).success
+    loaded = encoded.copy("load", [8, 9, 10, 11], [4, 3, 2, 1])
+    assert stored.success
+    assert loaded.success
+    assert stored.transfer_size == loaded.transfer_size == 4 * sum(SIZES)
     assert [encoded.bytes_of(block) for block in range(8, 12)] == expected
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +14,24 @@ import torch
 from serving_demo import demo
 from serving_demo.model import Model, same_bits_every_time
 from serving_demo.prefixes import PrefixServer, alike_prompts
-from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap import HostPool, Job, OffloadEngine, OffloadHandler, PagedLayout
 
 pytestmark = pytest.mark.slow
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZE = 8
 PROMPTS = alike_prompts(Random(0).randbytes(500), count=6, longest=64, seed=1)
+
+
+class Spoiling(OffloadEngine):
+    """Stores the last block of each prompt with values that fit into no encoded slot."""
+
+    def store(self, keys, gpu_block_ids):
+        for tensor in self.handler.layouts[0].tensors:
+            block = tensor[:, gpu_block_ids[-1]]
+            exponents = torch.arange(-100, 100).float()[torch.arange(block.numel()) % 200]
+            block.copy_(exponents.exp2().view(block.shape))
+        return super().store(keys, gpu_block_ids)
 
 
 class Forgetful(OffloadEngine):
@@ -38,13 +50,18 @@ def exact():
         yield
 
 
-def serve(device, engine_kind=OffloadEngine, pages=100, per_page=1, rounds=2):
-    """The answers of each round, how many tokens it reused, and those of requests alone."""
-    model = Model(SIZE, 9, seed=0, device=torch.device(device))
+def serve(device, engine_kind=OffloadEngine, pages=100, per_page=1, rounds=2, bits=None):
+    """The answers of each round, how many tokens it reused, and those of requests alone.
+
+    bits: of a value in encoded pages; None: of float32 values as they are.
+    """
+    dtype = torch.float32 if bits is None else torch.bfloat16
+    encoding = {} if bits is None else {"encoding": "lossless", "bits_per_value": bits}
+    model = Model(SIZE, 9, seed=0, device=torch.device(device), cache_dtype=dtype)
     layout = PagedLayout(model.new_cache(18), block_dim=1)
     got, reused = [], []
     with (
-        HostPool(layout, pages, per_page) as host,
+        HostPool(layout, pages, per_page, **encoding) as host,
         OffloadHandler(layout, host) as handler,
     ):
         server = PrefixServer(model, engine_kind(handler))
@@ -73,6 +90,25 @@ def test_answers_are_the_same_from_large_pages_and_from_too_few(pages, per_page,
 def test_a_block_that_does_not_come_back_changes_the_answers(exact):
     got, _, expected = serve("cpu", Forgetful)
     assert got[1] != expected
+
+
+def test_blocks_that_do_not_fit_into_encoded_pages_are_computed_again(exact):
+    whole, spoiled = (serve("cpu", kind, bits=12.5) for kind in (OffloadEngine, Spoiling))
+    for got, _, expected in (whole, spoiled):
+        assert got == [expected, expected]
+    assert 0 < spoiled[1][1] < whole[1][1]
+
+
+def test_a_load_of_what_is_not_on_the_host_is_not_passed_over(exact):
+    class Erased(OffloadEngine):
+        def load(self, keys, gpu_block_ids, prefix=None):
+            (pool,) = self.handler.pools
+            pool.pages.zero_()
+            super().load(keys, gpu_block_ids, prefix)
+            return Mock(spec=Job)  # its wait() knows nothing, as on a GPU before the load has ended
+
+    with pytest.raises(RuntimeError, match=r"load \d+ failed: \d+ of \d+ blocks are not in their"):
+        serve("cpu", Erased, bits=12.5)
 
 
 def test_a_transfer_that_failed_is_not_passed_over(exact):

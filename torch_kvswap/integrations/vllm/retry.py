@@ -38,7 +38,6 @@ class Retry:
         direction (str): as given.
         error (Exception | None): why it failed.
         seconds (float): time until has_ended() or wait() saw the end.
-        nbytes (int): bytes to copy.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Retry:
         self._stored: Kept = {}  # becomes part of `kept`
         self.error: Exception | None = None
         self.seconds = 0.0
-        self.nbytes = sum(layouts[place.group].block_bytes for place in places)
         self._began = time.perf_counter()
         self._end: torch.cuda.Event | None = None
         try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.kv_offload import base
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
+from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm.layout import Move, group_layouts, read_move
 from torch_kvswap.integrations.vllm.options import Options
@@ -24,6 +24,13 @@ class _Open(NamedTuple):
 
     move: Move
     job: Job
+
+
+class _Repeated(NamedTuple):
+    """A transfer that failed, and the copies of the blocks that it did not copy."""
+
+    result: Result
+    retry: Retry
 
 
 class KVSwapWorker(base.OffloadingWorker):
@@ -76,7 +83,7 @@ class KVSwapWorker(base.OffloadingWorker):
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
         )
         self._open: dict[int, _Open] = {}  # by vLLM's number
-        self._retries: dict[int, Retry] = {}  # by vLLM's number
+        self._repeated: dict[int, _Repeated] = {}  # by vLLM's number
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -117,8 +124,8 @@ class KVSwapWorker(base.OffloadingWorker):
         """Reports each ended transfer once, with the bytes copied and the seconds taken."""
         if self._open:  # vLLM asks in every step
             self._collect()
-        for number, retry in list(self._retries.items()):
-            if retry.has_ended():
+        for number, repeated in list(self._repeated.items()):
+            if repeated.retry.has_ended():
                 self._end_retry(number)
         ended, self._ended = self._ended, []
         return ended
@@ -133,14 +140,14 @@ class KVSwapWorker(base.OffloadingWorker):
         with contextlib.suppress(TransferError):
             self._handler.synchronize([self._open[number].job for number in known])
         self._collect()
-        for number in job_ids & self._retries.keys():
-            self._retries[number].wait()
+        for number in job_ids & self._repeated.keys():
+            self._repeated[number].retry.wait()
             self._end_retry(number)
 
     def shutdown(self) -> None:
         """Waits for running transfers, then frees the host memory."""
-        for retry in self._retries.values():
-            retry.wait()
+        for repeated in self._repeated.values():
+            repeated.retry.wait()
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
@@ -168,17 +175,19 @@ class KVSwapWorker(base.OffloadingWorker):
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
             groups = self._handler.layouts, self._handler.pools
-            self._retries[number] = Retry(*groups, result.direction, places, self._kept)
+            retry = Retry(*groups, result.direction, places, self._kept)
+            self._repeated[number] = _Repeated(result, retry)
 
     def _end_retry(self, number: int) -> None:
-        retry = self._retries.pop(number)
+        result, retry = self._repeated.pop(number)
         if retry.error is not None:
             _log.error(
                 "plain copies of %s %d failed, too: %s; the blocks are lost, and vLLM ends the "
                 "engine because it requires every transfer to succeed",
                 *(retry.direction, number, retry.error),
             )
-        self._report(number, retry.error is None, retry.nbytes, retry.seconds)
+        seconds = result.copy_seconds + retry.seconds
+        self._report(number, retry.error is None, result.nbytes, seconds)
 
     def _report(self, number: int, ok: bool, nbytes: int, seconds: float) -> None:
         self._ended.append(base.TransferResult(number, ok, nbytes, seconds))
