@@ -128,9 +128,9 @@ bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) c
   return true;
 }
 
-bool Scheduler::can_submit(const Queue& queue, const Job& job) const {
+bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_until) const {
   if (queue.submitting >= 0) return false;
-  if (job.id > flush_until_ && !queue.channel.has_room_for(job.work->entries)) return false;
+  if (job.id > flush_until && !queue.channel.has_room_for(job.work->entries)) return false;
   if (!queue.channel.has_states_for(job.work->encoded_blocks)) return false;
   return all_before_are_submitted(queue, *job.work);
 }
@@ -143,7 +143,7 @@ void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!is_small && !ensure_worker(queue, *job)) return;
   const bool may_begin = is_small || job->work->is_staged;
-  if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job)) {
+  if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job, kNoFlush)) {
     queue.submitting = job->id;
     JobList jobs;
     jobs.push_back(job);
@@ -323,7 +323,9 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
   const Job& first = is_begun ? queue.begun.front()->jobs.front() : queue.jobs.front();
   const bool may_block = first.work->entries > kMaxEntries;  // in the driver, whose queue is full
   const bool is_quick = first.work->predicted_submit_seconds < seconds;
-  if (may_block || !is_quick || !(is_begun || can_submit(queue, first))) return false;
+  // Beyond the channel's limits the driver's queue may be full, and the thread has to come back.
+  const int64_t flush_until = seconds < kNoLimit ? kNoFlush : flush_until_;
+  if (may_block || !is_quick || !(is_begun || can_submit(queue, first, flush_until))) return false;
   std::optional<ContextGuard> context;
   try {
     context.emplace(device_);
@@ -331,7 +333,7 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
     mark_lost(Reason(error));
     return true;
   }
-  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue));
+  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue, flush_until));
   return true;
 }
 
@@ -365,8 +367,8 @@ void Scheduler::run_worker(Queue& queue) noexcept {
     advance(lock);
     // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.
     if (!drop_ended(queue)) continue;
-    if (can_submit(queue, queue.jobs.front())) {
-      submit_jobs(lock, queue, take_jobs(queue));
+    if (can_submit(queue, queue.jobs.front(), flush_until_)) {
+      submit_jobs(lock, queue, take_jobs(queue, flush_until_));
       pause = kShortPause;
     } else {
       // Another thread may have to submit something first, or the device to end something.
@@ -377,7 +379,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
 }
 
 // Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
-JobList Scheduler::take_jobs(Queue& queue) noexcept {
+JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
   JobList jobs;
   size_t bytes = 0, entries = 0, encoded_blocks = 0;
   queue.submitting = queue.jobs.front().id;
@@ -388,7 +390,7 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
       continue;
     }
     encoded_blocks += next.work->encoded_blocks;
-    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next) ||
+    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next, flush_until) ||
                           !queue.channel.has_states_for(encoded_blocks))) {
       break;
     }
@@ -401,11 +403,11 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
 }
 
 // Whether `next` can be copied together with the jobs. bytes, entries: of the jobs.
-bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries,
-                         Job& next) {
+bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next,
+                         int64_t flush_until) {
   const Job& first = jobs.front();
   Work& work = *next.work;
-  const bool flushing = next.id <= flush_until_;
+  const bool flushing = next.id <= flush_until;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
   if (!flushing && entries + work.entries > kJoinedEntries) return false;
