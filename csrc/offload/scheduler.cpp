@@ -75,13 +75,17 @@ kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
 
 // A new job.
 
-Reason Scheduler::prepare(const Lock&, Job& job) {
+Reason Scheduler::prepare(const Lock& lock, Job& job) {
+  // A few at a time: a submission does not pay for all that has ended. Before the job is planned,
+  // because how long they took may change its copy method.
+  if (queue_of(job).channel.num_running() > kMaxRunning / 4) advance(lock, 2);
   job.work->submitted_at = now();
   planner_.plan(job);
   for (const JobPart& part : job.work->parts) {
     job.link_bytes += part.count * groups_[part.group].link_bytes(job.layer_groups, layers_);
   }
-  return table_.prepare(job);
+  const Reason failure = table_.prepare(job);
+  return device_loss_.empty() ? failure : device_loss_;
 }
 
 void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
@@ -137,9 +141,6 @@ bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_unt
 
 void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
-  // A few at a time: a submission does not pay for all that has ended.
-  if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
-  if (!device_loss_.empty()) return end_unsubmitted(*job, State::kFailed, device_loss_);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!is_small && !ensure_worker(queue, *job)) return;
   const bool may_begin = is_small || job->work->is_staged;

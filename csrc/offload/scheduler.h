@@ -67,8 +67,8 @@ class Scheduler {
 
   // A new job.
 
-  // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason.
-  // May throw std::bad_alloc. The job is not added before submit().
+  // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason:
+  // it may find the device lost. May throw std::bad_alloc. The job is not added before submit().
   Reason prepare(const Lock&, Job& job);
   // Makes the job start after all that the stream was given so far, or after an event. The stream
   // is of the handler's device.

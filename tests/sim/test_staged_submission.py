@@ -23,6 +23,7 @@ from torch_kvswap.handler import Gate, Job
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
 LAUNCH = "cuLaunchKernel"  # once for each piece
+STRIDED = "cuMemcpy3DAsync"  # once for each block
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
 WAITS = pytest.mark.parametrize("waits", ["on the host", "on a stream"])
 
@@ -269,6 +270,41 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert job.result is not None
         assert job.result.ok
         assert sim.is_right()
+
+
+class UnstagedHandler(OffloadHandler):
+    """Staging is predicted to be fastest, and strided copies to be the next, 10 us each to submit."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {
+            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 10e-6, {512: 1e-9}),
+            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 10e-6, {512: 1e-9}),
+        }
+        for direction in ("store", "load")
+    }
+
+
+@needs_kernels
+@simulated
+def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
+    driver: Driver,
+) -> None:
+    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
+    with UnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
+        driver.set_mode("manual")
+        # More than a quarter of what may be in flight: a submission looks whether some have ended.
+        slow = [handler.store(gpu_block_ids=[i], page_ids=[i], after=()) for i in range(17)]
+        driver.step(copies)  # the start of the first is recorded
+        driver.advance_clock(10_000)
+        driver.run()
+        before = driver.calls_here(STRIDED)
+        large = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+        copied_here = driver.calls_here(STRIDED) - before
+        driver.set_mode("immediate")
+        handler.synchronize()
+        taken = [job.result and job.result.copy_method for job in (slow[0], large)]
+    assert (taken, copied_here) == (["staged", "strided"], 0)
 
 
 @KINDS
