@@ -4,8 +4,11 @@ pieces of a large one, and the worker, or a thread that waits for the job, the r
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -334,3 +337,56 @@ def test_a_small_job_needs_no_worker(driver: Driver, kind: str) -> None:
         assert here == by_all
         assert new_threads(before) == 0
         assert sim.is_right()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@needs_kernels
+@simulated
+def test_random_begun_jobs_do_what_they_do_one_after_another(driver: Driver, seed: int) -> None:
+    """While other threads wait for them, and so give the rest, and the device runs as it likes."""
+    rng = random.Random(seed)
+    with staged(driver) as sim:
+        driver.set_mode("threaded", seed)
+        blocks = sim.tensors.transpose(0, 1).reshape(BLOCKS, -1).clone()
+        pages = sim.pages.clone()
+        gate, jobs = sim.handler.gate(), list[Job]()
+        is_over = threading.Event()
+
+        def wait(own: random.Random) -> None:
+            while not is_over.is_set():
+                job = own.choice(jobs[-8:] or [None])
+                if job is None or own.random() < 0.2:
+                    sim.handler.poll()
+                elif own.random() < 0.5:
+                    job.wait(Stream(SIDE))
+                else:
+                    with suppress(TimeoutError):
+                        sim.handler.synchronize(job, timeout=own.choice([0, 0.0005, 0.01]))
+
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(wait, random.Random(seed + i)) for i in range(2)]
+            for _ in range(60):
+                count = rng.choice([1, 2, 12, 24, 48])  # 2 MiB are 8
+                of_gpu, of_host = (rng.sample(ALL, count) for _ in range(2))
+                kind = rng.choice(["store", "store", "load", "load", "expedited", "gate", "layers"])
+                if kind == "store":
+                    job = sim.handler.store(gpu_block_ids=of_gpu, page_ids=of_host, after=())
+                    pages[of_host] = blocks[of_gpu]
+                else:
+                    job = sim.handler.load(
+                        page_ids=of_host,
+                        gpu_block_ids=of_gpu,
+                        after=(),
+                        expedited=kind == "expedited",
+                        gate=gate if kind == "gate" else None,
+                        layer_groups=2 if kind == "layers" else None,
+                    )
+                    blocks[of_gpu] = pages[of_host]
+                jobs.append(job)
+            sim.handler.synchronize(jobs)
+            is_over.set()
+            for each in waiting:
+                each.result()
+        driver.set_mode("immediate")
+        assert torch.equal(sim.pages, pages)
+        assert torch.equal(sim.tensors.transpose(0, 1).reshape(BLOCKS, -1), blocks)
