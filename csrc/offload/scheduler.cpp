@@ -320,7 +320,7 @@ void Scheduler::flush(Lock& lock, const Job& job) noexcept {
 bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexcept {
   Queue& queue = queues_[job.channel];
   const bool is_begun = !queue.begun.empty();
-  if (submit_thread_ || (!is_begun && !drop_ended(queue))) return false;
+  if (submit_thread_ || (!is_begun && !plan_first(queue))) return false;
   const Job& first = is_begun ? queue.begun.front()->jobs.front() : queue.jobs.front();
   const bool may_block = first.work->entries > kMaxEntries;  // in the driver, whose queue is full
   const bool is_quick = first.work->predicted_submit_seconds < seconds;
@@ -338,10 +338,13 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
   return true;
 }
 
-// Removes cancelled jobs from the front of the queue. False if no job is left.
-bool Scheduler::drop_ended(Queue& queue) noexcept {
+// Removes cancelled jobs from the front of the queue, and plans the first one that is left again:
+// its copy method may have changed meanwhile. False if no job is left.
+bool Scheduler::plan_first(Queue& queue) noexcept {
   while (!queue.jobs.empty() && queue.jobs.front().has_ended()) queue.jobs.pop_front();
-  return !queue.jobs.empty();
+  if (queue.jobs.empty()) return false;
+  planner_.plan(queue.jobs.front());
+  return true;
 }
 
 // The worker: submits what is queued in its order, small jobs joined.
@@ -367,7 +370,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
     if (queue.jobs.empty()) return;
     advance(lock);
     // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.
-    if (!drop_ended(queue)) continue;
+    if (!plan_first(queue)) continue;
     if (can_submit(queue, queue.jobs.front(), flush_until_)) {
       submit_jobs(lock, queue, take_jobs(queue, flush_until_));
       pause = kShortPause;

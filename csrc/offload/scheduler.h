@@ -152,7 +152,7 @@ class Scheduler {
   void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
-  bool drop_ended(Queue& queue) noexcept;
+  bool plan_first(Queue& queue) noexcept;
   JobList take_jobs(Queue& queue, int64_t flush_until) noexcept;
   bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next,
                 int64_t flush_until);

@@ -310,6 +310,49 @@ def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
     assert (taken, copied_here) == (["staged", "strided"], 0)
 
 
+class SlowUnstagedHandler(OffloadHandler):
+    """The same, but submitting all strided copies takes 6.4 ms, and staging 64 us."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {
+            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 1e-6, {512: 1e-9}),
+            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 100e-6, {512: 1e-9}),
+        }
+        for direction in ("store", "load")
+    }
+
+
+@needs_kernels
+@simulated
+def test_who_waits_gives_no_queued_job_that_takes_longer_since_it_is_staged_no_more(
+    driver: Driver,
+) -> None:
+    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
+    before = threads()
+    with SlowUnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
+        handler.store(gpu_block_ids=ALL, page_ids=ALL, after=()).synchronize()
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
+            driver.set_mode("manual")
+            for i in range(BLOCKS):  # no more may be in flight
+                slow = handler.store(gpu_block_ids=[i], page_ids=[i], after=())
+            queued = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+            driver.step(copies)  # the start of the first is recorded
+            driver.advance_clock(10_000)
+            driver.run()
+            handler.poll()
+            strided = driver.calls_here(STRIDED)
+            with suppress(TimeoutError):
+                handler.synchronize(queued, timeout=0.005)
+            copied_here = driver.calls_here(STRIDED) - strided
+            driver.set_mode("immediate")
+        handler.synchronize()
+        taken = [job.result and job.result.copy_method for job in (slow, queued)]
+    assert (taken, copied_here) == (["staged", "strided"], 0)
+
+
 @KINDS
 @needs_kernels
 @simulated
