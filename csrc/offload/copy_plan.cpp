@@ -322,6 +322,7 @@ CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
   work.is_staged = true;
+  work.entries = 0;
   double seconds = 0;
   for (const JobPart& part : work.parts) {
     const Group& group = groups_[part.group];

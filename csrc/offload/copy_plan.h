@@ -77,8 +77,8 @@ class CopyPlanner {
   MethodChooser prepare(std::vector<Group>& groups) const;
   void rebind(MethodChooser chooser) noexcept { chooser_ = std::move(chooser); }
 
-  // Sets what it takes to copy this job alone: the copy method of its first group, its entries in
-  // the driver's queue, and the predicted seconds that submitting it takes.
+  // Sets what it takes to copy this job alone, as far as is known now: the copy method of its first
+  // group, its entries in the driver's queue, and the predicted seconds that submitting it takes.
   void plan(Job& job) const noexcept;
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.

@@ -75,13 +75,17 @@ kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
 
 // A new job.
 
-Reason Scheduler::prepare(const Lock&, Job& job) {
+Reason Scheduler::prepare(const Lock& lock, Job& job) {
+  // A few at a time: a submission does not pay for all that has ended. Before the job is planned,
+  // because how long they took may change its copy method.
+  if (queue_of(job).channel.num_running() > kMaxRunning / 4) advance(lock, 2);
   job.work->submitted_at = now();
   planner_.plan(job);
   for (const JobPart& part : job.work->parts) {
     job.link_bytes += part.count * groups_[part.group].link_bytes(job.layer_groups, layers_);
   }
-  return table_.prepare(job);
+  const Reason failure = table_.prepare(job);
+  return device_loss_.empty() ? failure : device_loss_;
 }
 
 void Scheduler::start_after_stream(const Lock&, Job& job, Stream stream) {
@@ -128,22 +132,19 @@ bool Scheduler::all_before_are_submitted(const Queue& queue, const Work& work) c
   return true;
 }
 
-bool Scheduler::can_submit(const Queue& queue, const Job& job) const {
+bool Scheduler::can_submit(const Queue& queue, const Job& job, int64_t flush_until) const {
   if (queue.submitting >= 0) return false;
-  if (job.id > flush_until_ && !queue.channel.has_room_for(job.work->entries)) return false;
+  if (job.id > flush_until && !queue.channel.has_room_for(job.work->entries)) return false;
   if (!queue.channel.has_states_for(job.work->encoded_blocks)) return false;
   return all_before_are_submitted(queue, *job.work);
 }
 
 void Scheduler::submit_or_queue(Lock& lock, const JobRef& job) noexcept {
   Queue& queue = queue_of(*job);
-  // A few at a time: a submission does not pay for all that has ended.
-  if (queue.channel.num_running() > kMaxRunning / 4) advance(lock, 2);
-  if (!device_loss_.empty()) return end_unsubmitted(*job, State::kFailed, device_loss_);
   const bool is_small = job->work->predicted_submit_seconds <= kSmallSeconds;
   if (!is_small && !ensure_worker(queue, *job)) return;
   const bool may_begin = is_small || job->work->is_staged;
-  if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job)) {
+  if (!submit_thread_ && may_begin && queue.jobs.empty() && can_submit(queue, *job, kNoFlush)) {
     queue.submitting = job->id;
     JobList jobs;
     jobs.push_back(job);
@@ -319,11 +320,13 @@ void Scheduler::flush(Lock& lock, const Job& job) noexcept {
 bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexcept {
   Queue& queue = queues_[job.channel];
   const bool is_begun = !queue.begun.empty();
-  if (submit_thread_ || (!is_begun && !drop_ended(queue))) return false;
+  if (submit_thread_ || (!is_begun && !plan_first(queue))) return false;
   const Job& first = is_begun ? queue.begun.front()->jobs.front() : queue.jobs.front();
   const bool may_block = first.work->entries > kMaxEntries;  // in the driver, whose queue is full
   const bool is_quick = first.work->predicted_submit_seconds < seconds;
-  if (may_block || !is_quick || !(is_begun || can_submit(queue, first))) return false;
+  // Beyond the channel's limits the driver's queue may be full, and the thread has to come back.
+  const int64_t flush_until = seconds < kNoLimit ? kNoFlush : flush_until_;
+  if (may_block || !is_quick || !(is_begun || can_submit(queue, first, flush_until))) return false;
   std::optional<ContextGuard> context;
   try {
     context.emplace(device_);
@@ -331,14 +334,17 @@ bool Scheduler::submit_queued(Lock& lock, const Job& job, double seconds) noexce
     mark_lost(Reason(error));
     return true;
   }
-  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue));
+  is_begun ? submit_rest(lock, queue) : submit_jobs(lock, queue, take_jobs(queue, flush_until));
   return true;
 }
 
-// Removes cancelled jobs from the front of the queue. False if no job is left.
-bool Scheduler::drop_ended(Queue& queue) noexcept {
+// Removes cancelled jobs from the front of the queue, and plans the first one that is left again:
+// its copy method may have changed meanwhile. False if no job is left.
+bool Scheduler::plan_first(Queue& queue) noexcept {
   while (!queue.jobs.empty() && queue.jobs.front().has_ended()) queue.jobs.pop_front();
-  return !queue.jobs.empty();
+  if (queue.jobs.empty()) return false;
+  planner_.plan(queue.jobs.front());
+  return true;
 }
 
 // The worker: submits what is queued in its order, small jobs joined.
@@ -364,9 +370,9 @@ void Scheduler::run_worker(Queue& queue) noexcept {
     if (queue.jobs.empty()) return;
     advance(lock);
     // A job at the front may be cancelled; can_submit() is for jobs that will be submitted.
-    if (!drop_ended(queue)) continue;
-    if (can_submit(queue, queue.jobs.front())) {
-      submit_jobs(lock, queue, take_jobs(queue));
+    if (!plan_first(queue)) continue;
+    if (can_submit(queue, queue.jobs.front(), flush_until_)) {
+      submit_jobs(lock, queue, take_jobs(queue, flush_until_));
       pause = kShortPause;
     } else {
       // Another thread may have to submit something first, or the device to end something.
@@ -377,7 +383,7 @@ void Scheduler::run_worker(Queue& queue) noexcept {
 }
 
 // Takes the first job of the queue, which is not empty, and the jobs that can be joined with it.
-JobList Scheduler::take_jobs(Queue& queue) noexcept {
+JobList Scheduler::take_jobs(Queue& queue, int64_t flush_until) noexcept {
   JobList jobs;
   size_t bytes = 0, entries = 0, encoded_blocks = 0;
   queue.submitting = queue.jobs.front().id;
@@ -388,7 +394,7 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
       continue;
     }
     encoded_blocks += next.work->encoded_blocks;
-    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next) ||
+    if (!jobs.empty() && (!can_join(queue, jobs, bytes, entries, next, flush_until) ||
                           !queue.channel.has_states_for(encoded_blocks))) {
       break;
     }
@@ -401,11 +407,11 @@ JobList Scheduler::take_jobs(Queue& queue) noexcept {
 }
 
 // Whether `next` can be copied together with the jobs. bytes, entries: of the jobs.
-bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries,
-                         Job& next) {
+bool Scheduler::can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next,
+                         int64_t flush_until) {
   const Job& first = jobs.front();
   Work& work = *next.work;
-  const bool flushing = next.id <= flush_until_;
+  const bool flushing = next.id <= flush_until;
   if (jobs.size() >= (flushing ? kFlushedJobs : kJoinedJobs)) return false;
   if (!flushing && bytes + next.nbytes > kJoinedBytes) return false;
   if (!flushing && entries + work.entries > kJoinedEntries) return false;

@@ -67,8 +67,8 @@ class Scheduler {
 
   // A new job.
 
-  // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason.
-  // May throw std::bad_alloc. The job is not added before submit().
+  // Plans the job, and finds what it depends on. Returns why it cannot succeed, or an empty reason:
+  // it may find the device lost. May throw std::bad_alloc. The job is not added before submit().
   Reason prepare(const Lock&, Job& job);
   // Makes the job start after all that the stream was given so far, or after an event. The stream
   // is of the handler's device.
@@ -94,7 +94,8 @@ class Scheduler {
   // For a thread that waits for the job: submits the first job of that channel's queue before the
   // worker has woken up, which takes tens of microseconds, and hundreds where the processor sleeps
   // deeply. Only if the job can be submitted now, and in less than `seconds`; otherwise returns
-  // false. No context need be current.
+  // false. With kNoLimit also beyond the channel's limits, after flush(). No context need be
+  // current.
   bool submit_queued(Lock& lock, const Job& job, double seconds) noexcept;
   // True when the job will be reported as cancelled.
   bool cancel(const Lock&, Job& job) noexcept;
@@ -142,16 +143,19 @@ class Scheduler {
   };
 
   static constexpr uint64_t kAllBytes = std::numeric_limits<uint64_t>::max();
+  static constexpr int64_t kNoFlush = -1;
 
   Queue& queue_of(const Job& job) { return queues_[job.channel]; }
   bool all_before_are_submitted(const Queue& queue, const Work& work) const;
-  bool can_submit(const Queue& queue, const Job& job) const;
+  // flush_until: jobs up to this number may be submitted beyond the channel's limits.
+  bool can_submit(const Queue& queue, const Job& job, int64_t flush_until) const;
   void submit_or_queue(Lock& lock, const JobRef& job) noexcept;
   bool ensure_worker(Queue& queue, Job& job) noexcept;
   void run_worker(Queue& queue) noexcept;
-  bool drop_ended(Queue& queue) noexcept;
-  JobList take_jobs(Queue& queue) noexcept;
-  bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next);
+  bool plan_first(Queue& queue) noexcept;
+  JobList take_jobs(Queue& queue, int64_t flush_until) noexcept;
+  bool can_join(Queue& queue, const JobList& jobs, size_t bytes, size_t entries, Job& next,
+                int64_t flush_until);
 
   void submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes = kAllBytes) noexcept;
   bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept;
@@ -188,8 +192,8 @@ class Scheduler {
   GateWords gate_words_;
   std::vector<Gate*> gates_;  // with a reference to each
   Reason device_loss_;
-  // Jobs up to this number are submitted beyond the channel's limits.
-  int64_t flush_until_ = -1;
+  // Jobs up to this number are submitted beyond the channel's limits, by threads that may block.
+  int64_t flush_until_ = kNoFlush;
   bool closed_ = false;
   bool stopping_ = false;
 };

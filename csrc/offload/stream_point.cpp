@@ -1,11 +1,20 @@
 #include "offload/stream_point.h"
 
+#include <atomic>
+
 #include "event_pool.h"
 
 namespace kvswap {
 namespace {
 
 constexpr size_t kMaxStreamPoints = 256;
+
+// Unlike the system's number, never that of a thread that has ended.
+uint64_t this_thread() {
+  static std::atomic<uint64_t> last{0};
+  thread_local const uint64_t number = ++last;
+  return number;
+}
 
 }  // namespace
 
@@ -15,6 +24,7 @@ StreamPoint* StreamPoints::record(Stream stream) {
   StreamPoint* point = is_full ? latest_on(stream) : nullptr;
   if (point == nullptr) point = take_idle();
   point->stream = stream;
+  point->thread = this_thread();
   ++point->users;
   try {
     device_.record_event(point->event, stream, " on the stream that the job starts after");
@@ -30,6 +40,7 @@ StreamPoint* StreamPoints::latest_on(Stream stream) const {
   StreamPoint* latest = nullptr;
   for (const auto& point : all_) {
     if (point->users == 0 || point->stream != stream) continue;
+    if (point->thread != this_thread()) continue;
     if (latest == nullptr || point->number > latest->number) latest = point.get();
   }
   return latest;

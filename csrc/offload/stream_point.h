@@ -13,6 +13,7 @@ namespace kvswap {
 struct StreamPoint {
   Event event = nullptr;
   Stream stream = nullptr;  // a handle of the channel's device
+  uint64_t thread = 0;      // that has recorded it: handle 2 is another stream in each thread
   uint64_t number = 0;      // grows with each record
   int users = 0;            // jobs that start after it and are not on the device yet
 };
@@ -20,10 +21,10 @@ struct StreamPoint {
 // The stream points of a channel's jobs.
 //
 // Each job has an event of its own. When kMaxStreamPoints (stream_point.cpp) are in use, a new job
-// shares the latest event of its stream, if there is one, and records it again: an earlier job that
-// is still queued then waits for slightly later work. This cannot deadlock. A stream can wait for a
-// job only once that job is on the device, and from then on a new record does not change what the
-// job waits for.
+// shares the latest event of its thread and stream, if there is one, and records it again: an
+// earlier job that is still queued then waits for slightly later work. This cannot deadlock. A
+// stream can wait for a job only once that job is on the device, and from then on a new record does
+// not change what the job waits for.
 //
 // Not thread safe: the scheduler's lock guards it. All streams are of the handler's device, whose
 // context is current.
@@ -43,7 +44,7 @@ class StreamPoints {
   void destroy();
 
  private:
-  // The latest one in use that was recorded on the stream; null for none.
+  // The latest one in use that this thread has recorded on the stream; null for none.
   StreamPoint* latest_on(Stream stream) const;
   StreamPoint* take_idle();
 

@@ -87,6 +87,26 @@ def test_an_event_that_cannot_be_recorded_ends_its_job_after_its_copies(
     assert rows.page(1) == {4}
 
 
+@pytest.mark.parametrize("nth", [1, 2], ids=["start", "end"])
+@on_queued_device
+def test_an_event_that_cannot_be_made_ends_its_job(accelerator: Accelerator, nth: int) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    make, calls = queue._new_event, iter(range(1, 3))
+
+    def fail(timed: bool = False) -> torch.Event:
+        if timed and next(calls, None) == nth:
+            raise RuntimeError("the test makes no event")
+        return make(timed)
+
+    queue._new_event = fail  # type: ignore[method-assign]
+    job = rows.store(3, 0)
+    with pytest.raises(TransferError, match="the test makes no event"):
+        job.synchronize(PATIENCE)
+    rows.store(4, 1).synchronize(PATIENCE)
+    assert rows.page(1) == {4}
+
+
 @on_queued_device
 def test_a_wait_that_fails_keeps_the_job_from_copying(accelerator: Accelerator) -> None:
     rows = Rows()

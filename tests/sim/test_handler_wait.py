@@ -37,7 +37,7 @@ PR_GET_TIMERSLACK = 30
 OTHER = 44  # a stream
 # Blocks of a job that the calling thread does not submit; of one that the driver's queue cannot hold.
 LARGE, TOO_LARGE = 1024, 20000
-COPY = "cuMemcpyBatchAsync"
+COPY, COPY_ONE = "cuMemcpyBatchAsync", "cuMemcpyAsync"
 
 
 @simulated
@@ -337,6 +337,28 @@ def test_who_waits_submits_nothing_that_does_not_fit_into_the_drivers_queue(
         with pytest.raises(TimeoutError):
             sim.handler.synchronize(timeout=0.09)  # four times what it would take
         assert not submitted()
+
+
+@simulated
+def test_who_waits_on_the_host_submits_nothing_beyond_what_the_channel_takes(
+    driver: Driver,
+) -> None:
+    """Also while a thread waits until a later job is on the device, which asks for just that."""
+    with SimulatedCache(driver, blocks=LARGE, pages=LARGE) as sim:
+        pages = sim.host.pages
+        with late_worker(sim, "store"):
+            hold, _ = sim.hold_up("store")
+            stores = [*sim.fill("store"), *(sim.store(1, 1) for _ in range(100))]
+            load = sim.load(1, 2)
+            waiting = Call(load.wait, Stream(OTHER))  # for the stores' worker, to submit those
+            assert waiting.waits()
+            submitted = driver.calls_here(COPY_ONE)
+            with pytest.raises(TimeoutError):
+                sim.handler.synchronize(stores[-1], timeout=0.1)
+            assert driver.calls_here(COPY_ONE) == submitted
+            sim.release(hold)
+        assert waiting.ends() is None
+    assert sim.is_right(pages=pages)
 
 
 @pytest.mark.parametrize("kind", CHANNELS)

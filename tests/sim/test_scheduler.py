@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -659,6 +660,39 @@ def test_many_queued_jobs_behind_a_busy_stream_share_events_and_start_behind_it(
         sim.release(busy)
         assert {*states(sim.finish())} == {"done"}
         assert torch.equal(sim.host.pages[1:, 0], written[1:])
+
+
+@simulated
+def test_threads_share_no_events_behind_their_own_default_streams(driver: Driver) -> None:
+    """The handle is the same in all threads, and the stream another one in each."""
+    own = Stream(2)
+    with SimulatedCache(driver, blocks=512, pages=512) as sim:
+        hold, _ = queue_up(sim, "store")
+        first = sim.held(own.cuda_stream)
+        for i in range(1, 300):  # more than have events of their own
+            sim.store(i, i, after=own)
+        second = sim.held(own.cuda_stream)
+        last = sim.store(300, 300, after=own)
+
+        def submit() -> Job:
+            driver.cuda.is_done(stream=own.cuda_stream)  # in a context
+            holds.append(sim.held(own.cuda_stream))
+            return sim.store(301, 301, after=own)
+
+        holds: list[int] = []
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(submit).result()
+            for released in (hold, first, *holds):
+                sim.release(released)
+            before = sim.page(300)
+            assert run_until(driver, lambda: sim.metrics("store").queued == 0)
+            driver.run()
+            assert not last.query()
+            assert sim.holds(300, before)
+            sim.release(second)
+            sim.finish()
+        assert other.query()
+        assert sim.is_right()
 
 
 @simulated

@@ -4,8 +4,11 @@ pieces of a large one, and the worker, or a thread that waits for the job, the r
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +26,7 @@ from torch_kvswap.handler import Gate, Job
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
 LAUNCH = "cuLaunchKernel"  # once for each piece
+STRIDED = "cuMemcpy3DAsync"  # once for each block
 KINDS = pytest.mark.parametrize("kind", ["store", "load"])
 WAITS = pytest.mark.parametrize("waits", ["on the host", "on a stream"])
 
@@ -271,6 +275,84 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert sim.is_right()
 
 
+class UnstagedHandler(OffloadHandler):
+    """Staging is predicted to be fastest, and strided copies to be the next, 10 us each to submit."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {
+            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 10e-6, {512: 1e-9}),
+            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 10e-6, {512: 1e-9}),
+        }
+        for direction in ("store", "load")
+    }
+
+
+@needs_kernels
+@simulated
+def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
+    driver: Driver,
+) -> None:
+    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
+    with UnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
+        driver.set_mode("manual")
+        # More than a quarter of what may be in flight: a submission looks whether some have ended.
+        slow = [handler.store(gpu_block_ids=[i], page_ids=[i], after=()) for i in range(17)]
+        driver.step(copies)  # the start of the first is recorded
+        driver.advance_clock(10_000)
+        driver.run()
+        before = driver.calls_here(STRIDED)
+        large = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+        copied_here = driver.calls_here(STRIDED) - before
+        driver.set_mode("immediate")
+        handler.synchronize()
+        taken = [job.result and job.result.copy_method for job in (slow[0], large)]
+    assert (taken, copied_here) == (["staged", "strided"], 0)
+
+
+class SlowUnstagedHandler(OffloadHandler):
+    """The same, but submitting all strided copies takes 6.4 ms, and staging 64 us."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {
+            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 1e-6, {512: 1e-9}),
+            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 100e-6, {512: 1e-9}),
+        }
+        for direction in ("store", "load")
+    }
+
+
+@needs_kernels
+@simulated
+def test_who_waits_gives_no_queued_job_that_takes_longer_since_it_is_staged_no_more(
+    driver: Driver,
+) -> None:
+    layout = on_device(driver, torch.zeros(2, BLOCKS, 128 << 10, dtype=torch.uint8))
+    copies = driver.cuda.create_stream() + 1  # the channel's, of stores
+    before = threads()
+    with SlowUnstagedHandler(layout, pool(driver, layout, BLOCKS)) as handler:
+        handler.store(gpu_block_ids=ALL, page_ids=ALL, after=()).synchronize()
+        (worker,) = threads() - before
+        assert in_time(lambda: rest({worker}))
+        with driver.stopped(worker):
+            driver.set_mode("manual")
+            for i in range(BLOCKS):  # no more may be in flight
+                slow = handler.store(gpu_block_ids=[i], page_ids=[i], after=())
+            queued = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
+            driver.step(copies)  # the start of the first is recorded
+            driver.advance_clock(10_000)
+            driver.run()
+            handler.poll()
+            strided = driver.calls_here(STRIDED)
+            with suppress(TimeoutError):
+                handler.synchronize(queued, timeout=0.005)
+            copied_here = driver.calls_here(STRIDED) - strided
+            driver.set_mode("immediate")
+        handler.synchronize()
+        taken = [job.result and job.result.copy_method for job in (slow, queued)]
+    assert (taken, copied_here) == (["staged", "strided"], 0)
+
+
 @KINDS
 @needs_kernels
 @simulated
@@ -298,3 +380,56 @@ def test_a_small_job_needs_no_worker(driver: Driver, kind: str) -> None:
         assert here == by_all
         assert new_threads(before) == 0
         assert sim.is_right()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@needs_kernels
+@simulated
+def test_random_begun_jobs_do_what_they_do_one_after_another(driver: Driver, seed: int) -> None:
+    """While other threads wait for them, and so give the rest, and the device runs as it likes."""
+    rng = random.Random(seed)
+    with staged(driver) as sim:
+        driver.set_mode("threaded", seed)
+        blocks = sim.tensors.transpose(0, 1).reshape(BLOCKS, -1).clone()
+        pages = sim.pages.clone()
+        gate, jobs = sim.handler.gate(), list[Job]()
+        is_over = threading.Event()
+
+        def wait(own: random.Random) -> None:
+            while not is_over.is_set():
+                job = own.choice(jobs[-8:] or [None])
+                if job is None or own.random() < 0.2:
+                    sim.handler.poll()
+                elif own.random() < 0.5:
+                    job.wait(Stream(SIDE))
+                else:
+                    with suppress(TimeoutError):
+                        sim.handler.synchronize(job, timeout=own.choice([0, 0.0005, 0.01]))
+
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(wait, random.Random(seed + i)) for i in range(2)]
+            for _ in range(60):
+                count = rng.choice([1, 2, 12, 24, 48])  # 2 MiB are 8
+                of_gpu, of_host = (rng.sample(ALL, count) for _ in range(2))
+                kind = rng.choice(["store", "store", "load", "load", "expedited", "gate", "layers"])
+                if kind == "store":
+                    job = sim.handler.store(gpu_block_ids=of_gpu, page_ids=of_host, after=())
+                    pages[of_host] = blocks[of_gpu]
+                else:
+                    job = sim.handler.load(
+                        page_ids=of_host,
+                        gpu_block_ids=of_gpu,
+                        after=(),
+                        expedited=kind == "expedited",
+                        gate=gate if kind == "gate" else None,
+                        layer_groups=2 if kind == "layers" else None,
+                    )
+                    blocks[of_gpu] = pages[of_host]
+                jobs.append(job)
+            sim.handler.synchronize(jobs)
+            is_over.set()
+            for each in waiting:
+                each.result()
+        driver.set_mode("immediate")
+        assert torch.equal(sim.pages, pages)
+        assert torch.equal(sim.tensors.transpose(0, 1).reshape(BLOCKS, -1), blocks)

@@ -341,9 +341,9 @@ class DeviceQueue:
         if stream.records and stream.records[-1].is_of(command):
             return  # Ctrl-C came right after
         error = stream.error
-        event: torch.Event | None = self._new_event(bool(command.timed))
-        assert event is not None
+        event: torch.Event | None = None
         try:
+            event = self._new_event(bool(command.timed))
             event.record(stream.stream)
         except Exception as problem:
             error, event = _text_of(problem), None
