@@ -454,6 +454,7 @@ class BegunJobs:
         self.polls = self.rng.random() < 0.5  # while jobs are submitted
         self.jobs: list[Job] = []
         self.moves: list[tuple[bool, list[int], list[int]]] = []
+        self.cancelling = threading.Lock()
         self.cancelled: set[int] = set()
         self.reported: list[int] = []  # in the order in which poll() did
         self.is_lost = False
@@ -544,8 +545,9 @@ class BegunJobs:
         self.reported.extend(result.job_id for result in sim.handler.poll())
         assert in_time(lambda: len(self.reported) >= len(self.jobs))
         assert sorted(self.reported) == [job.id for job in self.jobs]  # once each
-        for job, move in zip(self.jobs[begin:], self.moves[begin:], strict=True):
-            self._judge(job, move)
+        with self.cancelling:  # `cancelled` has all that were
+            for job, move in zip(self.jobs[begin:], self.moves[begin:], strict=True):
+                self._judge(job, move)
         self.contents.failed_loads.clear()  # poll() has reported them
 
     def _make_fail(self) -> None:
@@ -582,7 +584,7 @@ class BegunJobs:
 
     def _disturb(self, sim: Staged, rng: random.Random, is_over: threading.Event) -> None:
         """What other threads do."""
-        while not is_over.is_set():
+        while not is_over.wait(0.0002):
             job = rng.choice(self.jobs[-8:] or [None])
             what = rng.random()
             try:
@@ -602,10 +604,11 @@ class BegunJobs:
                 self.errors.append(str(error))
 
     def _cancel(self, sim: Staged, job: Job) -> None:
-        if sim.handler.cancel(job):
-            self.cancelled.add(job.id)
-        else:
-            assert job.result is not None
+        with self.cancelling:
+            if sim.handler.cancel(job):
+                self.cancelled.add(job.id)
+            else:
+                assert job.result is not None
 
     def _judge(self, job: Job, move: tuple[bool, list[int], list[int]]) -> None:
         """Compares how a job has ended with how it should, and finds out what it leaves behind."""
