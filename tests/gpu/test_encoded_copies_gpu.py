@@ -15,12 +15,15 @@ pytestmark = pytest.mark.gpu
 METHODS = ("staged", "kernel")
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("values", [2048, 20480])
-def test_random_jobs_leave_the_bits_of_a_model(values: int, seed: int, method: str) -> None:
-    fuzz = Fuzz(None, seed, device="cuda:0", values=values, copy_method=method)
-    counts = fuzz.run(rounds=12)
+def test_random_jobs_leave_the_bits_of_a_model(
+    values: int, seed: int, method: str, shares: bool
+) -> None:
+    options = {"device": "cuda:0", "values": values, "copy_method": method}
+    counts = Fuzz(None, seed, shares=shares, rounds=12, **options).run()
     assert counts["done"] > counts["failed"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 100

@@ -16,6 +16,7 @@ from drained import drain
 from encoded_cache import STAGING_BYTES, VALUES, EncodedCache
 from encoded_fuzz import Fuzz
 from expecttest import assert_expected_inline
+from fuzz import fuzz
 from logged import logged
 from patience import PATIENCE, in_time
 from simulated_cache import (
@@ -224,35 +225,56 @@ def test_addresses_of_encoded_blocks_are_checked_when_asked(driver: Driver, chec
             assert re.search("only the first 3071 lie in memory", str(results[2].error))
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 @pytest.mark.parametrize("mode", ["immediate", "threaded"])
-@pytest.mark.parametrize("seed", [1, 2])
 @needs_kernels
 @simulated
 def test_random_jobs_leave_the_bits_of_a_model(
-    driver: Driver, seed: int, mode: str, method: str
+    driver: Driver, mode: str, method: str, shares: bool
 ) -> None:
-    counts = Fuzz(driver, seed, mode, copy_method=method).run(rounds=6)
+    check_random_jobs(driver, mode, method, shares, scenarios=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@needs_kernels
+@simulated
+def test_many_random_jobs_leave_the_bits_of_a_model(
+    driver: Driver, method: str, shares: bool
+) -> None:
+    check_random_jobs(driver, "threaded", method, shares, scenarios=40)
+
+
+def check_random_jobs(driver: Driver, mode: str, method: str, shares: bool, scenarios: int) -> None:
+    def make(seed: int) -> Fuzz:
+        return Fuzz(driver, seed, mode, shares=shares, copy_method=method)
+
+    counts = fuzz(make, scenarios)
     assert counts["done"] > counts["failed"] > 0
     assert counts["rejected"] > 0
     assert counts["compared"] > 100
+    assert min(counts[f"loaded {group}"] for group in range(3)) > 0
+    assert counts["never copied"] > 0
 
 
 @needs_kernels
 @simulated
 def test_as_a_control_a_bit_that_changes_is_found(driver: Driver) -> None:
-    fuzz = Fuzz(driver, 1, "immediate")
-    store = fuzz.cache.store
+    scenario = Fuzz(driver, 1, "immediate")
+    store = scenario.cache.store
 
     def flip(*arguments: Any, **options: Any) -> Job:
         job = store(*arguments, **options)
         assert in_time(job.query)
-        fuzz.cache.pools[0].pages[arguments[1][0][0], 0, -1] ^= 1
+        for page in arguments[1][0]:
+            scenario.cache.pools[0].pages[page, 0, -1] ^= 1
         return job
 
-    fuzz.cache.store = flip  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="block"):
-        fuzz.run(rounds=6)
+    scenario.cache.store = flip  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="of group 0 is wrong"):
+        scenario.run()
 
 
 # Order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,10 @@ class EncodedCache:
     Args:
         driver: whose GPU has the cache, in manual mode afterwards; None is `device`.
         device: of the cache.
+        layers: of each group, or a list with one number per group.
         encodings: of the groups, one after another. A single one gives a handler without lists.
+        views: which group has a view of the pool of which earlier group. The others have pools of
+            their own.
         bits: bits_per_value of encoded groups.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
@@ -44,9 +47,10 @@ class EncodedCache:
         blocks: int = 16,
         pages: int = 16,
         per_page: int = 1,
-        layers: int = 3,
+        layers: int | Sequence[int] = 3,
         values: int = VALUES,
         encodings: Sequence[str] = ("lossless",),
+        views: Mapping[int, int] | None = None,
         bits: float = 12.125,
         **options: Any,
     ) -> None:
@@ -54,9 +58,12 @@ class EncodedCache:
         random = np.random.default_rng(7)
         self.driver = driver
         self.tensors: list[list[Tensor]] = []
-        self.layouts, self.pools = [], []
-        for encoding in encodings:
-            numbers = random.standard_normal((layers, blocks, values), np.float32)
+        self.layouts: list[PagedLayout] = []
+        self.pools: list[HostPool] = []
+        views = views or {}
+        for group, encoding in enumerate(encodings):
+            count = layers if isinstance(layers, int) else layers[group]
+            numbers = random.standard_normal((count, blocks, values), np.float32)
             tensors = list(torch.from_numpy(numbers).bfloat16().to(device))
             layout = PagedLayout(tensors)
             if driver is not None:
@@ -68,7 +75,11 @@ class EncodedCache:
                 of_pool["bits_per_value"] = bits
             self.tensors.append(tensors)
             self.layouts.append(layout)
-            self.pools.append(HostPool(layout, pages, per_page, **of_pool))
+            if group in views:
+                pool = self.pools[views[group]].view_for(layout, **of_pool)
+            else:
+                pool = HostPool(layout, pages, per_page, **of_pool)
+            self.pools.append(pool)
         if driver is not None:
             options.setdefault("staging_bytes", STAGING_BYTES)
             first = driver.cuda.create_stream() + 1  # streams are counted
