@@ -73,7 +73,7 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
     ]
     raw, lossless = (overheads_ms(rounds, engine, "alone")[1] for engine in (OURS, LOSSLESS))
     name = "alone, overhead of lossless over that of raw pages"
-    verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw))
+    verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw if raw > 0 else math.inf))
     gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
     share, kind = least_share(rounds)
     if gain < SPEEDUP and share <= SHARE:  # one of the two is asked for

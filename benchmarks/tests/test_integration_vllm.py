@@ -15,7 +15,7 @@ from vllm_server import make_prompts
 
 pytestmark = pytest.mark.slow  # of a benchmark program
 
-ENGINES = ("plain", "vLLM's own", "ours")
+ENGINES = ("plain", "vLLM's own", "ours", "ours, lossless")
 
 
 def rounds_of(seconds: dict[str, float], ttft: dict[str, float]) -> list[Round]:
@@ -31,26 +31,29 @@ def judged(seconds: tuple[float, ...], ttft: tuple[float, ...]) -> str:
     rounds = rounds_of(
         dict(zip(ENGINES, seconds, strict=True)), dict(zip(ENGINES, ttft, strict=True))
     )
-    return "\n".join(map(str, judge(rounds)[-2:]))
+    return "\n".join(map(str, judge(rounds)[-3:]))
 
 
 def test_the_throughput_or_the_overhead_has_to_be_better():
     assert_expected_inline(
-        judged((1, 3, 2), (0.01, 0.03, 0.029)),
+        judged((1, 3, 2, 2), (0.01, 0.03, 0.029, 0.02)),
         """\
 met          alone, throughput over vLLM's own offloading: 1.50, at least 1
+met          alone, overhead of lossless over that of raw pages: 0.53, at most 0.88
 met          the better of cold and warm, throughput over vLLM's own offloading: 1.50, at least 1.15""",
     )
     assert_expected_inline(
-        judged((1, 1.05, 1), (0.01, 0.03, 0.018)),
+        judged((1, 1.05, 1, 1), (0.01, 0.03, 0.018, 0.018)),
         """\
 met          alone, throughput over vLLM's own offloading: 1.05, at least 1
+MISSED       alone, overhead of lossless over that of raw pages: 1, at most 0.88
 met          alone, the best, share of the overhead of vLLM's own in time to first token: 0.40, at most 0.50""",
     )
     assert_expected_inline(
-        judged((1, 1, 1.25), (0.01, 0.03, 0.03)),
+        judged((1, 1, 1.25, 1), (0.01, 0.03, 0.03, 0.02)),
         """\
 MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
+met          alone, overhead of lossless over that of raw pages: 0.50, at most 0.88
 MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
     )
 
@@ -59,7 +62,7 @@ def test_answers_that_are_not_those_of_plain_are_counted():
     rounds = rounds_of(dict.fromkeys(ENGINES, 1), dict.fromkeys(ENGINES, 1))
     rounds[-1].tokens = [[1, 3]]
     assert differences(rounds) == (
-        "answers of 6 that are not those of plain vLLM: vLLM's own 0, ours 1"
+        "answers of 6 that are not those of plain vLLM: vLLM's own 0, ours 0, ours, lossless 1"
     )
 
 
@@ -82,7 +85,9 @@ class Server:
         self.name, self.settings = name, settings
         if "kv_transfer_config" in settings:
             extra = settings["kv_transfer_config"]["kv_connector_extra_config"]
-            self.model = PrefixCacheModel(extra["cpu_bytes_to_use"] // (2 * 8 * 64 * 2 * 16 * 2))
+            raw = 2 * 8 * 64 * 2 * 16 * 2  # bytes of a block
+            page = raw * 12.125 / 16 if extra.get("encoding") == "lossless" else raw
+            self.model = PrefixCacheModel(int(extra["cpu_bytes_to_use"] / page))
 
     def ready(self) -> dict[str, Any]:
         return {}
@@ -93,7 +98,7 @@ class Server:
         made = make_prompts(order["seed"], order["prompts"], order["lengths"], **how, vocabulary=99)
         chosen = [made[number] for number in order.get("order", range(len(made)))]
         cached = [0] * len(chosen)
-        if self.name == "hits":
+        if self.name.startswith("hits"):
             cached = [16 * self.model.serve(block_keys(prompt, 16)) for prompt in chosen]
             cached[-1] += 16 * self.more
         tokens = [[1, 2] for _ in chosen]
@@ -117,13 +122,15 @@ def test_it_fails_when_hits_differ_from_the_model_and_writes_all_it_measured(
     file = tmp_path / "figures.json"
     assert integration_vllm.main([*ARGUMENTS, "--device", "cpu", "--json", str(file)]) == more
     written = json.loads(file.read_text())
-    assert len(written["rounds"]) == 3 * 3 * 3
-    assert len(written["hits"]) == 24
-    assert any(0 < found < 15 for found, _ in written["hits"]), "some prompts in part"
+    assert len(written["rounds"]) == 4 * 3 * 3
+    raw, lossless = written["hits"]["raw"], written["hits"]["lossless"]
+    assert len(raw) == len(lossless) == 24
+    assert any(0 < found < 15 for found, _ in raw), "some prompts in part"
+    assert sum(found for found, _ in raw) < sum(found for found, _ in lossless)
     assert "blocks found on the host" in capsys.readouterr().out
     # Each engine is the first one of a turn in its turn, and all get the same prompts.
-    names = [name for name, order in Server.served[1:] if not order.get("drop")]
+    names = [name for name, order in Server.served[2:] if not order.get("drop")]
     firsts = [names[turn * len(names) // 4] for turn in range(4)]
-    assert len(set(firsts)) == 3
-    seeds = [order["seed"] for _, order in Server.served[1:]]
+    assert len(set(firsts)) == 4
+    seeds = [order["seed"] for _, order in Server.served[2:]]
     assert seeds == sorted(seeds)
