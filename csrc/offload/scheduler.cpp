@@ -220,7 +220,9 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_
     for (const auto& before : held) wait_events.push_back(before->ends.back());
     made = make_transfer(queue, jobs);
   } catch (const std::exception& error) {
-    return fail_unsubmitted(jobs, Reason(error));
+    const Reason reason(error);
+    check_alive(lock, reason);
+    return fail_unsubmitted(jobs, device_loss_.empty() ? reason : device_loss_);
   }
   Transfer& transfer = *made.front();
   transfer.jobs = std::move(jobs);

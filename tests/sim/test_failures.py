@@ -387,6 +387,17 @@ def test_a_device_that_is_lost_while_a_job_is_enqueued_ends_all_jobs(
 
 
 @simulated_on_both
+def test_a_job_for_which_a_lost_device_makes_no_events_is_told(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        for name in ("cuEventCreate", "cuStreamQuery"):  # lost after the context became current
+            driver.fail(name, code=719)
+        jobs = [sim.store(1, 1)]
+        assert jobs[0].result is not None
+        assert isinstance(jobs[0].result.error, DeviceLostError)
+        assert_lost(sim, jobs)
+
+
+@simulated_on_both
 def test_a_worker_that_finds_the_device_lost_ends_all_jobs(driver: Driver) -> None:
     with SimulatedCache(driver) as sim:
         sim.held()
