@@ -33,7 +33,7 @@ class Round:
 
     @property
     def ttft_ms(self) -> float:
-        """The mean of requests that share the engine, the median of those that are alone."""
+        """The mean of the requests. If they ran one after another: the median."""
         return 1e3 * (median if self.kind == "alone" else mean)(self.ttft)
 
     def to_json(self) -> dict[str, Any]:

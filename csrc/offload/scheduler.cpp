@@ -222,7 +222,7 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_
   } catch (const std::exception& error) {
     const Reason reason(error);
     check_alive(lock, reason);
-    return fail_unsubmitted(jobs, device_loss_.empty() ? reason : device_loss_);
+    return fail_unsubmitted(jobs, reason);
   }
   Transfer& transfer = *made.front();
   transfer.jobs = std::move(jobs);
@@ -286,13 +286,14 @@ bool Scheduler::enqueue(Lock& lock, Queue& queue, Transfers made,
   jobs = std::move(made.front()->jobs);
   queue.channel.retire(std::move(made));
   if (!alive && device_loss_.empty()) mark_lost(error);
-  return fail_unsubmitted(jobs, device_loss_.empty() ? error : device_loss_);
+  return fail_unsubmitted(jobs, error);
 }
 
-// Ends a single job as failed; on a lost device, all jobs.
+// Ends a single job as failed; on a lost device, all jobs, for that reason.
 bool Scheduler::fail_unsubmitted(JobList& jobs, const Reason& error) noexcept {
   if (device_loss_.empty() && jobs.size() > 1) return false;
-  while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, error);
+  const Reason& why = device_loss_.empty() ? error : device_loss_;
+  while (!jobs.empty()) end_unsubmitted(*jobs.pop_front(), State::kFailed, why);
   return true;
 }
 

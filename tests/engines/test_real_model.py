@@ -52,7 +52,7 @@ def keys_and_values(model: Any, tokens: Tensor) -> Any:
 
 
 def continuation(model: Any, output: Any) -> list[int]:
-    """The most likely tokens after a prompt, of which `output` is the model's."""
+    """Greedy tokens. output: what the model has returned for the prompt."""
     made: list[int] = []
     for _ in range(NEW_TOKENS):
         made.append(int(output.logits[0, -1].argmax()))

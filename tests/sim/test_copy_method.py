@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -429,24 +429,42 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
     assert submitted >= began + min(100 * held_up.copy_seconds, 2)
 
 
+def taken_by_two(
+    driver: Driver,
+    folder: Path,
+    slow_one: Callable[[Driver, OffloadHandler, int], Result],
+    stream: int,
+    **of_paths: tuple[float, float, float],
+) -> list[str]:
+    """The copy methods of two transfers that are held up, of a new handler: it knows of no other.
+
+    Args:
+        slow_one: slow_store or slow_load.
+        stream: of the channel's copies, counted from the first that the handler makes.
+        of_paths: see figures().
+    """
+    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
+    while True:
+        copies = driver.cuda.create_stream() + stream
+        with (
+            figures(folder, **of_paths),
+            OffloadHandler(layout, HostPool(layout, 4)) as handler,
+        ):
+            began = time.monotonic()
+            taken = [slow_one(driver, handler, copies).copy_method for _ in range(2)]
+            # A busy machine may stop this thread for as long as the rule holds.
+            if time.monotonic() - began < 2:
+                return taken
+
+
 @pytest.mark.parametrize(("strided_ms", "then"), [(4, "strided"), (8, "kernel"), (1000, "kernel")])
 @needs_kernels
 @simulated
 def test_where_staged_loads_are_held_up_a_kernel_takes_over_if_the_copy_engines_are_slow(
     driver: Driver, tmp_path: Path, strided_ms: float, then: str
 ) -> None:
-    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
-    is_soon = False
-    while not is_soon:  # a busy machine may stop this thread for as long as the rule holds
-        copies = driver.cuda.create_stream() + 3
-        with (  # a new handler knows of no transfer that was held up
-            figures(tmp_path, strided=(strided_ms, 0, 0), staged=(1, 0, 0), kernel=(3, 0, 0)),
-            OffloadHandler(layout, HostPool(layout, 4)) as handler,
-        ):
-            began = time.monotonic()
-            taken = [slow_load(driver, handler, copies).copy_method for _ in range(2)]
-            is_soon = time.monotonic() - began < 2
-    assert taken == ["staged", then]
+    costs = {"strided": (strided_ms, 0, 0), "staged": (1, 0, 0), "kernel": (3, 0, 0)}
+    assert taken_by_two(driver, tmp_path, slow_load, 3, **costs) == ["staged", then]
 
 
 @needs_kernels
@@ -571,15 +589,5 @@ def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) 
 def test_copy_engines_take_over_from_held_up_stores_only_if_they_promise_half_the_time(
     driver: Driver, tmp_path: Path, strided_ms: float, then: str
 ) -> None:
-    layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
-    is_soon = False
-    while not is_soon:  # a busy machine may stop this thread for as long as the rule holds
-        copies = driver.cuda.create_stream() + 1
-        with (
-            figures(tmp_path, strided=(strided_ms, 0, 0), staged=(1, 0, 0)),
-            OffloadHandler(layout, HostPool(layout, 4)) as handler,
-        ):
-            began = time.monotonic()
-            taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
-            is_soon = time.monotonic() - began < 2
-    assert taken == ["staged", then]
+    costs = {"strided": (strided_ms, 0, 0), "staged": (1, 0, 0)}
+    assert taken_by_two(driver, tmp_path, slow_store, 1, **costs) == ["staged", then]

@@ -286,16 +286,29 @@ def test_closing_waits_for_a_begun_job(driver: Driver, kind: str) -> None:
         assert sim.is_right()
 
 
-class UnstagedHandler(OffloadHandler):
-    """Staging is predicted to be fastest, and strided copies to be the next, 10 us each to submit."""
-
-    _costs: ClassVar[Costs] = {
+def costs_to_submit(staged: float, strided: float) -> Costs:
+    """Staging is predicted to be fastest, and strided copies to be the next. staged, strided:
+    seconds to submit a copy."""
+    return {
         direction: {
-            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 10e-6, {512: 1e-9}),
-            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 10e-6, {512: 1e-9}),
+            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, staged, {512: 1e-9}),
+            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, strided, {512: 1e-9}),
         }
         for direction in ("store", "load")
     }
+
+
+def hold_up_first(driver: Driver, copies: int) -> None:
+    """Runs what was submitted, the first transfer for so long that nothing is staged after it."""
+    driver.step(copies)  # the start of the first is recorded
+    driver.advance_clock(10_000)
+    driver.run()
+
+
+class UnstagedHandler(OffloadHandler):
+    """Each copy takes 10 us to submit."""
+
+    _costs: ClassVar[Costs] = costs_to_submit(staged=10e-6, strided=10e-6)
 
 
 @needs_kernels
@@ -309,9 +322,7 @@ def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
         driver.set_mode("manual")
         # More than a quarter of what may be in flight: a submission looks whether some have ended.
         slow = [handler.store(gpu_block_ids=[i], page_ids=[i], after=()) for i in range(17)]
-        driver.step(copies)  # the start of the first is recorded
-        driver.advance_clock(10_000)
-        driver.run()
+        hold_up_first(driver, copies)
         before = driver.calls_here(STRIDED)
         large = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
         copied_here = driver.calls_here(STRIDED) - before
@@ -322,15 +333,9 @@ def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
 
 
 class SlowUnstagedHandler(OffloadHandler):
-    """The same, but submitting all strided copies takes 6.4 ms, and staging 64 us."""
+    """Submitting all strided copies takes 6.4 ms, and staging 64 us."""
 
-    _costs: ClassVar[Costs] = {
-        direction: {
-            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, 1e-6, {512: 1e-9}),
-            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, 100e-6, {512: 1e-9}),
-        }
-        for direction in ("store", "load")
-    }
+    _costs: ClassVar[Costs] = costs_to_submit(staged=1e-6, strided=100e-6)
 
 
 @needs_kernels
@@ -350,9 +355,7 @@ def test_who_waits_gives_no_queued_job_that_takes_longer_since_it_is_staged_no_m
             for i in range(BLOCKS):  # no more may be in flight
                 slow = handler.store(gpu_block_ids=[i], page_ids=[i], after=())
             queued = handler.store(gpu_block_ids=ALL, page_ids=ALL, after=())
-            driver.step(copies)  # the start of the first is recorded
-            driver.advance_clock(10_000)
-            driver.run()
+            hold_up_first(driver, copies)
             handler.poll()
             strided = driver.calls_here(STRIDED)
             with suppress(TimeoutError):

@@ -28,8 +28,8 @@ class EncodedCache:
         device: of the cache.
         layers: of each group, or a list with one number per group.
         encodings: of the groups, one after another. A single one gives a handler without lists.
-        views: which group has a view of the pool of which earlier group. The others have pools of
-            their own.
+        views: maps a group to an earlier one, of whose pool it has a view. The others have pools
+            of their own.
         bits: bits_per_value of encoded groups.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.

@@ -321,7 +321,7 @@ class Fuzz:
             state.failed_loads -= places
         return source_failed, rejected
 
-    # What is there.
+    # Checks.
 
     def _judge(
         self, result: Result, submitted: Submitted, state: str, rejected: tuple[int, ...]
