@@ -63,7 +63,7 @@ def _parser() -> ArgumentParser:
         choices=CHOICES,
         help="of the handler; default: auto, or what KVSWAP_COPY_METHOD says",
     )
-    add("--staging-mib", type=int, default=32, help="of the handler")
+    add("--staging-mib", type=int, default=256, help="of the handler")
     return parser
 
 

@@ -268,7 +268,7 @@ class CudaDevice : public Device, public PackKernels, public StreamWords, public
   uint64_t allocate_staging(uint64_t bytes) override {
     cuda::Address address = 0;
     KVSWAP_DRIVER_CHECK(cuda::driver().allocate(&address, bytes), "cuMemAlloc", " of ", bytes,
-                        " bytes for staging");
+                        " bytes for staging (staging_bytes)");
     return address;
   }
   void free_staging(uint64_t address) noexcept override { cuda::driver().free(address); }

@@ -34,22 +34,21 @@ double fragment_seconds(const double* table, double bytes) {
 
 // The driver copies pageable memory in the call: only the worker makes such calls.
 constexpr double kPageableSeconds = std::numeric_limits<double>::infinity();
-// Beside kernels that hold all SMs, a staged transfer waits for SMs at each piece. Copy engines do
-// not, and a kernel that loads does so once, for kLaunchSeconds, and then takes kKernelFactor times
-// as long as alone. A transfer that took kMinGain times as long as predicted for the best of these
-// turns staging off for kAvoidTimes its duration, kMaxAvoidSeconds at most: trying it again too
-// early costs several times as much as trying too late. Two copies that share the link are both
-// slower, by less than kMinGain.
-// Beside a GEMM, 102 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored at 37
-// GB/s, without this rule at 11, and the GEMM loses 1.4 ms for each GB instead of 7.4. Right after
-// it: 48 GB/s instead of 54. Layers at no common distance, 64 blocks at a time: copy engines load 8
-// GB/s, staging 9, a kernel 25 to 45 at 0.1 to 2.4 ms for each GB; stores stay staged, because
-// copy engines are as slow (H200).
-constexpr double kMinGain = 2, kKernelFactor = 1.6, kAvoidTimes = 100, kMaxAvoidSeconds = 2;
-constexpr double kLaunchSeconds = 1e-3;
+// Beside kernels that hold all SMs, a kernel waits for SMs, and copy engines do not. A transfer
+// with kernels that took kMinGain times as long as predicted for the best method on such a GPU adds
+// kLaunchSeconds for this wait to the predictions for kernels, for kAvoidTimes its duration,
+// kMaxAvoidSeconds at most: trying kernels again too early costs several times as much as trying
+// too late. Two copies that share the link are both slower, by less than kMinGain.
+// Beside a GEMM, 8 blocks of 160 x 8 KiB at a time, of layers at one distance, are stored and
+// loaded at 45 GB/s, without this rule at 7 and 10; 32 at a time at 46 instead of 26 and 35 (H200).
+constexpr double kMinGain = 2, kAvoidTimes = 100, kMaxAvoidSeconds = 2, kLaunchSeconds = 1e-3;
 constexpr double kMinCrowdedSeconds = 100e-6;  // added to what was predicted
 constexpr double kUnstagedSeconds = 12e-6;
 constexpr size_t kMaxUnstagedRuns = 2;
+
+bool is_by_kernels(CopyMethod method) {
+  return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
+}
 
 // Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
 size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
@@ -129,8 +128,7 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
       groups_[copy.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
-  const bool waits = copy.is_crowded && method == CopyMethod::kKernel;
-  return waits ? kKernelFactor * alone + kLaunchSeconds : alone;
+  return copy.is_crowded && is_by_kernels(method) ? alone + kLaunchSeconds : alone;
 }
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
@@ -147,15 +145,14 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
   // Expedited loads have no staging buffer, in which they would wait behind other loads.
   const bool is_expedited = copy.channel == kExpedited;
-  const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited && !copy.is_crowded;
-  const bool has_kernel_limit = !is_expedited && !(copy.channel == kLoads && copy.is_crowded);
+  const bool may_stage = copy.may_launch && copy.may_stage && !is_expedited;
   CopyMethod best = available_.front();
   double least = std::numeric_limits<double>::infinity();
   for (const CopyMethod method : available_) {
     if (method == CopyMethod::kStaged && !may_stage) continue;
     if (method == CopyMethod::kKernel && !copy.may_launch) continue;
     if (forces(method)) return method;
-    if (method == CopyMethod::kKernel && has_kernel_limit && bytes > kMaxKernelBytes) continue;
+    if (method == CopyMethod::kKernel && !is_expedited && bytes > kMaxKernelBytes) continue;
     const double predicted = seconds(method, copy);
     if (predicted >= least) continue;
     least = predicted;
@@ -342,9 +339,7 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
   bool launched = false;
   for (const TransferPart& part : transfer.parts) {
     const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
-    const bool by_kernels =
-        part.method == CopyMethod::kStaged || part.method == CopyMethod::kKernel;
-    launched |= by_kernels && !is_encoded;
+    launched |= is_by_kernels(part.method) && !is_encoded;
     const int channel = transfer.jobs.front().channel;
     const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
                                            true,       true,    true};

@@ -86,8 +86,8 @@ class CopyPlanner {
   size_t entries_of(const std::vector<TransferPart>& parts) const;
 
   // To be called with the time that each transfer took on the device. If one with kernels was much
-  // slower than predicted for the method chosen on a GPU that other kernels keep busy, that method
-  // is chosen for a while.
+  // slower than predicted for a GPU that other kernels keep busy, methods are chosen for such a GPU
+  // for a while.
   void record_duration(const Transfer& transfer, double seconds) noexcept;
 
   // Frees the memory. Nothing runs any more.

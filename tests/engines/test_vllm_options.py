@@ -17,7 +17,7 @@ def test_what_is_not_said_has_a_default():
         store_threshold=1,
         manager="torch_kvswap",
         copy_method=None,
-        staging_bytes=32 << 20,
+        staging_bytes=256 << 20,
         encoding="raw",
         bits_per_value=None,
     )

@@ -166,7 +166,9 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))
-    with OffloadHandler(layout, HostPool(layout, num_pages=160), copy_method="staged") as handler:
+    with OffloadHandler(
+        layout, HostPool(layout, num_pages=160), copy_method="staged", staging_bytes=32 << 20
+    ) as handler:
         sizes = {}
         for kind in ("store", "load"):
             driver.log()

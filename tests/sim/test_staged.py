@@ -401,7 +401,9 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
 @simulated
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
-    handler = OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged")
+    handler = OffloadHandler(
+        layout, HostPool(layout, num_pages=6), copy_method="staged", staging_bytes=32 * MIB
+    )
     handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[1]))
     streams = driver.live("streams")
     driver.log()

@@ -28,6 +28,7 @@ from torch_kvswap.handler import Gate, Job
 
 BLOCKS = 64  # of 256 KiB, more than the calling thread submits
 ALL = list(range(BLOCKS))
+STAGING = 32 << 20  # a piece has 8 MiB at most
 LAUNCH = "cuLaunchKernel"  # once for each piece
 STRIDED = "cuMemcpy3DAsync"  # once for each block
 HURTS_A_STAGED_JOB = (
@@ -118,7 +119,11 @@ def staged(
     tensors = torch.randint(256, (layers, BLOCKS, (256 << 10) // layers), dtype=torch.uint8)
     layout = on_device(driver, tensors)
     with Handler(
-        layout, pool(driver, layout, BLOCKS), copy_method="staged", submit_thread=submit_thread
+        layout,
+        pool(driver, layout, BLOCKS),
+        copy_method="staged",
+        staging_bytes=STAGING,
+        submit_thread=submit_thread,
     ) as handler:
         yield Staged(driver, handler, kind, tensors)
 
@@ -291,15 +296,15 @@ def costs_to_submit(staged: float, strided: float) -> Costs:
     seconds to submit a copy."""
     return {
         direction: {
-            "staged": CopyMethodCosts(1e-3, 0.0, 0.0, staged, {512: 1e-9}),
-            "strided": CopyMethodCosts(2e-3, 50e-6, 0.0, strided, {512: 1e-9}),
+            "staged": CopyMethodCosts(10e-3, 0.0, 0.0, staged, {512: 1e-9}),
+            "strided": CopyMethodCosts(10.2e-3, 1e-6, 0.0, strided, {512: 1e-9}),
         }
         for direction in ("store", "load")
     }
 
 
 def hold_up_first(driver: Driver, copies: int) -> None:
-    """Runs what was submitted, the first transfer for so long that nothing is staged after it."""
+    """Runs what was submitted, the first transfer for so long that strided copies take over."""
     driver.step(copies)  # the start of the first is recorded
     driver.advance_clock(10_000)
     driver.run()
