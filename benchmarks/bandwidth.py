@@ -25,7 +25,7 @@ from bandwidth_report import targets
 from comparison import COLD, WARM, Plan, add_comparison, measure_all, settings
 from comparison_report import counts, judge, no_targets, tables
 from program import device_of, finish, new_parser
-from transfers import BLOCKS, DIRECTIONS, shapes_of
+from transfers import BLOCKS, DIRECTIONS, add_staging, shapes_of
 
 from torch_kvswap.copy_method import CHOICES
 
@@ -63,7 +63,7 @@ def _parser() -> ArgumentParser:
         choices=CHOICES,
         help="of the handler; default: auto, or what KVSWAP_COPY_METHOD says",
     )
-    add("--staging-mib", type=int, default=256, help="of the handler")
+    add_staging(parser)
     return parser
 
 

@@ -13,6 +13,7 @@ the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targe
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -32,13 +33,14 @@ from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample,
 from program import device_of, finish, new_parser
 from timing import TimeLimit, no_garbage_collection, synchronize
 from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
-from transfers import DIRECTIONS, Shape, add_transfers, shapes_of
+from transfers import DIRECTIONS, Shape, add_staging, add_transfers, shapes_of
 
 from torch_kvswap import OffloadHandler
 from torch_kvswap.cli.progress import Progress
 
 SHAPES = ("160x8", "160x4")
 FORCED = ("staged", "kernel")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues, which streams share
 LEAST = 2  # repeats that a limit of time leaves
 
 
@@ -52,8 +54,9 @@ def main(arguments: list[str]) -> int:
     cells, wrong = measure_all(device, shapes, options)
     verdicts = judge(cells) if on_cuda else []
     print(tables(cells), "", *verdicts, "", sep="\n")
-    names = ("repeats", "seconds", "mib", "arrangements", "time_limit")
+    names = ("repeats", "seconds", "mib", "arrangements", "staging_mib", "time_limit")
     settings = {name: getattr(options, name) for name in names}
+    settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
     content = {
         "benchmark": "interference",
         "settings": settings,
@@ -69,6 +72,7 @@ def _parser() -> ArgumentParser:
     add("--seconds", type=float, help="of compute in a sample")
     add("--mib", type=int, help="in a transfer")
     add_transfers(parser)
+    add_staging(parser)
     text = f"for the whole program; cells then have fewer repeats, but {LEAST} at least"
     add("--time-limit", type=float, metavar="SECONDS", help=text)
     return parser
@@ -93,7 +97,7 @@ def measure_all(
         blocks = shape.new_blocks(device, 3 * count + 2, arrangement)  # a third does not move
         with ExitStack() as stack:
             stack.enter_context(blocks.host)
-            handlers = _handlers(blocks, stack)
+            handlers = _handlers(blocks, options.staging_mib << 20, stack)
             for direction, compute in kinds:
                 ways: dict[str, Way] = {
                     BIG: BigWay(big, direction, nbytes),
@@ -113,12 +117,14 @@ def measure_all(
     return cells, wrong
 
 
-def _handlers(blocks: Any, stack: ExitStack) -> dict[str, OffloadHandler]:
+def _handlers(blocks: Any, staging_bytes: int, stack: ExitStack) -> dict[str, OffloadHandler]:
     """By way; the methods that cannot be had are left out."""
     handlers = {}
     for copy_method in ("auto", *(FORCED if blocks.device.type == "cuda" else ())):
         try:
-            handler = OffloadHandler(blocks.layout, blocks.host, copy_method=copy_method)
+            handler = OffloadHandler(
+                blocks.layout, blocks.host, copy_method=copy_method, staging_bytes=staging_bytes
+            )
         except ValueError as error:
             print(f"{copy_method} cannot be had: {error}")
             continue

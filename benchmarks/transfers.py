@@ -14,6 +14,8 @@ from blocks import ARRANGEMENTS, ONE_BY_ONE, NumberedBlocks
 from timing import Move, device_us
 from torch import Tensor
 
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+
 SHAPES = ("160x8", "160x4", "160x2", "64x32")
 BLOCKS = (1, 8, 64, 512)
 DIRECTIONS = ("store", "load")
@@ -52,6 +54,12 @@ def add_transfers(parser: ArgumentParser) -> None:
     add("--shapes", type=Shape.parse, nargs="+", help=text)
     text = "of the layers in memory; default: both"
     add("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS), help=text)
+
+
+def add_staging(parser: ArgumentParser) -> None:
+    """The option that says how much memory a handler has for staged copies."""
+    mib = DEFAULT_STAGING_BYTES >> 20
+    parser.add_argument("--staging-mib", type=int, default=mib, help="of the handler")
 
 
 def shapes_of(

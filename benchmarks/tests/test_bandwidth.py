@@ -187,7 +187,7 @@ def test_every_cell_is_in_the_file(
         "other_mib": 1,
         "other_calls": 200,
         "copy_method": None,
-        "staging_mib": 32,
+        "staging_mib": 256,
     }
     assert figures["machine"]["torch"] == torch.__version__
     cells = figures["cells"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import json
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def test_every_cell_is_in_the_file(
         "seconds": 0.002,
         "mib": 1,
         "arrangements": list(ARRANGEMENTS),
+        "staging_mib": 256,
         "time_limit": None,
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],  # of conftest.py
     }
     kinds = [(one["arrangement"], one["direction"], one["way"]) for one in figures["cells"]]
     ways = ("big copy", "reference", "auto", "copy engines only")
