@@ -52,6 +52,7 @@ class CudaCopier : public Copier {
   void use_staging(uint64_t begin, uint64_t bytes);
   // Two times kCounterBytes: the channel's stream and that of the kernels may encode at once.
   void use_counters(uint64_t counters) { counters_ = counters; }
+  void start_after(const std::vector<Event>& events) override;
   Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
               CopyPosition& next, uint64_t& bytes) override;
   bool synchronize() noexcept override;
@@ -60,7 +61,7 @@ class CudaCopier : public Copier {
 
  private:
   PackedCopy packed(const PartCopy& part) const;
-  uint64_t stage(const PartCopy& part, Event start, const BatchOptions& options, uint64_t begin,
+  uint64_t stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
                  uint64_t& bytes);
   void send(FragmentList& fragments, const BatchOptions& options);
   void order_after_unpacking();
@@ -99,7 +100,16 @@ void CudaCopier::use_staging(uint64_t begin, uint64_t bytes) {
   staging_ = std::make_unique<StagingBuffer>(begin, bytes);
 }
 
-Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,
+// A store is packed while the one before it is on the link. Beside a GEMM the kernel waits for SMs
+// meanwhile. Loads are unpacked after copies of the channel's stream anyway.
+void CudaCopier::start_after(const std::vector<Event>& events) {
+  if (!to_host_ || kernels_ == nullptr) return;
+  for (const Event event : events) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, event, 0), "cuStreamWaitEvent");
+  }
+}
+
+Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event, bool has_pageable,
                         CopyPosition& next, uint64_t& bytes) {
   BatchOptions options(environment_);
   options.has_pageable = has_pageable;
@@ -111,7 +121,7 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
     if (part.method == CopyMethod::kStaged) {
       send(fragments, options);
       if (bytes == 0) return nullptr;
-      next.byte = stage(part, start, options, next.byte, bytes);
+      next.byte = stage(part, options, next.byte, bytes);
       if (next.byte != 0) return nullptr;
       continue;
     }
@@ -134,11 +144,8 @@ Stream CudaCopier::copy(const std::vector<PartCopy>& parts, Event start, bool ha
 
 // Stages the part from byte `begin` on, and reduces `bytes`. Returns where the next piece begins, 0
 // if there is none.
-uint64_t CudaCopier::stage(const PartCopy& part, Event start, const BatchOptions& options,
-                           uint64_t begin, uint64_t& bytes) {
-  if (to_host_ && begin == 0) {
-    KVSWAP_DRIVER_CHECK(cuda::driver().wait_event(kernels_, start, 0), "cuStreamWaitEvent");
-  }
+uint64_t CudaCopier::stage(const PartCopy& part, const BatchOptions& options, uint64_t begin,
+                           uint64_t& bytes) {
   const PackedCopy copy = packed(part);
   const uint64_t end = staging_->copy(copy, begin, bytes, {device_, copies_, kernels_},
                                       cuda::kernels(device_), options);

@@ -96,16 +96,18 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Enqueues copies that start after the work in the channel's stream so far. Returns the stream on
-  // which they end. May block while the device's queue is full. If it throws, some bytes may be
-  // copied; the caller then calls synchronize() before the next copy().
-  // - start: an event recorded on the channel's stream before the copies, for copiers that use
-  // other
-  //   streams too.
+  // Makes what the next copies do on streams of their own start after these events; the channel's
+  // stream waits for them already. Called once for each transfer.
+  virtual void start_after(const std::vector<Event>& /*events*/) {}
+
+  // Enqueues copies. What they do on the channel's stream starts after the work in it so far.
+  // Returns the stream on which they end. May block while the device's queue is full. If it throws,
+  // some bytes may be copied; the caller then calls synchronize() before the next copy().
+  // - start: an event recorded on the channel's stream before the copies.
   // - has_pageable: some host page of the handler is not pinned.
   // - next: where to begin. Set to where the call has stopped: {parts.size(), 0} if nothing is
-  // left.
-  //   Otherwise the returned stream means nothing, and the next call goes on with the same parts.
+  //   left. Otherwise the returned stream means nothing, and the next call goes on with the same
+  //   parts.
   // - bytes: the call stops once it has staged so many bytes, at the end of a piece. Reduced by the
   //   bytes that it has staged.
   virtual Stream copy(const std::vector<PartCopy>& parts, Event start, bool has_pageable,

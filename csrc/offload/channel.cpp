@@ -153,6 +153,7 @@ Reason Channel::enqueue(Transfer& transfer, const std::vector<Event>& wait_event
   try {
     if (!transfer.has_begun) {
       for (const Event event : wait_events) device_.wait_event(stream_, event);
+      copier_->start_after(wait_events);
       device_.record_event(transfer.start, stream_);
       for (TransferPart& part : transfer.parts) {
         if (part.method == CopyMethod::kStaged) sort_by_slot(part);

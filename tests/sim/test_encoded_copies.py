@@ -161,7 +161,6 @@ def test_encoded_blocks_are_copied_in_pieces_of_whole_slots(driver: Driver) -> N
             log,
             """\
 record event 1 on kernels
-wait for event 1 on kernels
 encode 3 blocks on kernels
 record event 3 on kernels
 wait for event 3 on kernels

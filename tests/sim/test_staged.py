@@ -124,7 +124,6 @@ def test_a_store_is_packed_piece_by_piece_while_the_piece_before_is_copied(drive
             """\
 record event 1 on copies
 strided copy of 2 x 262144 bytes on copies
-wait for event 1 on kernels
 pack 2 blocks on kernels
 record event 3 on kernels
 wait for event 3 on copies
@@ -372,6 +371,60 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
         for number, tensor in enumerate(layout.tensors):
             assert torch.equal(tensor[:first], slots[:first, number])
         driver.set_mode("immediate")
+
+
+@needs_kernels
+@simulated
+def test_a_store_is_packed_while_the_one_before_it_is_copied(driver: Driver) -> None:
+    whole = numbers(2, 12, 4096)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    copies = driver.cuda.create_stream() + 1
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(copies)
+        for i in (1, 2):
+            handler.store(gpu_block_ids=[i], page_ids=[i], after=())
+        driver.run()
+        pending = driver.pending()
+        driver.release(hold)
+        driver.set_mode("immediate")
+        drain(handler)
+    assert "pack" not in pending
+    assert "copy" in pending
+    for i in (1, 2):
+        assert torch.equal(pool.pages[i, 0], whole[:, i].flatten())
+
+
+@pytest.mark.parametrize("waits", ["the store", "the store before it"])
+@needs_kernels
+@simulated
+def test_a_store_is_packed_after_what_it_and_the_stores_before_it_wait_for(
+    driver: Driver, waits: str
+) -> None:
+    whole = numbers(2, 12, 4096)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=12)
+    driver.set_stream(0, CURRENT)
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(CURRENT)
+        new = numbers(2, 4096)
+        for layer in (0, 1):
+            driver.cuda.copy(whole[layer, 2], new[layer], CURRENT)
+        if waits == "the store":
+            handler.store(gpu_block_ids=[2], page_ids=[2])
+        else:  # no kernel packs that one
+            handler.store(gpu_block_ids=[1], page_ids=[1], copy_engines_only=True)
+            handler.store(gpu_block_ids=[2], page_ids=[2], after=())
+        driver.run()
+        pending = driver.pending()
+        driver.release(hold)
+        driver.set_mode("immediate")
+        drain(handler)
+        stored = pool.pages[2, 0].clone()
+    assert "pack" in pending
+    assert torch.equal(stored, new.flatten())
 
 
 @needs_kernels
