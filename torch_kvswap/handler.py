@@ -387,7 +387,8 @@ class OffloadHandler(NotCopyable):
     Lifetime: a context manager that closes the handler on exit. A handler that is dropped, or still
     open when the process exits, is closed.
 
-    With a cache on the CPU, store() and load() return after the copy.
+    With a cache on the CPU, store() and load() return after the copy, `after` takes no stream or
+    event, and gate() raises. docs/devices.md lists what else is refused there.
 
     Args:
         gpu (PagedLayout | Sequence[PagedLayout]): the cache.
@@ -397,9 +398,10 @@ class OffloadHandler(NotCopyable):
             transfer; "strided", "batch", "staged", "kernel" and "generic" force one method, which
             the device must have: a cache on the CPU accepts only "auto". None reads
             KVSWAP_COPY_METHOD, which defaults to "auto".
-        staging_bytes (int): device memory for copies. "staged": half for stores and half for loads,
-            allocated at construction if any transfer could be staged. "generic": a third for each
-            channel, one block at least, allocated by its first copy.
+        staging_bytes (int): device memory for copies, 256 MiB by default. "staged": half for stores
+            and half for loads, allocated at construction if any transfer could be staged, and freed
+            by close(). "generic": a third for each channel, one block at least, allocated by its
+            first copy.
         submit_thread (bool): give every copy to the driver from one thread per channel, which takes
             40 to 250 us to wake up. By default the calling thread submits small copies itself, and
             begins large ones.
@@ -507,7 +509,8 @@ class OffloadHandler(NotCopyable):
             after (torch.Stream | torch.Event | tuple[()] | None): what the copy waits
                 for: all work submitted to this stream so far, or this event. None is the calling
                 thread's current stream on the cache's device, which orders the copy behind the
-                kernels that wrote the blocks. AFTER_NOTHING starts at once.
+                kernels that wrote the blocks. AFTER_NOTHING starts at once. A stream or an event is
+                refused for a cache on the CPU, where the copy runs inside the call.
             copy_engines_only (bool): use no kernels, so that compute running beside the copy is
                 slowed down no more than by one large copy. Kernel launches may wait longer because
                 the driver is busier, and the copy may take longer. Refused for encoded pages.
@@ -521,8 +524,9 @@ class OffloadHandler(NotCopyable):
             TypeError: an argument has a wrong type.
             ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.
-            RuntimeError: the handler is closed, a tensor of the cache has moved, or the stream is
-                being captured into a CUDA graph.
+            RuntimeError: the handler is closed, a tensor of the cache has moved, the stream is
+                being captured into a CUDA graph, or this is a forked child. docs/ordering.md says
+                what to do after each error.
             MemoryError: host memory is exhausted.
         """
         ids = gpu_block_ids, page_ids, first_block
@@ -676,7 +680,7 @@ class OffloadHandler(NotCopyable):
             layer_groups (int): 1 to the number of tensors of the cache.
 
         Raises:
-            ValueError: layer_groups is out of range, or the cache is on the CPU.
+            ValueError: layer_groups is out of range, or the cache is not on a CUDA device.
         """
         return Gate(self._native, layer_groups)
 

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,27 @@ def test_the_readmes_example_runs_without_a_gpu(capsys):
     assert all(isinstance(tensor, torch.Tensor) for tensor in names["kv_tensors"])
 
 
+def examples_of(page):
+    text = (README.parent / "docs" / page).read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def on_the_cpu(code, *changes):
+    for large, small in (('"cuda"', '"cpu"'), *changes):
+        assert code.count(large) == 1
+        code = code.replace(large, small)
+    return code
+
+
 def test_the_examples_of_the_prefixes_run_without_a_gpu():
-    page = README.parent / "docs" / "prefixes.md"
-    code, _, _, lazy = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    code, _, _, _, lazy = examples_of("prefixes.md")
     gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
     names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
     exec(code, names)
     assert names["engine"].lookup(names["keys"]).ready == 6
     with kvs.OffloadHandler(gpu, names["host"]) as handler:
         engine = kvs.OffloadEngine(handler, store_policy="lazy")
-        exec(lazy, {"engine": engine, "keys": names["keys"], "gpu_block_ids": range(4, 10)})
+        exec(lazy, {"engine": engine, "keys": names["keys"]})
         engine.poll()
         assert engine.lookup(names["keys"]).ready == 6
 
@@ -56,15 +68,13 @@ def test_the_example_of_the_encoding_runs_without_a_gpu(capsys):
 
 @pytest.mark.parametrize("becomes", ["loaded", "pending", "lost"])
 def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypatch):
-    page = README.parent / "docs" / "prefixes.md"
-    _, preempt, resume, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    rows = torch.arange(12)[:, None].repeat(1, 5)
+    _, preempt, resume, _, _ = examples_of("prefixes.md")
+    rows = torch.arange(18)[:, None].repeat(1, 5)
     gpu = kvs.PagedLayout([rows])
     hasher = kvs.PrefixHasher("my-model", "bfloat16", block_tokens=16)
     with kvs.OffloadHandler(gpu, kvs.HostPool(gpu, num_pages=7)) as handler:
         engine = kvs.OffloadEngine(handler)
         names = {"engine": engine, "hasher": hasher, "tokens": list(range(100))}
-        names |= {"num_computed": 99, "gpu_block_ids": range(7)}
         exec(preempt, names)
         assert engine.preempt(["other"], [0]) is None
         if becomes == "pending":
@@ -73,9 +83,109 @@ def test_the_example_of_a_preempted_request_runs_without_a_gpu(becomes, monkeypa
             engine.manager.reset()
         exec(resume, names)
         assert (names["job"] is not None) == (becomes == "loaded")
-        first = 0 if becomes == "loaded" else 5
-        assert rows[5:, 0].tolist() == list(range(first, first + 7))
+        first = 4 if becomes == "loaded" else 11
+        assert rows[11:, 0].tolist() == list(range(first, first + 7))
         assert engine.release(names["held"]) == (becomes == "pending")
+
+
+def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(capsys):
+    code = on_the_cpu(examples_of("prefixes.md")[3], ("(8, 128)", "(1, 4)"))
+    start = code.index("with kvs.OffloadHandler")
+    names = {"kvs": kvs, "torch": torch}
+    exec(code[:start], names)
+    for cache in names["full"] + names["window"]:
+        cache[:] = torch.arange(cache.shape[1]).view(1, -1, 1, 1, 1)
+    exec(code[start:], names)
+    assert capsys.readouterr().out == "192 tokens are on the host\n"
+    for cache in names["full"]:
+        assert cache[0, 29:43, 0, 0, 0].tolist() == [29, *range(4, 16), 42]
+    for cache in names["window"]:
+        assert cache[0, [0, 49, 50, 51, 52], 0, 0, 0].tolist() == [0, 49, 24, 25, 52]
+
+
+@pytest.fixture
+def scheduler():
+    code = on_the_cpu(examples_of("scheduler.md")[0])
+    names = {}
+    exec(code, names)
+    assert names["scheduler"].running == [names["request"]]
+    assert names["request"].num_valid == 5
+    gpu = kvs.PagedLayout([torch.arange(12, dtype=torch.float32)[:, None].repeat(1, 4)])
+    with kvs.OffloadHandler(gpu, kvs.HostPool(gpu, num_pages=8)) as handler:
+        made = names["Scheduler"](handler)
+        made.running.append(names["Request"]([made.free_blocks.pop() for _ in range(5)], [], 5))
+        yield made
+
+
+def make_results(scheduler, monkeypatch, **changes):
+    """Lets poll() report all jobs with these changes."""
+    poll = scheduler.handler.poll
+    monkeypatch.setattr(
+        scheduler.handler, "poll", lambda: [replace(result, **changes) for result in poll()]
+    )
+
+
+def test_the_scheduler_of_the_docs_moves_a_request_out_and_in(scheduler):
+    (request,) = scheduler.running
+    assert scheduler.preempt(request)
+    assert (scheduler.running, len(scheduler.free_pages), len(scheduler.free_blocks)) == ([], 3, 7)
+    scheduler.poll()
+    assert (scheduler.swapped, len(scheduler.free_blocks)) == ([request], 12)
+    assert scheduler.resume(request)
+    scheduler.poll()
+    assert (scheduler.running, scheduler.swapped) == ([request], [])
+    assert request.num_valid == 5
+    assert sorted(scheduler.free_pages) == list(range(8))
+    assert sorted(scheduler.free_blocks + request.blocks) == list(range(12))
+    (rows,) = scheduler.handler.layouts[0].tensors
+    assert rows[request.blocks, 0].tolist() == [11, 10, 9, 8, 7]
+
+
+def test_the_scheduler_of_the_docs_goes_on_after_a_failed_store(scheduler, monkeypatch):
+    (request,) = scheduler.running
+    make_results(scheduler, monkeypatch, state="failed", rejected=(2, 3))
+    scheduler.preempt(request)
+    scheduler.poll()
+    assert (scheduler.running, scheduler.swapped, request.num_valid) == ([request], [], 5)
+    assert (request.blocks, len(scheduler.free_pages)) == ([11, 10, 9, 8, 7], 8)
+
+
+@pytest.mark.parametrize(
+    ("state", "rejected", "valid"),
+    [("failed", (), 0), ("cancelled", (), 0), ("failed", (2, 3), 2)],
+)
+def test_the_scheduler_of_the_docs_recomputes_after_a_failed_load(
+    scheduler, monkeypatch, state, rejected, valid
+):
+    (request,) = scheduler.running
+    scheduler.preempt(request)
+    scheduler.poll()
+    make_results(scheduler, monkeypatch, state=state, rejected=rejected)
+    scheduler.resume(request)
+    scheduler.poll()
+    assert (scheduler.running, request.num_valid) == ([request], valid)
+    assert (len(request.blocks), len(scheduler.free_pages)) == (5, 8)
+
+
+def test_the_scheduler_of_the_docs_takes_nothing_where_there_is_no_room(scheduler):
+    (request,) = scheduler.running
+    taken, scheduler.free_pages = scheduler.free_pages, scheduler.free_pages[:4]
+    assert not scheduler.preempt(request)
+    assert (scheduler.running, len(scheduler.free_pages)) == ([request], 4)
+    scheduler.free_pages = taken
+    scheduler.preempt(request)
+    scheduler.poll()
+    scheduler.free_blocks = scheduler.free_blocks[:4]
+    assert not scheduler.resume(request)
+    assert (scheduler.swapped, len(scheduler.free_blocks)) == ([request], 4)
+
+
+def test_the_size_of_a_pool_in_the_docs_is_that_of_its_pages():
+    size, _ = examples_of("host_memory.md")
+    layout = kvs.PagedLayout([torch.zeros(4, 1 << 18) for _ in range(2)])
+    names = {"kvs": kvs, "layout": layout}
+    exec(size.replace("64 << 30", "64 << 20"), names)
+    assert (names["num_pages"], names["pool"].nbytes) == (32, 64 << 20)
 
 
 def test_the_readme_is_short():

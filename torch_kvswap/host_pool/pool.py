@@ -294,6 +294,12 @@ class HostPool(NotCopyable):
     ) -> int:
         """The `page_bytes` of a pool with these arguments: divide memory by it to get num_pages.
 
+        Args:
+            layout, blocks_per_page, encoding, bits_per_value: see HostPool.
+
+        Returns:
+            int: bytes per page.
+
         Raises:
             TypeError, ValueError: see HostPool.
         """
