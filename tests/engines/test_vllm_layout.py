@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import weakref
 from types import SimpleNamespace as Record
 from typing import Any
 
@@ -114,7 +116,7 @@ def test_a_transfer_of_another_number_of_groups_is_refused():
 def moved(layout: PagedLayout, pool: HostPool, direction: Any) -> tuple[Retry, torch.Tensor]:
     """Blocks 4, 1 and 3 and the slots 1 to 3 of pages 2 and 0."""
     places = Move([np.array([4, 1, 3])], [np.array([2, 0])], [1]).places(2)
-    retry = Retry([layout], [pool], direction, places, {})
+    retry = Retry([layout], [pool], direction, places, {}, has_run=False)
     retry.wait()
     return retry, torch.stack([pool.pages[2, 1], pool.pages[0, 0], pool.pages[0, 1]])
 
@@ -149,7 +151,8 @@ def test_a_copy_that_fails_again_ends_with_the_error():
     assert "index 4 is out of bounds" in str(retry.error)
 
 
-def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeypatch):
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_copy_waits_for_the_current_stream_unless_its_transfer_has_run(has_run, monkeypatch):
     log = []
 
     class Stream:
@@ -178,10 +181,10 @@ def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeyp
     pool = HostPool(layout, 3, 2)
     layout.device = torch.device("cuda", 1)
     places = [Place(0, 4, 2, 1)]
-    assert Retry([layout], [pool], "store", places, {}).error is None
+    assert Retry([layout], [pool], "store", places, {}, has_run).error is None
     assert log == [
         "a stream is made",
-        "it waits for the stream of cuda:1",
+        *([] if has_run else ["it waits for the stream of cuda:1"]),
         "it becomes the current one",
         "blocks are copied",
         "its end is recorded",
@@ -189,30 +192,48 @@ def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeyp
     ]
 
 
+def test_decoded_blocks_are_held_until_their_copies_have_ended(monkeypatch):
+    """A copy from pageable memory may read it after the call has returned."""
+    layout = PagedLayout([torch.zeros(6, 4096, dtype=torch.bfloat16)])
+    pool, decoded = HostPool(layout, 3, encoding="lossless"), []
+
+    def read_block(page: int, slot: int) -> torch.Tensor:
+        block = torch.full((8192,), page, dtype=torch.uint8)
+        decoded.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(pool, "read_block", read_block)
+    places = [Place(0, 4, 2, 0), Place(0, 1, 1, 0)]
+    retry = Retry([layout], [pool], "load", places, {}, has_run=True)
+    assert len(decoded) == 2
+    assert all(block() is not None for block in decoded)
+    del retry
+    gc.collect()
+    assert all(block() is None for block in decoded)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, waits):
-    """waits: False is the control, a copy behind a stream that has nothing to do: it is too early.
-    A store reads the old bytes, and what a load brings is overwritten."""
+def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, has_run):
+    """has_run: True is the control, a copy that does not wait: it is too early. A store reads the
+    old bytes, and what a load brings is overwritten."""
     cache = torch.full((6, 1 << 16), OLD, dtype=torch.uint8, device="cuda")
     layout = PagedLayout([cache])
     pool = HostPool(layout, 3, 2)
     pool.pages.fill_(OLD)
     places = [Place(0, 4, 2, 1)]
-    idle = torch.cuda.Stream()
-    Retry([layout], [pool], "load", places, {}).wait()  # the first one takes longer
+    Retry([layout], [pool], "load", places, {}, has_run).wait()  # the first one takes longer
     torch.cuda.synchronize()
     keep_busy()
     cache.fill_(NEW)
-    with contextlib.nullcontext() if waits else torch.cuda.stream(idle):
-        retry = Retry([layout], [pool], direction, places, {})
+    retry = Retry([layout], [pool], direction, places, {}, has_run)
     retry.wait()
     was_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
-    assert was_busy is not waits, "it waits for the stream, and only the control does not"
+    assert was_busy is has_run, "it waits for the stream, and only the control does not"
     assert retry.error is None
     if direction == "store":
-        assert pool.pages[2, 1].unique().tolist() == [NEW if waits else OLD]
+        assert pool.pages[2, 1].unique().tolist() == [OLD if has_run else NEW]
     else:
-        assert cache[4].unique().tolist() == [OLD if waits else NEW]
+        assert cache[4].unique().tolist() == [NEW if has_run else OLD]

@@ -91,13 +91,13 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(src_spec, dst_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
-            if self._kept:
-                for place in move.places(self._blocks_per_page):
-                    self._kept.pop((place.page, place.slot), None)
             job = self._handler.store(
                 gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
             )
             self._open[job_id] = _Open(move, job)
+            if self._kept:
+                for place in move.places(self._blocks_per_page):
+                    self._kept.pop((place.page, place.slot), None)
         return True
 
     def submit_load(
@@ -169,13 +169,14 @@ class KVSwapWorker(base.OffloadingWorker):
                 self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
             places = move.places(self._blocks_per_page)
-            if result.rejected:
+            has_run = bool(result.rejected)
+            if has_run:
                 _log.debug("%s; copying these blocks as they are", error_of([result]))
                 places = [places[position] for position in result.rejected]
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
             groups = self._handler.layouts, self._handler.pools
-            retry = Retry(*groups, result.direction, places, self._kept)
+            retry = Retry(*groups, result.direction, places, self._kept, has_run)
             self._repeated[number] = _Repeated(result, retry)
 
     def _end_retry(self, number: int) -> None:
