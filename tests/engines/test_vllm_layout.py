@@ -56,6 +56,12 @@ def test_a_group_has_a_slab_for_each_tensor_with_the_bytes_that_are_used():
     assert second.bases[0] == first.bases[1] == canonical.tensors[1].tensor.data_ptr()
 
 
+def test_a_group_without_layers_in_this_worker_has_no_layout():
+    first, second = group_layouts(caches([64], [[], [(0, 64)]]))
+    assert first is None
+    assert second.sizes.tolist() == [64]
+
+
 def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
     (layout,) = group_layouts(caches([64], [[(0, 16), (0, 48), (0, 32)]]))
     assert layout.sizes.tolist() == [48]
@@ -72,25 +78,34 @@ def test_a_view_into_one_allocation_of_all_layers_keeps_its_place():
 
 
 def test_a_transfer_of_whole_chunks_takes_a_page_for_each():
-    move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), 1, 2)
+    move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), [True], 2)
     assert lists(move) == ([[5, 6, 7, 8]], [[9, 3]], [0])
     assert move.blocks[0].dtype == np.int64
 
 
 def test_the_first_chunk_can_be_used_from_its_middle_and_the_last_in_part():
-    move = read_move(gpu([5, 6, 7], [3], [7]), host(9, 3), 1, 4)
+    move = read_move(gpu([5, 6, 7], [3], [7]), host(9, 3), [True], 4)
     assert lists(move) == ([[5, 6, 7]], [[9, 3]], [3])
-    move = read_move(gpu([5], [1], [6]), host(9), 1, 4)
+    move = read_move(gpu([5], [1], [6]), host(9), [True], 4)
     assert lists(move) == ([[5]], [[9]], [2])
 
 
 def test_each_group_has_its_own_first_block_and_may_be_empty():
-    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), 3, 3)
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), [True] * 3, 3)
     assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
 
 
+def test_groups_without_layers_are_left_out_of_a_transfer():
+    sizes = gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4])
+    move = read_move(sizes, host(7, 8, 9), [False, True, True], 3)
+    assert lists(move) == ([[], [3, 4, 5]], [[], [8, 9]], [0, 1])
+    move = read_move(sizes, host(7, 8, 9), [True, True, False], 3)
+    assert lists(move) == ([[1, 2], []], [[7], []], [0, 0])
+    assert move.places(3) == [Place(0, 1, 7, 0), Place(0, 2, 7, 1)]
+
+
 def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
-    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), 3, 3)
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), [True] * 3, 3)
     assert move.places(3) == [
         *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
         *(Place(2, 3, 8, 1), Place(2, 4, 8, 2), Place(2, 5, 9, 0)),
@@ -104,13 +119,13 @@ def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
     move = gpu(blocks, [3], [0])
     said = "but its groups of [3] blocks starting at [0] need 3 and 2"
     with pytest.raises(ValueError, match=re.escape(said)):
-        read_move(move, host(*pages), 1, 2)
+        read_move(move, host(*pages), [True], 2)
 
 
 def test_a_transfer_of_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
     with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
-        read_move(move, host(1), 1, 1)
+        read_move(move, host(1), [True], 1)
 
 
 def moved(layout: PagedLayout, pool: HostPool, direction: Any) -> tuple[Retry, torch.Tensor]:

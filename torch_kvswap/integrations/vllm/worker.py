@@ -64,7 +64,9 @@ class KVSwapWorker(base.OffloadingWorker):
         replicas: Replicas | None = None,
     ) -> None:
         is_encoded = options.encoding != "raw"
-        layouts = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
+        of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
+        self._has_layers = [layout is not None for layout in of_groups]
+        layouts = [layout for layout in of_groups if layout is not None]
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         self._kept: Kept = {}
@@ -151,7 +153,7 @@ class KVSwapWorker(base.OffloadingWorker):
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
-        return read_move(gpu, host, len(self._handler.layouts), self._blocks_per_page)
+        return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
     def _has_blocks(self, number: int, move: Move) -> bool:
         """Whether the transfer copies anything; reports its end if not."""
