@@ -310,8 +310,9 @@ struct kvswap_histogram {
 struct kvswap_metrics {
   uint64_t submitted, done, failed, cancelled;  // jobs
   uint64_t bytes, link_bytes;                   // of the jobs that are done
-  // Of the jobs that are done, or failed because some blocks were rejected.
-  uint64_t blocks, rejected_blocks;
+  // Of the jobs that are done, or failed because some blocks were rejected: all blocks, those of
+  // encoded groups, and those that were rejected.
+  uint64_t blocks, encoded_blocks, rejected_blocks;
   uint64_t queued, running;                           // jobs: in software, on the device
   uint64_t transfers;                                 // copies submitted to the device
   uint64_t streams, events;                           // that exist
@@ -428,5 +429,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 8
+#define KVSWAP_ABI_VERSION 9
 KVSWAP_API int kvswap_abi_version();

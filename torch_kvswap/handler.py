@@ -58,7 +58,7 @@ _STATES: dict[int, State] = {
 # Looked up here because __del__ may run at exit, when the loader module is gone.
 _release = loader.library().kvswap_job_release
 
-# A share of rejected blocks above this one is warned of, from this many stored blocks on.
+# A share of rejected blocks above this one is warned of, from this many encoded blocks on.
 _COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
 
 _ERRORS: dict[int, type[TransferError]] = {
@@ -746,17 +746,17 @@ class OffloadHandler(NotCopyable):
         if self._has_warned:
             return
         stores = self.metrics().stores
-        is_common = stores.rejected_blocks > _COMMON_REJECTS * stores.blocks
-        if stores.blocks < _WARN_AFTER_BLOCKS or not is_common:
+        is_common = stores.rejected_blocks > _COMMON_REJECTS * stores.encoded_blocks
+        if stores.encoded_blocks < _WARN_AFTER_BLOCKS or not is_common:
             return
         self._has_warned = True
         encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
         widest = WIDTHS[-1]
         remedy = f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
         log.warning(
-            "%d of %d stored blocks do not fit into slots of %g bits a value and were rejected; "
+            "%d of %d encoded blocks do not fit into slots of %g bits a value and were rejected; "
             "make the host pool with %s (recommend_encoding() looks at your cache)",
-            *(stores.rejected_blocks, stores.blocks, min(encoded), remedy),
+            *(stores.rejected_blocks, stores.encoded_blocks, min(encoded), remedy),
         )
 
     def _submit(

@@ -81,8 +81,9 @@ class ChannelMetrics:
         bytes (int): bytes of the blocks of the jobs done.
         link_bytes (int): bytes in which these blocks crossed the link; fewer if they are encoded.
         blocks (int): blocks of the jobs that are done, or that failed because they rejected blocks.
-        rejected_blocks (int): blocks that these jobs have rejected, because they do not fit into
-            encoded slots, or because a slot held no valid block.
+        encoded_blocks (int): those of these blocks whose host pages are encoded.
+        rejected_blocks (int): encoded blocks that these jobs have rejected, because they do not fit
+            into their slots, or because a slot held no valid block.
         queued (int): jobs now in the software queue.
         running (int): jobs now on the device.
         transfers (int): copies given to the device. Jobs that were merged count as one copy.
@@ -101,6 +102,7 @@ class ChannelMetrics:
     bytes: int
     link_bytes: int
     blocks: int
+    encoded_blocks: int
     rejected_blocks: int
     queued: int
     running: int

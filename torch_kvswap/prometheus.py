@@ -84,6 +84,7 @@ _FAMILIES: tuple[tuple[str, str, str, Samples], ...] = (
     ("copied_bytes_total", "counter", "Bytes of the blocks of jobs done.", _one("bytes")),
     ("link_bytes_total", "counter", "Bytes on the link of jobs done.", _one("link_bytes")),
     ("blocks_total", "counter", "Blocks of jobs done or with rejects.", _one("blocks")),
+    ("encoded_blocks_total", "counter", "Blocks of them in encoded pages.", _one("encoded_blocks")),
     ("rejected_blocks_total", "counter", "Rejected blocks.", _one("rejected_blocks")),
     ("transfers_total", "counter", "Copies given to the device.", _one("transfers")),
     ("jobs_queued", "gauge", "Jobs in the software queue.", _one("queued")),

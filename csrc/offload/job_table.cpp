@@ -163,7 +163,10 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   if (state == State::kFailed) job.error = error;
   unreported_failures_ += !job.has_succeeded();
   ChannelMetrics& metrics = metrics_[job.channel];
-  if (job.has_succeeded() || job.was_rejected()) metrics.blocks += job.work->count();
+  if (job.has_succeeded() || job.was_rejected()) {
+    metrics.blocks += job.work->count();
+    metrics.encoded_blocks += job.work->encoded_blocks;
+  }
   if (job.rejected != nullptr) metrics.rejected_blocks += job.rejected->size();
   if (job.has_succeeded()) {
     ++metrics.done;

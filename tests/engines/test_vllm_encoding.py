@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from bf16_blocks import KINDS, make_block, random_bits
-from vllm_contract import KVSwapWorker, base, common
+from gpu_cache import keep_busy
+from vllm_contract import KVSwapWorker, base, common, worker_module
 
+from torch_kvswap.handler import BlocksRejectedError
 from torch_kvswap.integrations.vllm.options import Options
 
 BLOCKS, PAGES = 16, 6
@@ -46,8 +48,8 @@ class Encoded:
     def bytes_of(self, block: int) -> bytes:
         return b"".join(tensor[block].cpu().numpy().tobytes() for tensor in self.tensors)
 
-    def copy(self, direction: str, blocks: list[int], pages: list[int], index: int = 0) -> Any:
-        """Starts a transfer, and returns its result."""
+    def submit(self, direction: str, blocks: list[int], pages: list[int], index: int = 0) -> int:
+        """Starts a transfer, and returns its number."""
         self.number += 1
         gpu = base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[index])
         host = common.CPULoadStoreSpec(pages)
@@ -55,6 +57,11 @@ class Encoded:
             self.worker.submit_store(self.number, gpu, host)
         else:
             self.worker.submit_load(self.number, host, gpu)
+        return self.number
+
+    def copy(self, direction: str, blocks: list[int], pages: list[int], index: int = 0) -> Any:
+        """Waits for a transfer, and returns its result."""
+        self.submit(direction, blocks, pages, index)
         self.worker.wait({self.number})
         (result,) = self.worker.get_finished()
         assert result.job_id == self.number
@@ -105,6 +112,65 @@ def test_what_was_kept_ends_when_its_page_is_stored_again(encoded: Encoded) -> N
     assert not encoded.worker._kept
     encoded.copy("load", [5], [3])
     assert encoded.bytes_of(5) == expected
+
+
+def test_what_was_kept_survives_a_store_that_is_refused(encoded: Encoded) -> None:
+    expected = encoded.fill(0, None)
+    encoded.copy("store", [0], [3])
+    with pytest.raises(IndexError, match=f"{BLOCKS}"):
+        encoded.submit("store", [BLOCKS], [3])
+    assert encoded.copy("load", [5], [3]).success
+    assert encoded.bytes_of(5) == expected
+
+
+def test_only_transfers_that_have_run_are_copied_again_without_waiting(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer with rejected blocks had waited for the kernels before it. One that failed may
+    have ended before that."""
+    retry, retried = worker_module.Retry, []
+
+    def noted(*operands: Any) -> Any:
+        retried.append((operands[2], operands[-1]))
+        return retry(*operands)
+
+    monkeypatch.setattr(worker_module, "Retry", noted)
+    encoded.fill(0, None)
+    encoded.copy("store", [0], [3])
+    encoded.copy("load", [5], [3])
+    poll, error = encoded.worker._handler.poll, RuntimeError("error 700")
+    monkeypatch.setattr(
+        encoded.worker._handler,
+        "poll",
+        lambda: [replace(one, state="failed", error=error, rejected=()) for one in poll()],
+    )
+    encoded.copy("store", [0], [3])
+    encoded.copy("load", [5], [3])
+    assert retried == [("store", True), ("load", True), ("store", False), ("load", False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_rejected_blocks_are_copied_beside_a_busy_stream(direction: str) -> None:
+    one = Encoded("cuda")
+    expected = one.fill(0, None)
+    one.copy("store", [0], [3])  # the first ones take longer
+    one.copy("load", [5], [3])
+    one.fill(5, "zeros")
+    torch.cuda.synchronize()
+    number = one.submit(direction, [0 if direction == "store" else 5], [3])
+    with pytest.raises(BlocksRejectedError):
+        one.worker._handler.synchronize()
+    keep_busy()
+    one.worker.wait({number})
+    was_busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert was_busy
+    assert [result.success for result in one.worker.get_finished()] == [True]
+    if direction == "store":
+        one.copy("load", [5], [3])
+    assert one.bytes_of(5) == expected
+    one.worker.shutdown()
 
 
 def test_a_load_of_what_was_never_stored_fails(

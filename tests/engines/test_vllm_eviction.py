@@ -112,6 +112,28 @@ def test_a_reset_forgets_what_requests_have_had():
     assert evicted_one_by_one(manager, 4) == keys(3, 2)
 
 
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_pages_of_jobs_at_a_reset_are_free_when_the_workers_have_ended_them(is_fenced, monkeypatch):
+    """is_fenced: False is vLLM 0.26, which does not tell when they have."""
+    monkeypatch.setattr(base.OffloadingManager, "on_reset_flushed", None, raising=False)
+    if not is_fenced:
+        monkeypatch.delattr(base.OffloadingManager, "on_reset_flushed")
+    manager, request, other = KVSwapManager(4, "lru", 0, False), context(), context("other", 1)
+    store(manager, request, 0, 1)
+    held = [
+        *manager.prepare_load(keys(0, 1), request).block_ids,
+        *manager.prepare_store(keys(2), request).store_spec.block_ids,
+    ]
+    manager.reset_cache()
+    if is_fenced:
+        assert manager.prepare_store(keys(0, 1, prompt=1), other) is None
+        output = manager.prepare_store(keys(0, prompt=1), other)
+        assert not {*output.store_spec.block_ids} & {*held}
+        manager.on_reset_flushed()
+        manager.on_reset_flushed()
+    assert len(manager.prepare_store(keys(1, 2, 3, prompt=1), other).keys_to_store) == 3
+
+
 def rates(make: Any, share: float) -> float:
     found = []
     for seed in SEEDS:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import weakref
 from types import SimpleNamespace as Record
 from typing import Any
 
@@ -54,6 +56,12 @@ def test_a_group_has_a_slab_for_each_tensor_with_the_bytes_that_are_used():
     assert second.bases[0] == first.bases[1] == canonical.tensors[1].tensor.data_ptr()
 
 
+def test_a_group_without_layers_in_this_worker_has_no_layout():
+    first, second = group_layouts(caches([64], [[], [(0, 64)]]))
+    assert first is None
+    assert second.sizes.tolist() == [64]
+
+
 def test_layers_of_a_group_that_share_a_tensor_are_one_slab_of_the_larger():
     (layout,) = group_layouts(caches([64], [[(0, 16), (0, 48), (0, 32)]]))
     assert layout.sizes.tolist() == [48]
@@ -70,25 +78,34 @@ def test_a_view_into_one_allocation_of_all_layers_keeps_its_place():
 
 
 def test_a_transfer_of_whole_chunks_takes_a_page_for_each():
-    move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), 1, 2)
+    move = read_move(gpu([5, 6, 7, 8], [4], [0]), host(9, 3), [True], 2)
     assert lists(move) == ([[5, 6, 7, 8]], [[9, 3]], [0])
     assert move.blocks[0].dtype == np.int64
 
 
 def test_the_first_chunk_can_be_used_from_its_middle_and_the_last_in_part():
-    move = read_move(gpu([5, 6, 7], [3], [7]), host(9, 3), 1, 4)
+    move = read_move(gpu([5, 6, 7], [3], [7]), host(9, 3), [True], 4)
     assert lists(move) == ([[5, 6, 7]], [[9, 3]], [3])
-    move = read_move(gpu([5], [1], [6]), host(9), 1, 4)
+    move = read_move(gpu([5], [1], [6]), host(9), [True], 4)
     assert lists(move) == ([[5]], [[9]], [2])
 
 
 def test_each_group_has_its_own_first_block_and_may_be_empty():
-    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), 3, 3)
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4]), host(7, 8, 9), [True] * 3, 3)
     assert lists(move) == ([[1, 2], [], [3, 4, 5]], [[7], [], [8, 9]], [0, 0, 1])
 
 
+def test_groups_without_layers_are_left_out_of_a_transfer():
+    sizes = gpu([1, 2, 3, 4, 5], [2, 0, 3], [0, 5, 4])
+    move = read_move(sizes, host(7, 8, 9), [False, True, True], 3)
+    assert lists(move) == ([[], [3, 4, 5]], [[], [8, 9]], [0, 1])
+    move = read_move(sizes, host(7, 8, 9), [True, True, False], 3)
+    assert lists(move) == ([[1, 2], []], [[7], []], [0, 0])
+    assert move.places(3) == [Place(0, 1, 7, 0), Place(0, 2, 7, 1)]
+
+
 def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
-    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), 3, 3)
+    move = read_move(gpu([1, 2, 3, 4, 5], [2, 0, 3], [2, 0, 4]), host(7, 6, 8, 9), [True] * 3, 3)
     assert move.places(3) == [
         *(Place(0, 1, 7, 2), Place(0, 2, 6, 0)),
         *(Place(2, 3, 8, 1), Place(2, 4, 8, 2), Place(2, 5, 9, 0)),
@@ -102,19 +119,19 @@ def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
     move = gpu(blocks, [3], [0])
     said = "but its groups of [3] blocks starting at [0] need 3 and 2"
     with pytest.raises(ValueError, match=re.escape(said)):
-        read_move(move, host(*pages), 1, 2)
+        read_move(move, host(*pages), [True], 2)
 
 
 def test_a_transfer_of_another_number_of_groups_is_refused():
     move = gpu([1], [1, 0], [0, 0])
     with pytest.raises(ValueError, match="the transfer has 2 groups, but the cache has 1"):
-        read_move(move, host(1), 1, 1)
+        read_move(move, host(1), [True], 1)
 
 
 def moved(layout: PagedLayout, pool: HostPool, direction: Any) -> tuple[Retry, torch.Tensor]:
     """Blocks 4, 1 and 3 and the slots 1 to 3 of pages 2 and 0."""
     places = Move([np.array([4, 1, 3])], [np.array([2, 0])], [1]).places(2)
-    retry = Retry([layout], [pool], direction, places, {})
+    retry = Retry([layout], [pool], direction, places, {}, has_run=False)
     retry.wait()
     return retry, torch.stack([pool.pages[2, 1], pool.pages[0, 0], pool.pages[0, 1]])
 
@@ -149,7 +166,8 @@ def test_a_copy_that_fails_again_ends_with_the_error():
     assert "index 4 is out of bounds" in str(retry.error)
 
 
-def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeypatch):
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_copy_waits_for_the_current_stream_unless_its_transfer_has_run(has_run, monkeypatch):
     log = []
 
     class Stream:
@@ -178,10 +196,10 @@ def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeyp
     pool = HostPool(layout, 3, 2)
     layout.device = torch.device("cuda", 1)
     places = [Place(0, 4, 2, 1)]
-    assert Retry([layout], [pool], "store", places, {}).error is None
+    assert Retry([layout], [pool], "store", places, {}, has_run).error is None
     assert log == [
         "a stream is made",
-        "it waits for the stream of cuda:1",
+        *([] if has_run else ["it waits for the stream of cuda:1"]),
         "it becomes the current one",
         "blocks are copied",
         "its end is recorded",
@@ -189,30 +207,48 @@ def test_a_copy_that_is_done_again_is_enqueued_behind_the_current_stream(monkeyp
     ]
 
 
+def test_decoded_blocks_are_held_until_their_copies_have_ended(monkeypatch):
+    """A copy from pageable memory may read it after the call has returned."""
+    layout = PagedLayout([torch.zeros(6, 4096, dtype=torch.bfloat16)])
+    pool, decoded = HostPool(layout, 3, encoding="lossless"), []
+
+    def read_block(page: int, slot: int) -> torch.Tensor:
+        block = torch.full((8192,), page, dtype=torch.uint8)
+        decoded.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(pool, "read_block", read_block)
+    places = [Place(0, 4, 2, 0), Place(0, 1, 1, 0)]
+    retry = Retry([layout], [pool], "load", places, {}, has_run=True)
+    assert len(decoded) == 2
+    assert all(block() is not None for block in decoded)
+    del retry
+    gc.collect()
+    assert all(block() is None for block in decoded)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, waits):
-    """waits: False is the control, a copy behind a stream that has nothing to do: it is too early.
-    A store reads the old bytes, and what a load brings is overwritten."""
+def test_a_copy_that_is_done_again_starts_behind_what_writes_its_blocks(direction, has_run):
+    """has_run: True is the control, a copy that does not wait: it is too early. A store reads the
+    old bytes, and what a load brings is overwritten."""
     cache = torch.full((6, 1 << 16), OLD, dtype=torch.uint8, device="cuda")
     layout = PagedLayout([cache])
     pool = HostPool(layout, 3, 2)
     pool.pages.fill_(OLD)
     places = [Place(0, 4, 2, 1)]
-    idle = torch.cuda.Stream()
-    Retry([layout], [pool], "load", places, {}).wait()  # the first one takes longer
+    Retry([layout], [pool], "load", places, {}, has_run).wait()  # the first one takes longer
     torch.cuda.synchronize()
     keep_busy()
     cache.fill_(NEW)
-    with contextlib.nullcontext() if waits else torch.cuda.stream(idle):
-        retry = Retry([layout], [pool], direction, places, {})
+    retry = Retry([layout], [pool], direction, places, {}, has_run)
     retry.wait()
     was_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
-    assert was_busy is not waits, "it waits for the stream, and only the control does not"
+    assert was_busy is has_run, "it waits for the stream, and only the control does not"
     assert retry.error is None
     if direction == "store":
-        assert pool.pages[2, 1].unique().tolist() == [NEW if waits else OLD]
+        assert pool.pages[2, 1].unique().tolist() == [OLD if has_run else NEW]
     else:
-        assert cache[4].unique().tolist() == [OLD if waits else NEW]
+        assert cache[4].unique().tolist() == [NEW if has_run else OLD]

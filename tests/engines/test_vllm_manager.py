@@ -236,6 +236,7 @@ def test_a_reset_forgets_all_and_frees_the_pages_of_jobs_nobody_will_end():
     ours.prepare_store(keys(2, 3), request())
     ours.reset_cache()
     assert found(ours, 1, 2, 3) == [MISS] * 3
+    ours.on_reset_flushed()
     assert ours.get_stats().reduce()[METRIC] == 0
     assert stored(ours, 1, 2, 3, 4).keys_to_store == keys(1, 2, 3, 4)
     assert found(ours, 1, 2, 3, 4) == [HIT] * 4
@@ -258,6 +259,7 @@ def test_the_stats_say_what_is_in_use_and_how_large_stores_were():
     assert ours.get_stats().reduce()[METRIC] == 0
     ours.prepare_store(keys(4), request())
     ours.reset_cache()
+    ours.on_reset_flushed()
     assert ours.get_stats().reduce()[METRIC] == 0
 
 
@@ -281,6 +283,8 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
         if random_.random() < 0.01:
             ours.reset_cache()
             state, filling, loading = {}, [], []
+        if random_.random() < 0.05:
+            ours.on_reset_flushed()
         if action == 0:
             output = ours.prepare_store(some, request())
             if output is not None:

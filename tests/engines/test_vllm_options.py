@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -50,13 +51,21 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
     assert type(read.cpu_bytes_to_use) is int
 
 
+def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
+    """vLLM multiplies --kv-offloading-size by 2**30."""
+    assert read_options({"cpu_bytes_to_use": 10.3 * (1 << 30)}).cpu_bytes_to_use == 11059540787
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({}, "needs cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": 1, "cpu_bytes": 1, "polic": 2}, "has cpu_bytes, polic, which"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use is 0; it must be a whole number from 1 on"),
-        ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use is 1.5; it must be a whole number"),
+        ({"cpu_bytes_to_use": 0.5}, "cpu_bytes_to_use is 0.5; it must be a whole number"),
+        ({"cpu_bytes_to_use": math.inf}, "cpu_bytes_to_use is inf; it must be a whole number"),
+        ({"cpu_bytes_to_use": math.nan}, "cpu_bytes_to_use is nan; it must be a whole number"),
+        ({"cpu_bytes_to_use": 1, "staging_bytes": 1.5}, "staging_bytes is 1.5; it must be a whole"),
         ({"cpu_bytes_to_use": "8GB"}, "cpu_bytes_to_use is '8GB'; it must be a whole number"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use is True; it must be a whole number"),
         ({"cpu_bytes_to_use": 1, "staging_bytes": -1}, "staging_bytes is -1"),

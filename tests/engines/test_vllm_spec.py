@@ -58,6 +58,31 @@ def test_the_number_of_pages_follows_from_the_bytes_of_all_workers(world, chunk,
     assert spec.num_pages == pages
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(layers, monkeypatch):
+    """vLLM gives the scheduler the configuration of the first worker."""
+    from vllm.distributed import parallel_state
+
+    def spec_of(rank: int, layers: int) -> Any:
+        settings = config(2, 2, layers * 64, rank, cpu_bytes_to_use=24 * 64)
+        return KVSwapOffloadingSpec(
+            replace(settings, parallel=replace(settings.parallel, pp_size=2, tp_size=1))
+        )
+
+    class World:
+        """All workers; the broadcast of rank 0 has arrived."""
+
+        def broadcast_object(self, own: int, src: int) -> int:
+            return int(spec_of(src, 2).num_pages)
+
+    monkeypatch.setattr(parallel_state, "_INNER_DP_WORLD", World())
+    stage = spec_of(1, layers)
+    assert stage.num_pages != 3
+    worker = stage.get_worker(caches([[(0, layers * 64)]], [layers * 64], "cpu"))
+    assert worker._pool.num_pages == spec_of(0, 2).num_pages == 3
+    worker.shutdown()
+
+
 MLA_BYTES = 61 * 64 * 576 * 2  # a block of 64 tokens in 61 layers
 
 

@@ -26,6 +26,7 @@ GROUPS = {  # of layers, as (tensor, bytes used), and the bytes of the rows of e
     "padded rows": ([[(0, 500), (1, 320)]], [512, 384]),
     "groups that share tensors": ([[(0, 64), (1, 64)], [(0, 64), (1, 64)], [(0, 64)]], [64, 64]),
     "groups of other sizes": ([[(0, 64), (1, 96)], [(2, 32)], [(1, 80), (2, 32)]], [64, 96, 32]),
+    "a group without layers": ([[(0, 64)], [], [(1, 96)]], [64, 96]),
     "packed": ([[(0, 640)], [(0, 640)]], [640]),
 }
 
@@ -257,8 +258,8 @@ def copy_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
             self.copy()
             self.copy = None
 
-    def start_late(retry: Any, *what: Any) -> None:
-        retry._end = Late(lambda: retry._copy(*what))
+    def start_late(retry: Any, places: Any, has_run: bool) -> None:
+        retry._end = Late(lambda: retry._copy(places))
 
     monkeypatch.setattr(Retry, "_start", start_late)
 

@@ -133,7 +133,7 @@ def test_metrics_and_results_count_blocks_and_bytes_on_the_link() -> None:
         assert failed.link_bytes == 2 * slot
         stores = cache.handler.metrics().stores
         assert (stores.done, stores.failed) == (1, 1)
-        assert (stores.blocks, stores.rejected_blocks) == (5, 1)
+        assert (stores.blocks, stores.encoded_blocks, stores.rejected_blocks) == (5, 4, 1)
         assert (stores.bytes, stores.link_bytes) == (3 * raw, 2 * slot + raw)
         cache.load([[0], [2]], [[8], [9]], layer_groups=6)
         (loaded,) = cache.handler.poll()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bf16_blocks import SMOLLM2_SIZES, real_page
 from bf16_cache import BLOCK_BYTES, FITS, SIZES, Bf16Cache
+from encoded_cache import EncodedCache
 from error_text import error_text
 from expecttest import assert_expected_inline
 from logged import logged
@@ -217,13 +218,34 @@ def many_stores(width: float, rejects: int, blocks: int = 1000) -> list[str]:
 )
 def test_many_rejects_are_warned_of_once_with_what_is_better(width: float, remedy: str) -> None:
     assert many_stores(width, 10) == [
-        f"11 of 1000 stored blocks do not fit into slots of {width} bits a value and were "
+        f"11 of 1000 encoded blocks do not fit into slots of {width} bits a value and were "
         f"rejected; make the host pool with {remedy} (recommend_encoding() looks at your cache)"
     ]
 
 
 def test_few_rejects_are_not_warned_of() -> None:
     assert many_stores(12.125, 8) == []
+
+
+def test_blocks_of_raw_groups_do_not_count_for_the_warning() -> None:
+    with (
+        EncodedCache(encodings=("lossless", "raw"), per_page=1000, layers=1) as cache,
+        logged() as messages,
+    ):
+        cache.spoil(0)
+        cache.store([[0] * 11, [1] * 1000], [[0], [0]])
+        cache.handler.poll()
+        assert messages == [], "only 11 of these blocks are encoded"
+        for _ in range(4):
+            cache.store([[], [1] * 1000], [[], [0]])
+        cache.store([[1] * 989, []], [[0], []])
+        cache.store([[0], []], [[0], []])
+        cache.handler.poll()
+    assert messages == [
+        "12 of 1001 encoded blocks do not fit into slots of 12.125 bits a value and were "
+        "rejected; make the host pool with bits_per_value=12.5 (recommend_encoding() looks at "
+        "your cache)"
+    ]
 
 
 # Random jobs

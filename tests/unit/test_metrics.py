@@ -21,7 +21,7 @@ from torch_kvswap.metrics import (
 )
 
 EMPTY = Histogram((), (0,), 0.0)
-IDLE = ChannelMetrics(*[0] * 13, {"batch": 0}, EMPTY, EMPTY, EMPTY)
+IDLE = ChannelMetrics(*[0] * 14, {"batch": 0}, EMPTY, EMPTY, EMPTY)
 BUSY = ChannelMetrics(
     submitted=9,
     done=4,
@@ -30,6 +30,7 @@ BUSY = ChannelMetrics(
     bytes=4096,
     link_bytes=3104,
     blocks=5,
+    encoded_blocks=3,
     rejected_blocks=1,
     queued=1,
     running=1,
@@ -57,7 +58,7 @@ def fill(channel: int, out: Any) -> bool:
 
 
 def test_the_structures_are_as_long_as_those_of_the_header() -> None:
-    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 100 * 8)
+    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 101 * 8)
     assert ctypes.sizeof(abi.Command) == 12 * 8
 
 
@@ -74,17 +75,18 @@ cancelled=1003,
 bytes=1004,
 link_bytes=1005,
 blocks=1006,
-rejected_blocks=1007,
-queued=1008,
-running=1009,
-transfers=1010,
-streams=1011,
-events=1012,
-jobs_by_copy_method={'host': 1013, 'batch': 1014, 'strided': 1015, 'staged': 1016, 'kernel': 1017, 'generic': 1018}""",
+encoded_blocks=1007,
+rejected_blocks=1008,
+queued=1009,
+running=1010,
+transfers=1011,
+streams=1012,
+events=1013,
+jobs_by_copy_method={'host': 1014, 'batch': 1015, 'strided': 1016, 'staged': 1017, 'kernel': 1018, 'generic': 1019}""",
     )
 
     for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
-        first = 1019 + 27 * number
+        first = 1020 + 27 * number
         assert histogram == Histogram(BOUNDS, tuple(range(first, first + 26)), 1 + number / 4)
 
 
@@ -181,6 +183,11 @@ kvswap_link_bytes_total{direction="load",channel="expedited",rank="1"} 0
 kvswap_blocks_total{direction="store",channel="stores",rank="1"} 5
 kvswap_blocks_total{direction="load",channel="loads",rank="1"} 0
 kvswap_blocks_total{direction="load",channel="expedited",rank="1"} 0
+# HELP kvswap_encoded_blocks_total Blocks of them in encoded pages.
+# TYPE kvswap_encoded_blocks_total counter
+kvswap_encoded_blocks_total{direction="store",channel="stores",rank="1"} 3
+kvswap_encoded_blocks_total{direction="load",channel="loads",rank="1"} 0
+kvswap_encoded_blocks_total{direction="load",channel="expedited",rank="1"} 0
 # HELP kvswap_rejected_blocks_total Rejected blocks.
 # TYPE kvswap_rejected_blocks_total counter
 kvswap_rejected_blocks_total{direction="store",channel="stores",rank="1"} 1

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -192,7 +192,7 @@ class Metrics(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 *("submitted", "done", "failed", "cancelled", "bytes"),
-                *("link_bytes", "blocks", "rejected_blocks"),
+                *("link_bytes", "blocks", "encoded_blocks", "rejected_blocks"),
                 *("queued", "running", "transfers", "streams", "events"),
             )
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The ids of a transfer, one entry per group: arguments of OffloadHandler.store().
+    """The ids of a transfer, one entry per layout: arguments of OffloadHandler.store().
 
     Attributes:
         blocks (list[np.ndarray]): int64, GPU blocks.
@@ -53,35 +54,37 @@ class Move(NamedTuple):
         ]
 
 
-def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[PagedLayout]:
-    """Makes a layout for each group of layers.
+def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[PagedLayout | None]:
+    """Makes a layout for each group of layers; None for a group without layers in this worker.
 
     Layers of a group that share a tensor become one slab. Only the bytes of a block that are in use
-    are part of the layout.
+    are part of the layout. With pipeline parallelism a worker has some of the layers: those of a
+    draft model, for example, are all in the last stage.
 
     Args:
         kv_caches: vLLM's CanonicalKVCaches, with int8 tensors [blocks, bytes].
         dtype (torch.dtype | None): the type of the keys and values, if it matters.
     """
-    layouts = []
+    layouts: list[PagedLayout | None] = []
     for refs in kv_caches.group_data_refs:
         sizes: dict[int, int] = {}
         for ref in refs:
             sizes[ref.tensor_idx] = max(ref.page_size_bytes, sizes.get(ref.tensor_idx, 0))
         tensors = [kv_caches.tensors[index].tensor[:, :size] for index, size in sizes.items()]
-        layouts.append(PagedLayout(tensors, dtype=dtype))
+        layouts.append(PagedLayout(tensors, dtype=dtype) if tensors else None)
     return layouts
 
 
-def read_move(gpu: Any, host: Any, groups: int, blocks_per_page: int) -> Move:
+def read_move(gpu: Any, host: Any, has_layers: Sequence[bool], blocks_per_page: int) -> Move:
     """Converts a vLLM transfer to lists of ids.
 
-    The first chunk of a group may be used from its middle on, the last chunk in part.
+    The first chunk of a group may be used from its middle on, the last chunk in part. vLLM sends
+    the same transfer to all workers; the ids of groups without layers are left out.
 
     Args:
         gpu: a GPULoadStoreSpec.
         host: the manager's LoadStoreSpec, with one page per chunk in `block_ids`.
-        groups (int): number of groups.
+        has_layers (Sequence[bool]): which groups have layers in this worker.
         blocks_per_page (int): GPU blocks per chunk.
 
     Raises:
@@ -89,18 +92,19 @@ def read_move(gpu: Any, host: Any, groups: int, blocks_per_page: int) -> Move:
     """
     block_ids = np.asarray(gpu.block_ids, np.int64)
     page_ids = np.asarray(host.block_ids, np.int64)
-    if len(gpu.group_sizes) != groups:
+    if len(gpu.group_sizes) != len(has_layers):
         raise ValueError(
-            f"the transfer has {len(gpu.group_sizes)} groups, but the cache has {groups}"
+            f"the transfer has {len(gpu.group_sizes)} groups, but the cache has {len(has_layers)}"
         )
     blocks, pages, first_blocks = [], [], []
     block, page = 0, 0
-    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+    for size, index, is_here in zip(gpu.group_sizes, gpu.block_indices, has_layers, strict=True):
         first = index % blocks_per_page if size else 0
         last_page = page + -(-(first + size) // blocks_per_page)
-        blocks.append(block_ids[block : block + size])
-        pages.append(page_ids[page:last_page])
-        first_blocks.append(first)
+        if is_here:
+            blocks.append(block_ids[block : block + size])
+            pages.append(page_ids[page:last_page])
+            first_blocks.append(first)
         block, page = block + size, last_page
     if (block, page) != (len(block_ids), len(page_ids)):
         raise ValueError(

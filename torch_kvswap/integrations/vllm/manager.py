@@ -71,6 +71,7 @@ class KVSwapManager(base.OffloadingManager):
         self._stores: dict[Key, _PendingStore] = {}
         # A request may load the same keys several times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[Load]] = {}
+        self._flushed: list[Load | Store] = []  # open at a reset, until their jobs have ended
         self._cache = object()  # replaced by a reset
         self._events: list[Any] | None = [] if events else None
         self._sizes: list[int] = []  # chunks per store since get_stats()
@@ -202,20 +203,28 @@ class KVSwapManager(base.OffloadingManager):
                     del self._states[key], self._keys[self._digests.pop(key)]
 
     def reset_cache(self) -> None:
-        """Forgets all chunks and ends all reservations.
+        """Forgets all chunks.
 
-        vLLM does not report their jobs any more. Their pages can be free at once, because the
-        workers wait for the jobs before they do what vLLM decides later.
+        vLLM does not report the jobs of open reservations any more. It calls on_reset_flushed()
+        when all workers have ended them, and until then their pages are not used again: a worker
+        that is ahead of another one could overwrite what that one still reads. vLLM 0.26 does not
+        call it. There the pages are free at once, and each worker waits for its own jobs first.
         """
         self._blocks.reset()
-        reservations: list[Load | Store] = [*chain.from_iterable(self._loads.values())]
-        reservations += {id(one): one.store for one in self._stores.values()}.values()
-        for reservation in reservations:
-            self._blocks.fail(reservation)
+        self._flushed += chain.from_iterable(self._loads.values())
+        self._flushed += {id(one): one.store for one in self._stores.values()}.values()
         for known in (self._states, self._digests, self._keys, self._stores, self._loads):
             known.clear()
         self._cache = object()
         self._blocks.events()
+        self._usage = None
+        if not hasattr(base.OffloadingManager, "on_reset_flushed"):
+            self.on_reset_flushed()
+
+    def on_reset_flushed(self) -> None:
+        """Frees the pages that were reserved at a reset."""
+        while self._flushed:
+            self._blocks.fail(self._flushed.pop())
         self._usage = None
 
     def take_events(self) -> Iterable[Any]:

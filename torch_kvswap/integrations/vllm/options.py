@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -71,6 +72,10 @@ def read_options(config: Mapping[str, Any]) -> Options:
     if "cpu_bytes_to_use" not in config:
         raise ValueError("kv_connector_extra_config needs cpu_bytes_to_use, bytes of host memory")
     given = {name: config[name] for name in _OURS if name in config}
+    size = given["cpu_bytes_to_use"]
+    if isinstance(size, float) and 1 <= size < math.inf:
+        # vLLM computes it from --kv-offloading-size, in GiB: 10.3 is no whole number of bytes.
+        given["cpu_bytes_to_use"] = math.floor(size)
     for name, least in _LEAST.items():
         if name in given:
             given[name] = _whole(name, given[name], least)
@@ -86,9 +91,8 @@ def read_options(config: Mapping[str, Any]) -> Options:
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    # vLLM itself writes cpu_bytes_to_use as a float for --kv-offloading-size.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value != int(value) or value < least:
+    if not is_number or not math.isfinite(value) or value != int(value) or value < least:
         raise _wrong(name, value, f"a whole number from {least} on")
     return int(value)
 

@@ -24,8 +24,7 @@ class Retry:
     Stores into encoded pages go to memory beside them, to `kept`: a block that was rejected does
     not fit into its slot. Loads take a block from there first.
 
-    Uses its own stream, which waits for the current stream, and thus for the kernels that wrote the
-    blocks. Never raises: `error` has the problem once has_ended() is true.
+    Uses its own stream. Never raises: `error` has the problem once has_ended() is true.
 
     Args:
         layouts (Sequence[PagedLayout]): the groups, with one slab per tensor.
@@ -33,6 +32,9 @@ class Retry:
         direction (str): "store" or "load".
         places (Sequence[Place]): what to copy.
         kept (Kept): blocks beside encoded pages; a store adds its own when it ends well.
+        has_run (bool): the transfer has run to its end and only rejected blocks. It has waited for
+            the kernels that used them before, so the copies start at once. If it failed, they wait
+            for the current stream, and thus for these kernels.
 
     Attributes:
         direction (str): as given.
@@ -47,16 +49,19 @@ class Retry:
         direction: Direction,
         places: Sequence[Place],
         kept: Kept,
+        has_run: bool,
     ) -> None:
         self.direction = direction
         self._layouts, self._pools, self._kept = layouts, pools, kept
         self._stored: Kept = {}  # becomes part of `kept`
+        # Host memory of the copies. Some systems copy pageable memory asynchronously, too.
+        self._rows_in_use: list[Tensor] = []
         self.error: Exception | None = None
         self.seconds = 0.0
         self._began = time.perf_counter()
         self._end: torch.cuda.Event | None = None
         try:
-            self._start(places)
+            self._start(places, has_run)
         except Exception as error:
             self.error = error
 
@@ -81,13 +86,14 @@ class Retry:
             self.error = error
         self.has_ended()
 
-    def _start(self, places: Sequence[Place]) -> None:
+    def _start(self, places: Sequence[Place], has_run: bool) -> None:
         device = self._layouts[0].device
         if device.type == "cpu":
             self._copy(places)
             return
         stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if not has_run:
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._copy(places)
             self._end = torch.cuda.Event()
@@ -102,6 +108,7 @@ class Retry:
         """The bytes on the GPU and on the host, of each block and tensor."""
         for place in places:
             row, begin = self._row(place), 0
+            self._rows_in_use.append(row)
             for tensor in self._layouts[place.group].tensors:
                 on_gpu = tensor[place.block].view(torch.uint8)
                 yield on_gpu, row[begin : begin + len(on_gpu)]

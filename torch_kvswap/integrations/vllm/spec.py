@@ -77,9 +77,21 @@ class KVSwapOffloadingSpec(OffloadingSpec):
             from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
             self._worker = KVSwapWorker(
-                kv_caches, self.num_pages, self.blocks_per_chunk, self.options, self._replicas()
+                *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
+                *(self.options, self._replicas()),
             )
         return self._worker
+
+    def _pages_of_scheduler(self) -> int:
+        """The number of pages that the scheduler knows: that of the first worker.
+
+        Only the stages of a pipeline can have different numbers of layers, and thus of pages.
+        """
+        if self.config.parallel.pp_size == 1:
+            return self.num_pages
+        from vllm.distributed.parallel_state import get_inner_dp_world_group
+
+        return int(get_inner_dp_world_group().broadcast_object(self.num_pages, src=0))
 
     def _replicas(self) -> Replicas | None:
         parallel = self.config.parallel
@@ -127,7 +139,9 @@ def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None
 
 
 def _num_pages(config: OffloadingConfig, copies: int, options: Options) -> int:
-    """How many chunks fit into the bytes of all workers; equal for workers and scheduler.
+    """How many chunks fit into the bytes of all workers.
+
+    Equal in the scheduler and in all workers with as many layers as the first one.
 
     Args:
         config: vLLM's configuration.

@@ -64,7 +64,9 @@ class KVSwapWorker(base.OffloadingWorker):
         replicas: Replicas | None = None,
     ) -> None:
         is_encoded = options.encoding != "raw"
-        layouts = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
+        of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
+        self._has_layers = [layout is not None for layout in of_groups]
+        layouts = [layout for layout in of_groups if layout is not None]
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         self._kept: Kept = {}
@@ -91,13 +93,13 @@ class KVSwapWorker(base.OffloadingWorker):
         move = self._read(src_spec, dst_spec)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
-            if self._kept:
-                for place in move.places(self._blocks_per_page):
-                    self._kept.pop((place.page, place.slot), None)
             job = self._handler.store(
                 gpu_block_ids=blocks, page_ids=pages, first_block=first, tag=job_id
             )
             self._open[job_id] = _Open(move, job)
+            if self._kept:
+                for place in move.places(self._blocks_per_page):
+                    self._kept.pop((place.page, place.slot), None)
         return True
 
     def submit_load(
@@ -151,7 +153,7 @@ class KVSwapWorker(base.OffloadingWorker):
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
-        return read_move(gpu, host, len(self._handler.layouts), self._blocks_per_page)
+        return read_move(gpu, host, self._has_layers, self._blocks_per_page)
 
     def _has_blocks(self, number: int, move: Move) -> bool:
         """Whether the transfer copies anything; reports its end if not."""
@@ -169,13 +171,14 @@ class KVSwapWorker(base.OffloadingWorker):
                 self._report(number, True, result.nbytes, result.copy_seconds)
                 continue
             places = move.places(self._blocks_per_page)
-            if result.rejected:
+            has_run = bool(result.rejected)
+            if has_run:
                 _log.debug("%s; copying these blocks as they are", error_of([result]))
                 places = [places[position] for position in result.rejected]
             else:
                 _log.error("%s; retrying with plain copies", error_of([result]))
             groups = self._handler.layouts, self._handler.pools
-            retry = Retry(*groups, result.direction, places, self._kept)
+            retry = Retry(*groups, result.direction, places, self._kept, has_run)
             self._repeated[number] = _Repeated(result, retry)
 
     def _end_retry(self, number: int) -> None:
