@@ -5,6 +5,7 @@ pieces of a large one, and the worker, or a thread that waits for the job, the r
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -114,7 +115,11 @@ class Staged:
 
 @contextmanager
 def staged(
-    driver: Driver, kind: str = "store", submit_thread: bool = False, layers: int = 2
+    driver: Driver,
+    kind: str = "store",
+    submit_thread: bool = False,
+    layers: int = 2,
+    staging_bytes: int = STAGING,
 ) -> Iterator[Staged]:
     tensors = torch.randint(256, (layers, BLOCKS, (256 << 10) // layers), dtype=torch.uint8)
     layout = on_device(driver, tensors)
@@ -122,7 +127,7 @@ def staged(
         layout,
         pool(driver, layout, BLOCKS),
         copy_method="staged",
-        staging_bytes=STAGING,
+        staging_bytes=staging_bytes,
         submit_thread=submit_thread,
     ) as handler:
         yield Staged(driver, handler, kind, tensors)
@@ -144,6 +149,21 @@ def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
         assert in_time(job.query)
         here, by_all = launches.now()
         assert here == begun < by_all
+        assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
+    driver: Driver, kind: str
+) -> None:
+    with staged(driver, kind, staging_bytes=256 << 20) as sim:
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            blocks = sum(int(count) for count in re.findall(r"pack (\d+) blocks", driver.log()))
+        assert blocks == 8  # 2 MiB
+        assert in_time(job.query)
         assert sim.is_right()
 
 
