@@ -167,6 +167,55 @@ def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
         assert sim.is_right()
 
 
+class ManyPieces(OffloadHandler):
+    """Submitting a piece is predicted to take 5 us. A piece has 256 KiB."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 5e-6, 1e-6, {512: 1e-9})}
+        for direction in ("store", "load")
+    }
+
+
+@contextmanager
+def many_pieces(driver: Driver) -> Iterator[ManyPieces]:
+    layout = on_device(driver, torch.randint(256, (1, 2, 4 << 20), dtype=torch.uint8))
+    pages = pool(driver, layout, 2)
+    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=1 << 20) as handler:
+        yield handler
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_the_caller_only_begins_a_job_of_one_block_in_many_pieces(
+    driver: Driver, kind: str
+) -> None:
+    with many_pieces(driver) as handler:
+        launches = Launches(driver)
+        submit = handler.store if kind == "store" else handler.load
+        job = submit(gpu_block_ids=[1], page_ids=[0], after=())
+        assert launches.now()[0] == 8  # 2 MiB
+        job.synchronize()
+        assert launches.now()[1] == 16
+
+
+@needs_kernels
+@simulated
+def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Driver) -> None:
+    driver.set_mode("manual")
+    with many_pieces(driver) as handler:
+        hold = driver.hold(SIDE)
+        try:
+            for _ in range(20):
+                handler.store(gpu_block_ids=[1], page_ids=[0], after=Stream(SIDE))
+            # Each of its 16 pieces takes three entries.
+            assert in_time(lambda: handler.metrics().stores.running == 12)
+            assert handler.metrics().stores.queued == 8
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")
+
+
 @needs_kernels
 @simulated
 def test_of_many_small_layer_groups_the_caller_gives_the_first_ones(driver: Driver) -> None:
