@@ -159,7 +159,7 @@ class Groups:
                     "new handler and pool for it"
                 )
             layout.check_same_blocks(
-                pool.layout, "pass a layout with the block sizes of the handler's pool"
+                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool"
             )
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.num_layers != self.num_layers:
@@ -211,5 +211,5 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 f"the cache is on {layout.device}, the host pool was made for {pool.device}; make "
                 "the pool from this layout"
             )
-        layout.check_same_blocks(pool.layout, "make the pool from this layout")
+        layout.check_same_blocks(pool.layout.sizes, "make the pool from this layout")
         pool.check_encodable(layout)

@@ -40,26 +40,26 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host: Slabs, advice: str) -> None:
+    def check_same_blocks(self, host_sizes: Int64Array, advice: str) -> None:
         """Checks that a block here has the slab sizes of a block in a host pool.
 
         Args:
-            host (Slabs): the slabs of the pool.
+            host_sizes (np.ndarray): int64 [slabs], the sizes in the pool.
             advice (str): what to do if they differ.
 
         Raises:
             ValueError: the number of slabs or a slab size differs.
         """
-        if len(self.sizes) != len(host.sizes):
+        if len(self.sizes) != len(host_sizes):
             raise ValueError(
-                f"the cache has {len(self.sizes)} slabs, the host pool {len(host.sizes)}; {advice}"
+                f"the cache has {len(self.sizes)} slabs, the host pool {len(host_sizes)}; {advice}"
             )
-        different = np.flatnonzero(self.sizes != host.sizes)
+        different = np.flatnonzero(self.sizes != host_sizes)
         if different.size:
             slab = int(different[0])
             raise ValueError(
                 f"a block has {self.sizes[slab]} bytes in slab {slab} of the cache and "
-                f"{host.sizes[slab]} in the host pool; {advice}"
+                f"{host_sizes[slab]} in the host pool; {advice}"
             )
 
 

@@ -59,6 +59,14 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
   copy_batch(fragments, stream, options);
 }
 
+// The bytes of which a piece has a multiple. max_bytes: of a piece. An encoded block, which is not
+// divided, is not larger.
+uint64_t unit_of(const PackedCopy& copy, uint64_t max_bytes) {
+  const uint64_t block = copy.block_bytes();
+  const bool is_whole = copy.codec || block <= std::min(max_bytes, kMaxUndividedBytes);
+  return is_whole ? block : kStagingAlignment;
+}
+
 }  // namespace
 
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
@@ -70,10 +78,12 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
   const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
   const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
   const cuda::Driver& driver = cuda::driver();
-  const uint64_t size = copy.block_bytes(), all = copy.bytes(), first_byte = begin;
+  const uint64_t all = copy.bytes(), first_byte = begin, unit = unit_of(copy, bytes_ / 2);
   while (begin < all && begin - first_byte < bytes) {
+    const uint64_t wanted = std::min(bytes - (begin - first_byte), all);
+    const uint64_t max_bytes = std::min(bytes_ / 2, (wanted + unit - 1) / unit * unit);
     const uint64_t in_piece =
-        piece_bytes(copy.before + begin, all - begin + copy.after, size, bytes_ / 2, copy.to_host);
+        piece_bytes(copy.before + begin, all - begin + copy.after, unit, max_bytes, copy.to_host);
     const uint64_t end = std::min(begin + in_piece, all);
     const Piece& piece = allocate(end - begin, first);
     const uint64_t packed = address_ + piece.begin;

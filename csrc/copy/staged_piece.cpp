@@ -9,15 +9,13 @@ constexpr uint64_t kGrowth = 7;
 
 }  // namespace
 
-uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t max_bytes,
+uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_bytes,
                      bool to_host) {
   // A load leaves at least the smallest piece for the end, or nothing.
   const uint64_t last =
       left > 2 * kMinPieceBytes ? std::max(kMinPieceBytes, left / (kGrowth + 1)) : 0;
   const uint64_t grown = to_host ? kGrowth * done : left - last;
   const uint64_t bytes = std::min(max_bytes, std::max(kMinPieceBytes, grown));
-  // Whole blocks, whose pages are one copy each, where a block fits.
-  const uint64_t unit = block_bytes <= max_bytes ? block_bytes : kStagingAlignment;
   return std::min(std::max(bytes / unit, uint64_t{1}) * unit, left);
 }
 

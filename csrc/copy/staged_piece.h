@@ -9,12 +9,16 @@ constexpr uint64_t kStagingAlignment = 256;
 
 constexpr uint64_t kMinPieceBytes = 512 << 10;
 
-// The size of the next piece, after `done` bytes and with `left` bytes to go; `max_bytes` at most.
+// A piece has whole blocks, whose pages are one copy each. Larger blocks are divided: the link
+// would be idle for long while a kernel packs or unpacks one.
+constexpr uint64_t kMaxUndividedBytes = 8 << 20;
+
+// The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
+// or all that is left. It has `max_bytes` at most, or one unit.
 // The first piece of a store is small, because the link is idle while it is packed. The last piece
 // of a load is small, because the link is idle while it is unpacked. A kernel is more than seven
 // times as fast as the link, so a store piece has seven times as many bytes as all before it
 // together, and a load piece 7/8 of the remaining bytes.
-uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t block_bytes, uint64_t max_bytes,
-                     bool to_host);
+uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_bytes, bool to_host);
 
 }  // namespace kvswap

@@ -15,7 +15,8 @@ namespace {
 // The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
 // the driver blocks the submitting thread (H200).
 constexpr size_t kFragmentsPerEntry = 25;
-constexpr size_t kPredictedPieces = 8;  // a staged transfer that fits into the queue has fewer
+// A staged transfer has fewer small pieces. Each of its full pieces is a copy with its events.
+constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
 // A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
 // 8 KiB blocks by 1.5 to 2.1 ms for each GB, as long as it takes. Staging them costs as much, but
 // leaves the SMs alone in between (H200).
@@ -51,9 +52,10 @@ bool is_by_kernels(CopyMethod method) {
 }
 
 // Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
-size_t queue_entries(CopyMethod method, const Group& group, size_t blocks) {
+// full_pieces: of a staged copy.
+size_t queue_entries(CopyMethod method, const Group& group, size_t blocks, size_t full_pieces) {
   if (method == CopyMethod::kStrided) return blocks * group.runs.size();
-  if (method == CopyMethod::kStaged) return blocks + kPredictedPieces;
+  if (method == CopyMethod::kStaged) return blocks + kSmallPieces + kEntriesPerPiece * full_pieces;
   if (method == CopyMethod::kGeneric) return blocks;
   if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
   return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
@@ -100,7 +102,10 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
                              const std::vector<CopyMethod>& available,
                              const std::vector<Group>& groups)
-    : forced_(options.copy_method), available_(available) {
+    : forced_(options.copy_method),
+      available_(available),
+      max_piece_bytes_(
+          static_cast<double>(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes)) / 4) {
   for (const Group& group : groups) {
     GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
@@ -135,7 +140,15 @@ double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) c
   const int direction = copy.channel == kStores ? 0 : 1;
   const kvswap_copy_method_costs& costs =
       groups_[copy.group].costs[direction][static_cast<int>(method)];
-  return costs.submit_start_seconds + static_cast<double>(copy.blocks) * costs.submit_copy_seconds;
+  const size_t starts =
+      method == CopyMethod::kStaged ? 1 + full_pieces(copy.group, copy.blocks) : 1;
+  return static_cast<double>(starts) * costs.submit_start_seconds +
+         static_cast<double>(copy.blocks) * costs.submit_copy_seconds;
+}
+
+size_t MethodChooser::full_pieces(int group, size_t blocks) const {
+  const double bytes = static_cast<double>(blocks) * groups_[group].block_bytes;
+  return static_cast<size_t>(bytes / max_piece_bytes_);
 }
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
@@ -326,7 +339,8 @@ void CopyPlanner::plan(Job& job) const noexcept {
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
     work.is_staged &= method == CopyMethod::kStaged;
-    work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count));
+    const size_t full_pieces = chooser_.full_pieces(part.group, part.count);
+    work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count, full_pieces));
     seconds += group.host_is_pageable
                    ? kPageableSeconds
                    : chooser_.submit_seconds(method, {part.group, job.channel, part.count});
@@ -391,7 +405,9 @@ size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
   size_t entries = 0;
   for (const TransferPart& part : parts) {
-    entries += queue_entries(part.method, groups_[part.group], part.blocks.size());
+    const size_t blocks = part.blocks.size();
+    const size_t full_pieces = chooser_.full_pieces(part.group, blocks);
+    entries += queue_entries(part.method, groups_[part.group], blocks, full_pieces);
   }
   return entries;
 }

@@ -32,6 +32,8 @@ class MethodChooser {
   double seconds(CopyMethod method, const GroupCopy& copy) const;
   // Predicted seconds that a thread takes to submit it; 0 for a copy method without figures.
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
+  // How many pieces of the largest size these blocks have when they are staged.
+  size_t full_pieces(int group, size_t blocks) const;
 
   // Whether this copy method would be chosen for some number of blocks.
   bool may_choose(CopyMethod method) const;
@@ -51,6 +53,7 @@ class MethodChooser {
 
   int forced_;
   std::vector<CopyMethod> available_;
+  double max_piece_bytes_;  // of a staged copy
   std::vector<GroupCosts> groups_;
 };
 

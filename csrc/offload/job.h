@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -63,6 +64,9 @@ struct JobPart {
   size_t count;
 };
 
+// The number of a job in each channel; -1 for none.
+using JobNumbers = std::array<int64_t, kChannels>;
+
 // What a job needs only until it has ended.
 struct Work {
   uint32_t entries = 0;  // of the driver's queue, when the job is copied alone
@@ -78,9 +82,8 @@ struct Work {
   StreamPoint* after = nullptr;  // the job starts after it; null: at once
   Gate* gate = nullptr;          // the gate that was closed for this job; null: none
 
-  // The number, in each channel, of the latest job that must not overlap with this one, because
-  // they share a block or a slot; -1 for none.
-  int64_t runs_after[kChannels] = {-1, -1, -1};
+  // The latest jobs that must not overlap with this one, because they share a block or a slot.
+  JobNumbers runs_after{-1, -1, -1};
   std::vector<JobRef> sources;  // the jobs that write what this one reads
 
   std::shared_ptr<Transfer> transfer;  // while the state is kRunning

@@ -151,13 +151,6 @@ Reason JobTable::source_failure(const Job& job) const noexcept {
   return {};
 }
 
-bool JobTable::sources_have_ended(const Job& job) const noexcept {
-  for (const JobRef& source : job.work->sources) {
-    if (!source->has_ended()) return false;
-  }
-  return true;
-}
-
 void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
   job.state = state;
   if (state == State::kFailed) job.error = error;

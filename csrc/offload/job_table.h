@@ -43,8 +43,6 @@ class JobTable {
 
   // Why the job must fail: one of its sources failed or was cancelled. Empty if none did.
   Reason source_failure(const Job& job) const noexcept;
-  // Whether all sources of the job have ended.
-  bool sources_have_ended(const Job& job) const noexcept;
   // Ends a job. To be called once for each. error: why it failed.
   void finish(Job& job, State state, const Reason& error) noexcept;
 

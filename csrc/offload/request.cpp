@@ -107,17 +107,17 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   } else {
     refuse_duplicates(block_seen_[group.block_space], block_list, blocks, num_blocks);
   }
-  if (group.format != nullptr) add_encoded(*job.work, num_blocks);
+  if (group.format != nullptr) add_encoded(*job.work, page_list, num_blocks);
   job.work->parts.push_back({names.group, static_cast<size_t>(num_blocks)});
   job.work->ids.insert(job.work->ids.end(), blocks, blocks + num_blocks);
   job.nbytes += group.block_bytes * num_blocks;
 }
 
-void RequestReader::add_encoded(Work& work, int64_t num_blocks) {
+void RequestReader::add_encoded(Work& work, const std::string& page_list, int64_t num_blocks) {
   if (work.copy_engines_only) {
-    fail<ValueError>(
-        "copy_engines_only=True: host pages with encoding='lossless' are encoded and decoded by "
-        "kernels; leave it out, or use a pool with encoding='raw'");
+    fail<ValueError>("copy_engines_only=True: the host pages of ", page_list,
+                     " have encoding='lossless', and copy engines cannot encode or decode blocks; "
+                     "leave it out, or use a pool with encoding='raw'");
   }
   const uint64_t blocks = work.encoded_blocks + static_cast<uint64_t>(num_blocks);
   if (blocks > SlotStates::kCount) {

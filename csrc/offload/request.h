@@ -29,7 +29,7 @@ class RequestReader {
   };
   void add_part(Job& job, const Group& group, const Names& names, const int64_t* blocks,
                 const int64_t* pages, const int64_t* counts);
-  static void add_encoded(Work& work, int64_t num_blocks);
+  static void add_encoded(Work& work, const std::string& page_list, int64_t num_blocks);
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);
 

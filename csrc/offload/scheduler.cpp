@@ -42,6 +42,18 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
   return planned;
 }
 
+// The latest jobs of other channels that these jobs must not overlap with.
+JobNumbers latest_before(const JobList& jobs) {
+  JobNumbers latest{-1, -1, -1};
+  for (const Job& job : jobs) {
+    for (int channel = 0; channel < kChannels; ++channel) {
+      if (channel == job.channel) continue;
+      latest[channel] = std::max(latest[channel], job.work->runs_after[channel]);
+    }
+  }
+  return latest;
+}
+
 }  // namespace
 
 Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
@@ -208,11 +220,12 @@ void Scheduler::submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t byt
 // Submits jobs as one transfer.
 bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept {
   if (!device_loss_.empty()) return fail_unsubmitted(jobs, device_loss_);
+  const JobNumbers runs_after = latest_before(jobs);
   std::vector<std::shared_ptr<Transfer>> held;  // until the driver waits for their ends
   std::vector<Event> wait_events;
   Transfers made;
   try {
-    held = transfers_before(queue, jobs);
+    held = transfers_before(runs_after);
     wait_events.reserve(jobs.size() + held.size());
     for (const Job& job : jobs) {
       if (job.work->after != nullptr) wait_events.push_back(job.work->after->event);
@@ -226,6 +239,7 @@ bool Scheduler::submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_
   }
   Transfer& transfer = *made.front();
   transfer.jobs = std::move(jobs);
+  transfer.runs_after = runs_after;
   const double began = now();
   for (Job& job : transfer.jobs) {
     job.queue_seconds = job.work->was_queued ? began - job.work->submitted_at : 0;
@@ -241,16 +255,13 @@ void Scheduler::submit_rest(Lock& lock, Queue& queue) noexcept {
   progress_.notify_all();
 }
 
-// The transfers in flight in other channels that the jobs must not overlap with.
-std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(const Queue& queue,
-                                                                   const JobList& jobs) const {
+// The transfers in flight with these jobs: in each channel the newest one, which ends last.
+std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(
+    const JobNumbers& runs_after) const {
   std::vector<std::shared_ptr<Transfer>> found;
-  for (const Job& job : jobs) {
-    for (const Queue& other : queues_) {
-      if (&other == &queue) continue;
-      auto before = other.channel.newest_until(job.work->runs_after[other.channel.number()]);
-      if (before && (found.empty() || found.back() != before)) found.push_back(std::move(before));
-    }
+  for (const Queue& other : queues_) {
+    auto before = other.channel.newest_until(runs_after[other.channel.number()]);
+    if (before) found.push_back(std::move(before));
   }
   return found;
 }
@@ -457,22 +468,24 @@ void Scheduler::advance(const Lock& lock, int max_transfers) noexcept {
   }
 }
 
-// The channel with the oldest of the transfers that have ended, or null. In this order a job ends
-// after the jobs that it waited for.
+// The channel with the oldest of the transfers that have ended, or null. A transfer that waited for
+// others comes after them, also if its end is seen first.
 Scheduler::Queue* Scheduler::next_to_retire() {
   Queue* next = nullptr;
   for (Queue& queue : queues_) {
     if (queue.channel.is_idle()) continue;
     Transfer& transfer = queue.channel.oldest();
     if (next != nullptr && transfer.first_id() > next->channel.oldest().first_id()) continue;
-    if (queue.channel.has_ended(transfer) && sources_have_ended(transfer)) next = &queue;
+    if (all_before_are_retired(transfer) && queue.channel.has_ended(transfer)) next = &queue;
   }
   return next;
 }
 
-bool Scheduler::sources_have_ended(const Transfer& transfer) const {
-  for (const Job& job : transfer.jobs) {
-    if (!table_.sources_have_ended(job)) return false;
+// Whether the jobs that this transfer waits for have ended. They were submitted before it.
+bool Scheduler::all_before_are_retired(const Transfer& transfer) const {
+  for (const Queue& other : queues_) {
+    const int64_t latest = transfer.runs_after[other.channel.number()];
+    if (!other.channel.is_idle() && other.channel.oldest().first_id() <= latest) return false;
   }
   return true;
 }

@@ -160,8 +160,7 @@ class Scheduler {
   void submit_jobs(Lock& lock, Queue& queue, JobList jobs, uint64_t bytes = kAllBytes) noexcept;
   bool submit_transfer(Lock& lock, Queue& queue, JobList& jobs, uint64_t bytes) noexcept;
   void submit_rest(Lock& lock, Queue& queue) noexcept;
-  std::vector<std::shared_ptr<Transfer>> transfers_before(const Queue& queue,
-                                                          const JobList& jobs) const;
+  std::vector<std::shared_ptr<Transfer>> transfers_before(const JobNumbers& runs_after) const;
   Transfers make_transfer(Queue& queue, const JobList& jobs);
   bool enqueue(Lock& lock, Queue& queue, Transfers made, const std::vector<Event>& wait_events,
                uint64_t bytes, JobList& jobs) noexcept;
@@ -170,7 +169,7 @@ class Scheduler {
   void end_unsubmitted(Job& job, State state, const Reason& error) noexcept;
 
   Queue* next_to_retire();
-  bool sources_have_ended(const Transfer& transfer) const;
+  bool all_before_are_retired(const Transfer& transfer) const;
   void retire_first(Queue& queue);
   Reason reject(Job& job, const std::vector<RejectedBlock>& rejected) const noexcept;
   void open_gates(const Lock& lock) noexcept;

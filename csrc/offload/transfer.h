@@ -34,9 +34,11 @@ struct Transfer {
   std::vector<Event> ends;   // one for each layer group; the last is the end of all
   size_t entries = 0;        // of the driver's queue
   SlotStates::Range states;  // of all parts
-  bool has_begun = false;    // some of its bytes may have been copied
-  int layer_group = 0;       // the first one that is not enqueued completely
-  CopyPosition next;         // what to enqueue next of it
+  // The latest jobs of other channels that its jobs must not overlap with: it waits for them.
+  JobNumbers runs_after{-1, -1, -1};
+  bool has_begun = false;  // some of its bytes may have been copied
+  int layer_group = 0;     // the first one that is not enqueued completely
+  CopyPosition next;       // what to enqueue next of it
   bool end_seen = false;
 
   int64_t first_id() const { return jobs.front().id; }

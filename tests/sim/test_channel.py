@@ -508,6 +508,37 @@ def test_a_job_ends_after_its_source_also_where_its_own_end_is_seen_first(driver
         ]
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("pair", SHARE)
+@simulated
+def test_a_job_is_reported_after_the_one_that_it_waited_for_whichever_end_is_seen_first(
+    driver: Driver, pair: str, nth: int
+) -> None:
+    with SimulatedCache(driver) as sim:
+        jobs = [sim.submit(kind, [block], [page]) for kind, block, page in SHARE[pair]]
+        driver.run()
+        driver.fail("cuEventQuery", nth, code=600)  # this end comes just after it was asked for
+        results = sim.handler.poll() + sim.finish()
+        assert [result.job_id for result in results] == [job.id for job in jobs]
+
+
+@simulated
+def test_joined_jobs_are_reported_after_those_that_one_of_them_waited_for(driver: Driver) -> None:
+    with SimulatedCache(driver) as sim:
+        hold, _ = sim.hold_up("load")
+        sim.fill("load")
+        store = sim.store(4, 5, after=Stream(SIDE))
+        last = sim.load(6, 4)
+        transfers = sim.metrics("load").transfers
+        last.wait()  # submits it, joined with the queued load before the store
+        assert sim.metrics("load").transfers == transfers + 1
+        sim.release(hold)
+        driver.run()
+        numbers = [result.job_id for result in sim.handler.poll()]
+        assert numbers[-3:] == [store.id, store.id - 1, last.id]
+        assert numbers[:-3] == list(range(store.id - 1))
+
+
 @pytest.mark.parametrize("allocations", [1, 2])
 @simulated
 def test_slabs_that_touch_are_one_copy_only_inside_of_an_allocation(

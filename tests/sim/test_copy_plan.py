@@ -176,3 +176,21 @@ def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> No
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
     # Three blocks of each transfer are its head or tail, which is not staged.
     assert sizes == {"store": [21, 64, 64, 8], "load": [64, 64, 28, 1]}
+
+
+@needs_kernels
+@simulated
+def test_large_blocks_are_divided_so_that_the_link_is_idle_for_a_short_time(driver: Driver) -> None:
+    whole = torch.randint(256, (1, 2, 20 << 20), dtype=torch.uint8)
+    layout = on_device(driver, whole)
+    with OffloadHandler(layout, HostPool(layout, num_pages=2), copy_method="staged") as handler:
+        for kind, is_small in (
+            ("store", lambda sizes: sizes[0]),
+            ("load", lambda sizes: sizes[-1]),
+        ):
+            driver.log()
+            handler.synchronize(getattr(handler, kind)(gpu_block_ids=[1], page_ids=[0], after=()))
+            sizes = [int(size) for size in re.findall(r"copy (\d+) bytes", driver.log())]
+            assert sum(sizes) == 20 << 20
+            assert is_small(sizes) <= 1 << 20
+        assert torch.equal(handler.pools[0].pages[0, 0], whole[0, 1])

@@ -5,6 +5,7 @@ pieces of a large one, and the worker, or a thread that waits for the job, the r
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -114,7 +115,11 @@ class Staged:
 
 @contextmanager
 def staged(
-    driver: Driver, kind: str = "store", submit_thread: bool = False, layers: int = 2
+    driver: Driver,
+    kind: str = "store",
+    submit_thread: bool = False,
+    layers: int = 2,
+    staging_bytes: int = STAGING,
 ) -> Iterator[Staged]:
     tensors = torch.randint(256, (layers, BLOCKS, (256 << 10) // layers), dtype=torch.uint8)
     layout = on_device(driver, tensors)
@@ -122,7 +127,7 @@ def staged(
         layout,
         pool(driver, layout, BLOCKS),
         copy_method="staged",
-        staging_bytes=STAGING,
+        staging_bytes=staging_bytes,
         submit_thread=submit_thread,
     ) as handler:
         yield Staged(driver, handler, kind, tensors)
@@ -145,6 +150,70 @@ def test_the_caller_begins_a_large_job_and_the_worker_gives_the_rest(
         here, by_all = launches.now()
         assert here == begun < by_all
         assert sim.is_right()
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
+    driver: Driver, kind: str
+) -> None:
+    with staged(driver, kind, staging_bytes=256 << 20) as sim:
+        with driver.stopped(sim.worker):
+            job = sim.submit()
+            blocks = sum(int(count) for count in re.findall(r"pack (\d+) blocks", driver.log()))
+        assert blocks == 8  # 2 MiB
+        assert in_time(job.query)
+        assert sim.is_right()
+
+
+class ManyPieces(OffloadHandler):
+    """Submitting a piece is predicted to take 5 us. A piece has 256 KiB."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {"staged": CopyMethodCosts(0.0, 0.0, 5e-6, 1e-6, {512: 1e-9})}
+        for direction in ("store", "load")
+    }
+
+
+@contextmanager
+def many_pieces(driver: Driver) -> Iterator[ManyPieces]:
+    layout = on_device(driver, torch.randint(256, (1, 2, 4 << 20), dtype=torch.uint8))
+    pages = pool(driver, layout, 2)
+    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=1 << 20) as handler:
+        yield handler
+
+
+@KINDS
+@needs_kernels
+@simulated
+def test_the_caller_only_begins_a_job_of_one_block_in_many_pieces(
+    driver: Driver, kind: str
+) -> None:
+    with many_pieces(driver) as handler:
+        launches = Launches(driver)
+        submit = handler.store if kind == "store" else handler.load
+        job = submit(gpu_block_ids=[1], page_ids=[0], after=())
+        assert launches.now()[0] == 8  # 2 MiB
+        job.synchronize()
+        assert launches.now()[1] == 16
+
+
+@needs_kernels
+@simulated
+def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Driver) -> None:
+    driver.set_mode("manual")
+    with many_pieces(driver) as handler:
+        hold = driver.hold(SIDE)
+        try:
+            for _ in range(20):
+                handler.store(gpu_block_ids=[1], page_ids=[0], after=Stream(SIDE))
+            # Each of its 16 pieces takes three entries.
+            assert in_time(lambda: handler.metrics().stores.running == 12)
+            assert handler.metrics().stores.queued == 8
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")
 
 
 @needs_kernels

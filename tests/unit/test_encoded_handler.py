@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from encoded_cache import EncodedCache
+from error_text import error_text
+from expecttest import assert_expected_inline
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.handler import BlocksRejectedError
@@ -143,8 +145,13 @@ def test_metrics_and_results_count_blocks_and_bytes_on_the_link() -> None:
 
 def test_copy_engines_cannot_encode() -> None:
     with EncodedCache(encodings=("raw", "lossless"), layers=1) as cache:
-        with pytest.raises(ValueError, match="copy_engines_only=True: host pages with"):
-            cache.store([[1], [2]], [[1], [2]], copy_engines_only=True)
+        assert_expected_inline(
+            error_text(cache.store, [[1], [2]], [[1], [2]], copy_engines_only=True),
+            """\
+ValueError: copy_engines_only=True: the host pages of page_ids[1] have
+encoding='lossless', and copy engines cannot encode or decode blocks; leave it out, or
+use a pool with encoding='raw'""",
+        )
         cache.store([[1], []], [[1], []], copy_engines_only=True)
         assert outcome(cache) == ("done", ())
 

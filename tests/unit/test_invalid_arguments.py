@@ -311,8 +311,14 @@ def test_a_wrong_integer_is_refused_by_a_handle(
     name: str, value: Any, error: type[Exception]
 ) -> None:
     numbers = {"fd": 0, "num_pages": 1, "blocks_per_page": 1, "page_bytes": 1, "world": 1}
-    given = {**numbers, name: value}
-    is_refused(name, error, lambda: PoolHandle(**given, replicated=False, huge_pages=True))
+    given = {**numbers, "replicated": False, "huge_pages": True, "slab_sizes": [1], name: value}
+    is_refused(name, error, lambda: PoolHandle(**given))
+
+
+@pytest.mark.parametrize(("value", "error"), WRONG_INTEGERS)
+def test_a_wrong_slab_size_is_refused_by_a_handle(value: Any, error: type[Exception]) -> None:
+    sizes = [1, value]
+    is_refused("slab_sizes", error, lambda: PoolHandle(0, 1, 1, 1, 1, False, True, sizes))
 
 
 def test_what_has_no_blocks_is_refused_by_a_layout() -> None:

@@ -61,10 +61,17 @@ class _Memory:
     Unpinned at the latest when neither the pool nor a view of it is alive.
     """
 
-    def __init__(self, mapping: Mapping | TorchMemory, pages: Pages, encoding: Encoding) -> None:
+    def __init__(
+        self,
+        mapping: Mapping | TorchMemory,
+        pages: Pages,
+        layout: PagedLayout,
+        encoding: Encoding,
+    ) -> None:
         self.process = ForkGuard()
         self.mapping = mapping
-        self.encoding = encoding  # of the largest blocks, for which the pool was made
+        # Of the largest blocks, for which the pool was made.
+        self.slab_sizes, self.encoding = layout.sizes, encoding
         self.pages: Tensor | None = pages.view(mapping.tensor)
         # The native side reads it at each submission.
         self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
@@ -246,8 +253,8 @@ class HostPool(NotCopyable):
         """Makes a pool on the memory of another process's pool.
 
         Args:
-            layout (PagedLayout): this process's cache, with the page size of the handle. The
-                encoding is that of the handle.
+            layout (PagedLayout): this process's cache, with the page size of the handle and, if the
+                pool is replicated, its slab sizes. The encoding is that of the handle.
             handle (PoolHandle): from share() or PoolHandle.receive(); may be closed afterwards.
             rank (int): this process, 0 to world - 1; each process has its own.
             pinned, pin_in_background, on_progress, chunk_bytes: see HostPool.
@@ -256,8 +263,9 @@ class HostPool(NotCopyable):
 
         Raises:
             TypeError: handle is not a PoolHandle, or an argument has a wrong type.
-            ValueError: the handle has another page size, the layout's blocks cannot be encoded as
-                the handle says, or an argument is out of range.
+            ValueError: the handle has another page size, a replicated pool has other slab sizes,
+                the layout's blocks cannot be encoded as the handle says, or an argument is out of
+                range.
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
         shape = check_handle(handle).num_pages, handle.blocks_per_page
@@ -266,7 +274,7 @@ class HostPool(NotCopyable):
         advice = "attach with a layout of the cache that the pool was made for"
         kept.slot_bytes(layout, advice, is_width_open=False)
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
-        handle.check(pages)
+        handle.check(pages, layout)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -333,7 +341,7 @@ class HostPool(NotCopyable):
         self.local_pages = pages.local
         self._sharing = sharing
         self._pages = pages
-        self._memory = _Memory(mapping, pages, encoding)
+        self._memory = _Memory(mapping, pages, layout, encoding)
         self._keep(layout, encoding)
         is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
         if isinstance(mapping, TorchMemory):
@@ -381,8 +389,9 @@ class HostPool(NotCopyable):
                 "this pool belongs to one process; make it with HostPool.create_shared()"
             )
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
-        kept = self._memory.encoding
-        return PoolHandle(os.dup(fd), *shape, *self._sharing, kept.name, kept.bits_per_value)
+        sizes, kept = self._memory.slab_sizes, self._memory.encoding
+        encoding = kept.name, kept.bits_per_value
+        return PoolHandle(os.dup(fd), *shape, *self._sharing, sizes, *encoding)
 
     def view_for(
         self,

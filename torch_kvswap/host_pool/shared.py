@@ -7,12 +7,19 @@ import os
 import socket
 import struct
 import weakref
+from collections.abc import Sequence
 
+import numpy as np
+
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, kind_of, read_int
 from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
 from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.layout import PagedLayout
 
-_NUMBERS = struct.Struct("=7q")
+# The last number is that of the slabs, whose sizes follow.
+_NUMBERS = struct.Struct("=8q")
+_READ_BYTES = 1 << 16
 
 
 class PoolHandle(NotCopyable):
@@ -30,6 +37,8 @@ class PoolHandle(NotCopyable):
         world (int): processes that share the pool.
         replicated (bool): whether every process uses all pages.
         huge_pages (bool): whether the kernel may use transparent huge pages.
+        slab_sizes (np.ndarray): int64 [slabs], bytes of a block in each slab of the cache that the
+            pool was made for.
         encoding (str): HostPool.encoding.
         bits_per_value (float | None): HostPool.bits_per_value.
     """
@@ -45,6 +54,7 @@ class PoolHandle(NotCopyable):
         world: int,
         replicated: bool,
         huge_pages: bool,
+        slab_sizes: Sequence[int] | Int64Array,
         encoding: EncodingName = "raw",
         bits_per_value: float | None = None,
     ) -> None:
@@ -53,6 +63,8 @@ class PoolHandle(NotCopyable):
         self.page_bytes = read_int("page_bytes", page_bytes, 1)
         self.world = read_int("world", world, 1)
         self.replicated, self.huge_pages = bool(replicated), bool(huge_pages)
+        sizes = [read_int(f"slab_sizes[{i}]", size, 1) for i, size in enumerate(slab_sizes)]
+        self.slab_sizes: Int64Array = np.array(sizes, np.int64)
         self._encoding = read_encoding(encoding, bits_per_value)
         self.encoding, self.bits_per_value = self._encoding.name, self._encoding.bits_per_value
         self._fd = read_int("fd", fd, 0, INT32_MAX)
@@ -76,8 +88,11 @@ class PoolHandle(NotCopyable):
         """
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         sharing = self.world, self.replicated, self.huge_pages
-        message = _NUMBERS.pack(*shape, *sharing, self._encoding.width_eighths)
-        socket.send_fds(connection, [message], [self.fd])
+        kept = self._encoding.width_eighths, len(self.slab_sizes)
+        message = _NUMBERS.pack(*shape, *sharing, *kept) + self.slab_sizes.tobytes()
+        sent = socket.send_fds(connection, [message], [self.fd])
+        if sent < len(message):  # sending nothing fails if the other end has closed already
+            connection.sendall(message[sent:])
 
     @classmethod
     def receive(cls, connection: socket.socket) -> PoolHandle:
@@ -96,18 +111,13 @@ class PoolHandle(NotCopyable):
         try:
             for fd in fds:
                 os.set_inheritable(fd, False)
-            while fds and message and len(message) < _NUMBERS.size:
-                more = connection.recv(_NUMBERS.size - len(message))
-                message = message + more if more else b""
-            if len(fds) != 1 or len(message) != _NUMBERS.size:
-                raise ConnectionError(
-                    f"received {len(message)} bytes and {len(fds)} files instead of the handle of "
-                    "a host pool; send it with PoolHandle.send"
-                )
+            message = _receive_rest(connection, message, fds, _NUMBERS.size)
+            *numbers, width_eighths, slabs = _NUMBERS.unpack(message)
             try:
-                *numbers, width_eighths = _NUMBERS.unpack(message)
                 encoding = encoding_of(width_eighths)
-                numbers += [encoding.name, encoding.bits_per_value]
+                nbytes = 8 * read_int("the number of slabs", slabs, 1)
+                sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
+                numbers += [sizes, encoding.name, encoding.bits_per_value]
                 return cls(fds[0], *numbers)
             except ValueError as error:
                 raise ConnectionError(f"received an invalid host pool handle: {error}") from error
@@ -116,21 +126,30 @@ class PoolHandle(NotCopyable):
                 os.close(fd)
             raise
 
-    def check(self, pages: Pages) -> None:
+    def check(self, pages: Pages, layout: PagedLayout) -> None:
         """Checks that a pool with these pages can attach to the handle.
 
+        If it is replicated, processes read each other's blocks, so their slabs must be the same.
         The file must also be large enough and sealed against shrinking: an access beyond its end
         would kill the process.
 
+        Args:
+            pages (Pages): the pages.
+            layout (PagedLayout): the cache whose blocks they hold.
+
         Raises:
-            ValueError: the page size differs, or the file is too small or can shrink.
+            ValueError: the page size or a slab size differs, or the file is too small or can
+                shrink.
             RuntimeError: the handle is closed.
         """
+        advice = "attach with a layout of the cache that the pool was made for"
         if pages.size != self.page_bytes:
             raise ValueError(
                 f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
-                f"{pages.size}; attach with a layout of the cache that the pool was made for"
+                f"{pages.size}; {advice}"
             )
+        if self.replicated:
+            layout.check_same_blocks(self.slab_sizes, advice)
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -141,6 +160,30 @@ class PoolHandle(NotCopyable):
                 f"the handle's file has {size} bytes; {self.num_pages} pages need {nbytes}, in a "
                 "file that is sealed against shrinking; pass what HostPool.share() returns"
             )
+
+
+def _receive_rest(
+    connection: socket.socket, message: bytes, fds: Sequence[int], nbytes: int
+) -> bytes:
+    """Reads the rest of a part of a handle that has `nbytes` bytes.
+
+    Raises:
+        ConnectionError: the connection was closed, or no single file came with the message.
+    """
+    parts, missing = [message], nbytes - len(message)
+    while len(fds) == 1 and missing:
+        more = connection.recv(min(missing, _READ_BYTES))
+        if not more:
+            break
+        parts.append(more)
+        missing -= len(more)
+    message = b"".join(parts)
+    if len(fds) != 1 or missing:
+        raise ConnectionError(
+            f"received {len(message)} bytes and {len(fds)} files instead of the handle of a host "
+            "pool; send it with PoolHandle.send"
+        )
+    return message
 
 
 def check_handle(handle: object) -> PoolHandle:

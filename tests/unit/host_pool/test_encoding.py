@@ -341,7 +341,7 @@ def test_a_handle_with_an_unknown_width_is_refused_at_the_socket() -> None:
     handle = HostPool.create_shared(Bf16Cache().layout, 4, world=2).share()
     here, there = socket.socketpair()
     with here, there:
-        numbers = torch.tensor([4, 1, BLOCK_BYTES, 2, 0, 1, 99]).numpy().tobytes()
+        numbers = torch.tensor([4, 1, BLOCK_BYTES, 2, 0, 1, 99, 1, BLOCK_BYTES]).numpy().tobytes()
         socket.send_fds(here, [numbers], [handle.fd])
         assert_expected_inline(
             error_text(PoolHandle.receive, there),

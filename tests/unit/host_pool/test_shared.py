@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_closed_handle_sends_no_other_file() -> None:
     [
         (8, False, TimeoutError),
         (8, True, ConnectionError),
-        (56, False, ConnectionError),  # all numbers are 0
+        (64, False, ConnectionError),  # all numbers are 0
     ],
 )
 def test_a_handle_that_does_not_come_leaves_no_file(
@@ -104,6 +105,19 @@ def test_a_handle_that_does_not_come_leaves_no_file(
         with pytest.raises(error):
             PoolHandle.receive(here)
         assert open_files() == before
+
+
+def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
+    class Connection(socket.socket):
+        def sendmsg(self, *arguments: Any) -> int:
+            sent = super().sendmsg(*arguments)
+            there.close()
+            return sent
+
+    handle = HostPool.create_shared(layout(), 4, world=2).share()
+    here, there = socket.socketpair()
+    with Connection(fileno=here.detach()) as connection:
+        handle.send(connection)
 
 
 def test_the_memory_stays_while_one_process_has_it() -> None:
@@ -255,6 +269,74 @@ returned""",
     )
 
 
+def of_slabs(*sizes: int) -> PagedLayout:
+    return PagedLayout([torch.zeros(8, size, dtype=torch.uint8) for size in sizes])
+
+
+def test_ranks_with_other_slabs_cannot_use_the_same_pages() -> None:
+    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, 2, world=3, replicated=True)
+    attached = HostPool.attach(of_slabs(1024, 3072), through_a_socket(pool.share()), rank=1)
+    for handle in (pool.share(), attached.share(), through_a_socket(attached.share())):
+        assert_expected_inline(
+            error_text(HostPool.attach, of_slabs(3072, 1024), handle, rank=2),
+            """\
+ValueError: a block has 3072 bytes in slab 0 of the cache and 1024 in the host pool;
+attach with a layout of the cache that the pool was made for""",
+        )
+        assert_expected_inline(
+            error_text(HostPool.attach, of_slabs(4096), handle, rank=2),
+            """\
+ValueError: the cache has 1 slabs, the host pool 2; attach with a layout of the cache
+that the pool was made for""",
+        )
+
+
+def test_ranks_that_have_pages_of_their_own_may_have_other_slabs() -> None:
+    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2)
+    other = HostPool.attach(of_slabs(2048, 2048), pool.share(), rank=1)
+    assert other.local_pages == range(2, 4)
+
+
+def test_the_handle_of_a_view_has_the_slabs_of_its_pool() -> None:
+    pool = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2, replicated=True)
+    handle = through_a_socket(pool.view_for(of_slabs(2048, 2048)).share())
+    assert handle.slab_sizes.tolist() == [1024, 3072]
+    assert HostPool.attach(of_slabs(1024, 3072), handle, rank=1).local_pages == range(4)
+
+
+def test_a_handle_with_many_slabs_comes_in_parts() -> None:
+    sizes = [16 * (1 + number % 7) for number in range(20_000)]
+    fd = os.memfd_create("pages")
+    here, there = socket.socketpair()
+    with here, there:
+        for end in (here, there):
+            end.settimeout(PATIENCE)
+        handle = PoolHandle(fd, 1, 1, sum(sizes), 2, True, True, sizes)
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sender = threading.Thread(target=handle.send, args=(here,))
+        sender.start()
+        assert PoolHandle.receive(there).slab_sizes.tolist() == sizes
+        sender.join()
+
+
+def test_a_handle_that_ends_in_its_slabs_leaves_no_file() -> None:
+    handle = HostPool.create_shared(of_slabs(1024, 3072), 4, world=2).share()
+    here, there = socket.socketpair()
+    with here, there:
+        before = open_files()
+        socket.send_fds(
+            there, [torch.tensor([4, 1, 4096, 2, 0, 1, 0, 2, 1024]).numpy().tobytes()], [handle.fd]
+        )
+        there.shutdown(socket.SHUT_WR)
+        assert_expected_inline(
+            error_text(PoolHandle.receive, here),
+            """\
+ConnectionError: received 8 bytes and 1 files instead of the handle of a host pool; send
+it with PoolHandle.send""",
+        )
+        assert open_files() == before
+
+
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
     pool = HostPool.create_shared(layout(), 6, world=2)
     small = pool.share()
@@ -267,7 +349,7 @@ sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
-    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True)
+    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True, [BLOCK])
     with pytest.raises(ValueError, match="sealed against shrinking"):
         HostPool.attach(layout(), loose, rank=0)
 

@@ -119,7 +119,10 @@ class ParkedRequests:
             return
         for future in requests_in_batch:
             name = future.state.request_id
-            if name in self.requests:  # the scheduler gave it blocks by itself
+            if name in self.requests:
+                # The scheduler gave it blocks by itself. In the known versions it does not: ready()
+                # offers a request that is not loaded only if not even one more token fits. A failed
+                # load raises here, because the batch would read blocks without contents.
                 parked = self.requests[name]
                 self.swap.handler.synchronize(self._load(parked).job)
                 self._activate(parked)
