@@ -80,8 +80,8 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
   const cuda::Driver& driver = cuda::driver();
   const uint64_t all = copy.bytes(), first_byte = begin, unit = unit_of(copy, bytes_ / 2);
   while (begin < all && begin - first_byte < bytes) {
-    const uint64_t wanted = std::min(bytes - (begin - first_byte), all);
-    const uint64_t max_bytes = std::min(bytes_ / 2, (wanted + unit - 1) / unit * unit);
+    const bool gives_all = bytes - (begin - first_byte) >= all - begin;
+    const uint64_t max_bytes = gives_all ? bytes_ / 2 : std::min(bytes_ / 2, kMaxBegunPieceBytes);
     const uint64_t in_piece =
         piece_bytes(copy.before + begin, all - begin + copy.after, unit, max_bytes, copy.to_host);
     const uint64_t end = std::min(begin + in_piece, all);

@@ -13,6 +13,10 @@ constexpr uint64_t kMinPieceBytes = 512 << 10;
 // would be idle for long while a kernel packs or unpacks one.
 constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 
+// Of a piece of a copy that the thread only begins. That takes the link 150 us: long enough for
+// another thread to wake up and go on, and a piece has so few pages that the call returns soon.
+constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
+
 // The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
 // or all that is left. It has `max_bytes` at most, or one unit.
 // The first piece of a store is small, because the link is idle while it is packed. The last piece
