@@ -101,6 +101,38 @@ RuntimeError: an OffloadEngine uses this handler; call the engine's poll()""",
         assert handler.poll() == []
 
 
+def test_the_handler_of_an_engine_takes_no_page_ids() -> None:
+    engine, tensor = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        assert_expected_inline(
+            error_text(handler.store, page_ids=[0], gpu_block_ids=[7]),
+            """\
+RuntimeError: an OffloadEngine assigns the pages of this handler; call the engine's
+store(), or make a handler and a pool for your own page ids""",
+        )
+        with pytest.raises(RuntimeError, match=r"call the engine's load\(\), or make"):
+            handler.load(page_ids=[0], gpu_block_ids=[1])
+        engine.load(["a"], [8])
+        assert tensor[[1, 8], 0].tolist() == [1, 1]
+        engine.poll()
+        handler.rebind(handler.layouts[0])
+        handler.close()
+        with pytest.raises(RuntimeError, match="the handler is closed"):
+            handler.store(page_ids=[0], gpu_block_ids=[7])
+
+
+def test_a_handler_whose_engine_was_dropped_takes_page_ids() -> None:
+    engine, tensor = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        del engine
+        handler.store(page_ids=[0], gpu_block_ids=[7])
+        handler.load(page_ids=[0], gpu_block_ids=[8])
+        assert tensor[8, 0] == 7
+
+
 def test_a_closed_handler_gets_no_engine() -> None:
     engine, _ = make()
     handler = engine.handler
