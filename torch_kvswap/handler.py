@@ -750,8 +750,8 @@ class OffloadHandler(NotCopyable):
             return
         self._native.check_open()  # whatever else is wrong, this is said first
         raise RuntimeError(
-            f"an OffloadEngine assigns the pages of this handler; call the engine's {call}, or make "
-            "a handler and a pool for your own page ids"
+            "an OffloadEngine assigns the pages of this handler; call the engine's "
+            f"{call}, or make a handler and a pool for your own page ids"
         )
 
     def _warn_of_rejected_blocks(self) -> None:

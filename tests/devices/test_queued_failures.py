@@ -129,7 +129,7 @@ def test_a_load_fails_with_the_store_of_its_page(accelerator: Accelerator) -> No
         store, load = rows.store(3, 0), rows.load(0, 5)
     with pytest.raises(TransferError):
         rows.handler.synchronize([store, load], PATIENCE)
-    assert failed(load).startswith("store 0 failed")
+    assert failed(load).startswith("page 0 (page_ids[0]) must be stored again: store 0 failed")
     rows.store(3, 0).synchronize(PATIENCE)
     rows.load(0, 5).synchronize(PATIENCE)
     assert rows.block(5) == {3}
