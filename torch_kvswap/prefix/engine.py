@@ -149,7 +149,10 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
     """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
-        raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
+        raise ValueError(
+            f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each; pass the "
+            "blocks of all keys, also of those that a prefix leaves out"
+        )
     return blocks
 
 
@@ -298,7 +301,8 @@ class OffloadEngine(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out.
+            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out,
+                to which nothing is written.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`. None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
@@ -347,7 +351,10 @@ class OffloadEngine(NotCopyable):
                 evict() takes the first two, and its jobs have no tags.
 
         Returns:
-            Job | None: None if there is nothing to store, not enough room, or a lazy store policy.
+            Job | None: None if nothing was stored. With a lazy store policy that is always so.
+                Otherwise `manager.stats()` says why: `refused` has risen if there was not enough
+                room, `skipped` if store_threshold left blocks out. If neither has, the host has all
+                blocks, or is storing them.
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
