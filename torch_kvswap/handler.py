@@ -524,11 +524,13 @@ class OffloadHandler(NotCopyable):
             TypeError: an argument has a wrong type.
             ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.
-            RuntimeError: the handler is closed, a tensor of the cache has moved, the stream is
-                being captured into a CUDA graph, or this is a forked child. docs/ordering.md says
-                what to do after each error.
+            RuntimeError: the handler is closed, an OffloadEngine assigns its pages, a tensor of the
+                cache has moved, the stream is being captured into a CUDA graph, or this is a forked
+                child. docs/ordering.md says what to do after each error.
             MemoryError: host memory is exhausted.
         """
+        if self._engine is not None:
+            self._refuse_if_engine_assigns_pages("store()")
         ids = gpu_block_ids, page_ids, first_block
         return self._submit(abi.STORES, ids, after, copy_engines_only, tag)
 
@@ -577,9 +579,12 @@ class OffloadHandler(NotCopyable):
                 to another handler, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
-        channel = abi.EXPEDITED if expedited else abi.LOADS
+        if self._engine is not None:
+            self._refuse_if_engine_assigns_pages("load()")
         ids = gpu_block_ids, page_ids, first_block
-        return self._submit(channel, ids, after, copy_engines_only, tag, layer_groups, gate)
+        return self._submit(
+            abi.LOADS, ids, after, copy_engines_only, tag, layer_groups, gate, expedited
+        )
 
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
@@ -725,6 +730,8 @@ class OffloadHandler(NotCopyable):
     def _assign_pages_to(self, engine: object) -> None:
         """Gives all pages to the engine, until it is dropped.
 
+        Only _submit() takes page ids from then on: store() and load() raise.
+
         Raises:
             ValueError: another engine has them.
             RuntimeError: the handler is closed.
@@ -740,6 +747,16 @@ class OffloadHandler(NotCopyable):
 
     def _get_engine(self) -> object | None:
         return None if self._engine is None else self._engine()
+
+    def _refuse_if_engine_assigns_pages(self, call: str) -> None:
+        """Raises RuntimeError if an engine assigns the pages, which `call` could overwrite."""
+        if self._get_engine() is None:
+            return
+        self._native.check_open()  # whatever else is wrong, this is said first
+        raise RuntimeError(
+            "an OffloadEngine assigns the pages of this handler; call the engine's "
+            f"{call}, or make a handler and a pool for your own page ids"
+        )
 
     def _warn_of_rejected_blocks(self) -> None:
         """Warns, once, if stores reject so many blocks that another encoding is better."""
@@ -768,8 +785,12 @@ class OffloadHandler(NotCopyable):
         tag: object,
         layer_groups: int | None = None,
         gate: Gate | None = None,
+        expedited: bool = False,
     ) -> Job:
+        """store() and load(), for the engine too."""
         try:
+            if expedited:
+                channel = abi.EXPEDITED
             num_groups = 1
             native_gate: int | None = None
             if layer_groups is not None or gate is not None:

@@ -58,6 +58,12 @@ class JobRef {
   Job* job_ = nullptr;
 };
 
+// A job that writes what another one reads.
+struct JobSource {
+  JobRef job;
+  size_t position;  // of the first block that it writes, in the list of the job that reads
+};
+
 // What a job copies in one group: `count` blocks. In Work::ids they follow those of earlier parts.
 struct JobPart {
   int group;
@@ -76,6 +82,7 @@ struct Work {
   bool was_cancelled = false;       // cancel() was called
   bool copy_engines_only = false;   // no kernels copy
   bool is_staged = false;           // in all groups, as planned
+  bool is_grouped = false;          // the caller has passed a list of ids for each group
   uint32_t encoded_blocks = 0;      // in groups whose slots are encoded
   std::vector<JobPart> parts;
   std::vector<int64_t> ids;      // of all GPU blocks, then of the slot for each of them
@@ -84,7 +91,7 @@ struct Work {
 
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
   JobNumbers runs_after{-1, -1, -1};
-  std::vector<JobRef> sources;  // the jobs that write what this one reads
+  std::vector<JobSource> sources;
 
   std::shared_ptr<Transfer> transfer;  // while the state is kRunning
   double submitted_at = 0.0;

@@ -1,19 +1,11 @@
 #include "offload/job_table.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 namespace kvswap {
 namespace {
-
-// Why a job fails that reads what `source` was to write.
-Reason because_of(const Job& source) noexcept {
-  const auto text = [&] {
-    if (source.state == State::kCancelled) return source.name() + " was cancelled";
-    return source.name() + " failed: " + source.error.c_str();
-  };
-  return Reason(text, "a job that writes what this one reads has failed; out of host memory",
-                Reason::Kind::kSourceFailed);
-}
 
 bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
 
@@ -31,6 +23,7 @@ JobTable::JobTable(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
     block_space_.push_back(group.block_space);
     slot_space_.push_back(group.slot_space);
+    blocks_per_page_.push_back(group.blocks_per_page);
     blocks.resize(std::max<size_t>(blocks.size(), group.block_space + 1));
     slots.resize(std::max<size_t>(slots.size(), group.slot_space + 1));
     int64_t& of_blocks = blocks[group.block_space];
@@ -56,11 +49,48 @@ void JobTable::for_each(const Work& work, const Visit& visit) const {
   }
 }
 
-// i: less than work.count().
-int JobTable::group_of(const Work& work, size_t i) {
+// The part with the work's i-th block. i: less than work.count(); then counted within the part.
+const JobPart& JobTable::part_of(const Work& work, size_t& i) {
   auto part = work.parts.begin();
   for (; i >= part->count; ++part) i -= part->count;
-  return part->group;
+  return *part;
+}
+
+int JobTable::group_of(const Work& work, size_t i) { return part_of(work, i).group; }
+
+// "page 7 (page_ids[2])": what the job reads its i-th block from.
+std::string JobTable::source_name(const Job& job, size_t i) const {
+  const Work& work = *job.work;
+  size_t in_part = i;
+  const int group = part_of(work, in_part).group;
+  const std::string list = work.is_grouped ? "[" + std::to_string(group) + "][" : "[";
+  if (job.channel == kStores) {
+    return "GPU block " + std::to_string(work.blocks()[i]) + " (gpu_block_ids" + list +
+           std::to_string(in_part) + "])";
+  }
+  const int64_t per_page = blocks_per_page_[group], *slots = work.slots();
+  const int64_t first_block = slots[i - in_part] % per_page;
+  return "page " + std::to_string(slots[i] / per_page) + " (page_ids" + list +
+         std::to_string((first_block + static_cast<int64_t>(in_part)) / per_page) + "])";
+}
+
+// Why a job fails whose i-th block `source` was to write.
+Reason JobTable::because_of(const Job& source, const Job& job, size_t i) const noexcept {
+  const auto text = [&] {
+    const char* remedy = " must be stored again: ";
+    if (job.channel == kStores) {
+      remedy = " must be loaded again, or computed once poll() has reported the load: ";
+    }
+    if (source.was_rejected()) {  // a load, which no longer knows what it has loaded
+      remedy =
+          " is of a load that rejected blocks; when poll() has reported it, store the others: ";
+    }
+    const std::string problem = source_name(job, i) + remedy + source.name();
+    if (source.state == State::kCancelled) return problem + " was cancelled";
+    return problem + " failed: " + source.error.c_str();
+  };
+  return Reason(text, "a job that writes what this one reads has failed; out of host memory",
+                Reason::Kind::kSourceFailed);
 }
 
 int64_t JobTable::latest_store(const Work& work, size_t i) const noexcept {
@@ -110,24 +140,25 @@ Reason JobTable::find_sources(Job& job) const {
   Work& work = *job.work;
   const bool is_store = job.channel == kStores;
   int64_t last = -1;
-  std::vector<int64_t> sources;
+  std::vector<std::pair<int64_t, size_t>> sources;  // number, position
   for (size_t i = 0; i < work.count() && failure.empty(); ++i) {
     if (!is_store && num_invalid_ > 0) {
       const JobRef& failed = invalid_[slot_number(work, i)];
-      if (failed) failure = because_of(*failed);
+      if (failed) failure = because_of(*failed, job, i);
     }
     const int64_t number = is_store ? latest_load(work, i) : latest_store(work, i);
     if (number == last || number < 0) continue;
     last = number;
     const Job* source = find(number);
     if (source == nullptr) continue;
-    if (!source->has_ended()) sources.push_back(number);
-    if (is_store && has_ended_without_success(*source)) failure = because_of(*source);
+    if (!source->has_ended()) sources.emplace_back(number, i);
+    if (is_store && has_ended_without_success(*source)) failure = because_of(*source, job, i);
   }
-  // Each source once. A load of many blocks may have as many sources.
+  // Each source once, with its first position. A load of many blocks may have as many sources.
   std::sort(sources.begin(), sources.end());
-  sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
-  for (const int64_t number : sources) work.sources.emplace_back(find(number));
+  const auto is_same = [](const auto& a, const auto& b) { return a.first == b.first; };
+  sources.erase(std::unique(sources.begin(), sources.end(), is_same), sources.end());
+  for (const auto& [source, i] : sources) work.sources.push_back({JobRef(find(source)), i});
   return failure;
 }
 
@@ -145,10 +176,12 @@ void JobTable::add(const JobRef& job) noexcept {
 }
 
 Reason JobTable::source_failure(const Job& job) const noexcept {
-  for (const JobRef& source : job.work->sources) {
-    if (fails_readers(*source)) return because_of(*source);
+  const JobSource* first = nullptr;
+  for (const JobSource& source : job.work->sources) {
+    const bool is_earlier = first == nullptr || source.position < first->position;
+    if (is_earlier && fails_readers(*source.job)) first = &source;
   }
-  return {};
+  return first == nullptr ? Reason() : because_of(*first->job, job, first->position);
 }
 
 void JobTable::finish(Job& job, State state, const Reason& error) noexcept {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <string>
 #include <vector>
 
 #include "offload/group.h"
@@ -90,8 +91,11 @@ class JobTable {
   // Calls visit(block_space, slot_space, i) for the work's i-th block.
   template <typename Visit>
   void for_each(const Work& work, const Visit& visit) const;
+  static const JobPart& part_of(const Work& work, size_t& i);
   // The group of the work's i-th block.
   static int group_of(const Work& work, size_t i);
+  std::string source_name(const Job& job, size_t i) const;
+  Reason because_of(const Job& source, const Job& job, size_t i) const noexcept;
   // The latest store into the slot of the work's i-th block; -1 for none.
   int64_t latest_store(const Work& work, size_t i) const noexcept;
   // The latest load of the work's i-th GPU block; -1 for none.
@@ -107,6 +111,7 @@ class JobTable {
   void make_valid(const Job& store) noexcept;
 
   std::vector<int> block_space_, slot_space_;  // by group; see Group
+  std::vector<int64_t> blocks_per_page_;       // by group
   std::vector<int64_t> first_slot_;            // by slot space: the number of its first slot
   Latest latest_[kChannels];
 

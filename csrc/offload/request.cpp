@@ -58,6 +58,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   job->channel = static_cast<int>(request.channel);
   job->layer_groups = static_cast<int>(request.layer_groups);
   work.copy_engines_only = request.copy_engines_only != 0;
+  work.is_grouped = request.grouped != 0;
   ++requests_;
   const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts();
   int64_t total = 0;

@@ -129,7 +129,7 @@ def test_a_load_fails_with_the_store_of_its_page(accelerator: Accelerator) -> No
         store, load = rows.store(3, 0), rows.load(0, 5)
     with pytest.raises(TransferError):
         rows.handler.synchronize([store, load], PATIENCE)
-    assert failed(load).startswith("store 0 failed")
+    assert failed(load).startswith("page 0 (page_ids[0]) must be stored again: store 0 failed")
     rows.store(3, 0).synchronize(PATIENCE)
     rows.load(0, 5).synchronize(PATIENCE)
     assert rows.block(5) == {3}
@@ -194,6 +194,100 @@ def test_all_jobs_of_a_lost_device_end(accelerator: Accelerator, how: str) -> No
     assert len(rows.handler.poll()) == len(jobs)
     if how == "cannot be asked":
         accelerator.lose()  # the copies must not run when the test has freed the cache
+
+
+@pytest.mark.parametrize("after", ["current stream", "stream", "event"])
+@on_queued_device
+def test_calls_on_a_device_that_was_lost_while_idle_say_so(
+    accelerator: Accelerator, after: str
+) -> None:
+    rows = Rows()
+    ended = rows.store(3, 0)
+    ended.synchronize(PATIENCE)
+    event = torch.Event(DEVICE)
+    event.record(current())
+    points = {"current stream": None, "stream": torch.Stream(device=DEVICE), "event": event}
+    accelerator.lose()
+    for call in (rows.store, rows.load, rows.store):
+        with pytest.raises(DeviceLostError, match=f"^the device is lost: {DEVICE}: .*new process"):
+            call(0, 0, after=points[after])
+    with pytest.raises(DeviceLostError):
+        rows.store(0, 0, after=AFTER_NOTHING)
+    with pytest.raises(DeviceLostError):
+        ended.wait()
+    assert repr(rows.handler).endswith("device lost)")
+    rows.handler.close()
+
+
+@on_queued_device
+def test_a_stream_that_cannot_wait_because_the_device_is_lost_says_so(
+    accelerator: Accelerator,
+) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    with accelerator.hold_copies():
+        load = rows.load(0, 3)
+        assert in_time(lambda: not queue.has_commands)
+        queue._report = lambda: None  # type: ignore[method-assign]  # only the wait sees the loss
+        accelerator.lose()
+        with pytest.raises(DeviceLostError):
+            load.wait()
+    rows.handler.close()
+
+
+@pytest.mark.parametrize("after", ["stream", "event"])
+@on_queued_device
+def test_a_device_is_not_lost_if_only_a_call_on_a_stream_fails(
+    accelerator: Accelerator, after: str
+) -> None:
+    rows = Rows()
+    event = torch.Event(DEVICE)
+    event.record(current())
+    accelerator.fail("query" if after == "stream" else "wait")
+    with pytest.raises(RuntimeError, match="the test") as caught:
+        rows.store(3, 0, after=event if after == "event" else current())
+    assert not isinstance(caught.value, DeviceLostError)
+    rows.store(3, 0).synchronize(PATIENCE)
+    assert rows.page(0) == {3}
+
+
+@on_queued_device
+def test_a_call_on_a_lost_device_waits_for_the_thread_that_carries_out_commands(
+    accelerator: Accelerator,
+) -> None:
+    """That thread uses the streams and events that are dropped when the device is lost."""
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    carry_out, begun, goes_on = queue._carry_out, threading.Event(), threading.Event()
+    asked, callers_stream = threading.Event(), queue._callers_stream
+    seen: list[object] = []
+
+    def ask() -> torch.Stream:
+        asked.set()
+        return callers_stream()
+
+    def stop_and_carry_out(command: object) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        seen.append(queue.lost)
+        carry_out(command)  # type: ignore[arg-type]
+
+    queue._carry_out = stop_and_carry_out  # type: ignore[method-assign]
+    queue._callers_stream = ask  # type: ignore[method-assign]
+    copying = threading.Thread(target=rows.store, args=(3, 0), kwargs={"after": AFTER_NOTHING})
+    copying.start()
+    assert begun.wait(PATIENCE)
+    accelerator.lose()
+    text: list[str] = []
+    calling = threading.Thread(target=lambda: text.append(error_text(rows.store, 4, 1)))
+    calling.start()
+    assert asked.wait(PATIENCE)
+    goes_on.set()
+    for thread in (copying, calling):
+        thread.join(PATIENCE)
+    assert seen[0] is None
+    assert text[0].startswith("DeviceLostError: the device is lost")
+    rows.handler.close()
 
 
 @on_queued_device

@@ -498,6 +498,27 @@ def test_a_load_behind_a_rejected_store_rejects_the_same_blocks(
         assert cache.is_same(9, before[3])
 
 
+@pytest.mark.parametrize("when", ["behind the load", "when the load has ended"])
+@needs_kernels
+@simulated
+def test_a_store_behind_a_rejected_load_says_what_can_be_stored(driver: Driver, when: str) -> None:
+    with EncodedCache(driver) as cache:
+        cache.spoil(2)
+        finish(cache, cache.store([1, 2], [0, 1]))
+        load = cache.load([0, 1], [7, 8])
+        if when == "when the load has ended":
+            finish(cache, load)
+        store = cache.store([7], [2])
+        of_load, of_store = finish(cache, load, store)
+        assert str(of_store.error) == (
+            "GPU block 7 (gpu_block_ids[0]) is of a load that rejected blocks; when poll() has "
+            f"reported it, store the others: load {load.id} failed: {of_load.error}"
+        )
+        cache.handler.poll()
+        (again,) = finish(cache, cache.store([7], [2]))
+        assert again.ok
+
+
 @needs_kernels
 @simulated
 def test_a_load_behind_a_cancelled_store_fails_for_that(driver: Driver) -> None:
@@ -509,7 +530,9 @@ def test_a_load_behind_a_cancelled_store_fails_for_that(driver: Driver) -> None:
         first, second = finish(cache, store, load)
         assert (first.state, first.rejected) == ("cancelled", ())
         assert (second.state, second.rejected) == ("failed", ())
-        assert str(second.error) == "store 0 was cancelled"
+        assert str(second.error) == (
+            "page 0 (page_ids[0]) must be stored again: store 0 was cancelled"
+        )
 
 
 @needs_kernels

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from drained import drain
 from simulated_cache import SIDE, SimulatedCache, Stream, run_until
-from simulated_driver import Driver, simulated
+from simulated_driver import Driver, cache, simulated
 
-from torch_kvswap.handler import Job, SourceFailedError, TransferError
+from torch_kvswap.handler import Job, OffloadHandler, SourceFailedError, TransferError
 
 
 def state(job: Job) -> str:
@@ -21,9 +22,20 @@ def error(job: Job) -> str:
 
 
 def reason(source: Job) -> str:
-    """How the error begins of what needs the job."""
+    """What the error of a job says of a job whose output it needs."""
     how = "was cancelled" if state(source) == "cancelled" else f"failed: {error(source)}"
     return f"{source.direction} {source.id} {how}"
+
+
+def invalid_page(page: int, source: Job, at: int = 0) -> str:
+    return f"page {page} (page_ids[{at}]) must be stored again: {reason(source)}"
+
+
+def invalid_block(block: int, source: Job, at: int = 0) -> str:
+    return (
+        f"GPU block {block} (gpu_block_ids[{at}]) must be loaded again, or computed once poll() "
+        f"has reported the load: {reason(source)}"
+    )
 
 
 def fails(sim: SimulatedCache, kind: str, block: int, page: int) -> Job:
@@ -69,7 +81,7 @@ def test_a_load_of_a_page_that_was_not_stored_fails_until_it_is_stored(
         kept = sim.block(3)
         sim.finish()
         assert (state(load), state(other)) == ("failed", "done")
-        assert error(load).startswith(reason(store))
+        assert error(load).startswith(invalid_page(2, store))
         if end != "cancelled while it runs" or reported:
             assert (sim.block(3) == kept).all()
         again = sim.submit(kind, [3], [2])
@@ -95,7 +107,7 @@ def test_a_store_of_a_block_that_was_not_loaded_fails_until_that_is_reported(
         later = sim.store(1, 6)
         assert [state(job) for job in (store, other, later)] == ["failed", "done", "failed"]
         for job in (store, later):
-            assert error(job).startswith(reason(load))
+            assert error(job).startswith(invalid_block(1, load))
         sim.finish()
         valid = sim.store(1, 3)
         sim.finish()
@@ -119,8 +131,12 @@ def test_failures_follow_the_data_through_stores_and_loads(driver: Driver) -> No
             *["failed"] * 4,
             *["done"] * 3,
         ]
-        for source, job in zip([first, *chain], chain, strict=False):
-            assert error(job) == reason(source)
+        assert [error(job) for job in chain] == [
+            invalid_page(1, first),
+            invalid_block(2, chain[0]),
+            invalid_page(2, chain[1]),
+            invalid_block(3, chain[2]),
+        ]
 
 
 @simulated
@@ -169,7 +185,7 @@ def test_a_page_stays_invalid_when_an_older_store_of_it_ends_well(driver: Driver
         job = sim.load(2, 4)
         sim.finish()
         assert state(job) == "failed"
-        assert error(job) == f"store {newer.id} was cancelled"
+        assert error(job) == invalid_page(2, newer)
 
 
 @simulated
@@ -191,7 +207,7 @@ def test_a_store_that_fails_for_its_block_leaves_an_invalid_page(driver: Driver)
         assert state(store) == "failed"
         sim.finish()
         job = sim.load(3, 4)
-        assert error(job) == f"store {store.id} failed: {error(store)}"
+        assert error(job) == invalid_page(3, store)
         with pytest.raises(SourceFailedError):
             job.synchronize()
         with pytest.raises(TransferError) as of_the_first:
@@ -238,10 +254,40 @@ def test_a_job_of_several_blocks_fails_for_one_that_it_cannot_read(driver: Drive
         job = sim.submit("load", [8, 9, 10], [0, 1, 2])
         sim.finish()
         assert state(job) == "failed"
-        assert error(job).startswith(f"store {bad.id} failed")
+        assert error(job) == invalid_page(1, bad, at=1)
         store = sim.submit("store", [8, 11], [4, 5])  # the failed load has been reported
         sim.finish()
         assert state(store) == "done"
+
+
+@pytest.mark.parametrize("failed", ["earlier", "meanwhile"])
+@simulated
+def test_an_error_names_the_first_page_that_is_invalid(driver: Driver, failed: str) -> None:
+    with SimulatedCache(driver, per_page=2) as sim:
+        stores = [sim.submit("store", [2 * i, 2 * i + 1], [i]) for i in range(4)]
+        load = sim.submit("load", range(8, 13), [3, 1, 2], first_block=1)
+        for store in stores[1:3]:
+            assert sim.handler.cancel(store)
+        sim.finish()
+        if failed == "earlier":
+            load = sim.submit("load", range(8, 13), [3, 1, 2], first_block=1)
+            sim.finish()
+        assert error(load) == invalid_page(1, stores[1], at=1)
+
+
+@simulated
+def test_an_error_names_the_group_of_an_invalid_page(driver: Driver) -> None:
+    driver.set_mode("manual")
+    caches = [cache(driver), cache(driver)]
+    with OffloadHandler([gpu for gpu, _ in caches], [host for _, host in caches]) as handler:
+        store = handler.store(gpu_block_ids=[[1], [2]], page_ids=[[0], [2]])
+        assert handler.cancel(store)
+        load = handler.load(page_ids=[[1], [1, 2]], gpu_block_ids=[[4], [5, 6]])
+        driver.set_mode("immediate")
+        drain(handler)
+        assert error(load) == (
+            "page 2 (page_ids[1][1]) must be stored again: store 0 was cancelled"
+        )
 
 
 @simulated
@@ -266,7 +312,7 @@ def test_a_block_that_was_not_loaded_stays_so_when_the_cache_moves(driver: Drive
         store = sim.store(4, 2)
         driver.run()
         assert store.query()
-        assert error(store) == reason(load)
+        assert error(store) == invalid_block(4, load)
 
 
 @simulated
@@ -293,4 +339,4 @@ def test_a_load_of_pages_of_many_stores_fails_with_the_one_that_failed(
         sim.release(hold)
         sim.finish()
         assert state(well) == "done"
-        assert error(load) == f"store {stores[culprit].id} was cancelled"
+        assert error(load) == invalid_page(culprit, stores[culprit], at=culprit)

@@ -111,25 +111,25 @@ def check_evict_that_raises(device: str) -> None:
         with engine.handler as handler, pytest.MonkeyPatch.context() as patch:
             for number in range(3):
                 engine.store([number, f"{number} goes on"], [2 * number, 2 * number + 1])
-            store, started = handler.store, []
+            submit, started = handler._submit, []
 
             def failing(
                 *args: Any,
-                store: Any = store,
+                submit: Any = submit,
                 started: Any = started,
                 at: int = fails_at,
                 **of: Any,
             ) -> Any:
                 if len(started) == at:
                     raise MemoryError
-                started.append(store(*args, **of))
+                started.append(submit(*args, **of))
                 return started[-1]
 
-            patch.setattr(handler, "store", failing)
+            patch.setattr(handler, "_submit", failing)
             with pytest.raises(MemoryError):
                 engine.evict([1, 3, 5])
             assert engine.manager.stats().filling_pages == 2 * fails_at
-            patch.setattr(handler, "store", store)
+            patch.setattr(handler, "_submit", submit)
             jobs = engine.evict([1, 3, 5])
             assert [job.id for job in jobs][:fails_at] == [job.id for job in started]
             assert len(jobs) == 3

@@ -155,7 +155,7 @@ class Model:
             assert result.error is None
         elif "the device is lost" not in str(result.error):
             assert not flight.cancelled, f"job {result.job_id} was cancelled, but has failed"
-            named = re.match(r"(?:store|load) (\d+) (was cancelled|failed: )", str(result.error))
+            named = re.search(r"(?:store|load) (\d+) (was cancelled|failed: )", str(result.error))
             if named is None:
                 self.direct_failures += 1
             else:

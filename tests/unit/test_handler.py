@@ -304,11 +304,14 @@ def test_waiting_for_failed_jobs_names_them(driver: Driver) -> None:
         assert str(failure.value.__cause__) == str(jobs[0].result.error)  # type: ignore[union-attr]
     assert_expected_inline(
         simulated_driver.error_of(handler.synchronize),
-        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver; load 1 failed: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver""",
+        """store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver; load 1 failed: page 0 (page_ids[0]) must be stored again: store 0 failed: cuMemcpyAsync failed at index 0, from 0x~ (device 0, allocation 0x~ + 96 bytes) to 0x~ (pinned host memory, allocation 0x~ + 48 bytes), 12 bytes: CUDA_ERROR_SIMULATED (1): made up by the simulated driver""",
     )
     assert len(handler.poll()) == 3
     handler.synchronize()  # what was reported is nobody's surprise any more
-    with pytest.raises(TransferError, match="load 1 failed: store 0 failed"):
+    with pytest.raises(
+        TransferError,
+        match=r"load 1 failed: page 0 \(page_ids\[0\]\) must be stored again: store 0",
+    ):
         handler.synchronize(jobs[1])  # but for those who ask
     handler.close()
 

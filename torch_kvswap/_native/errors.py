@@ -37,7 +37,12 @@ class DeviceLostError(TransferError):
 
 
 class SourceFailedError(TransferError):
-    """The jobs' source was not written, because the job that writes it failed or was cancelled."""
+    """The jobs' source was not written, because the job that writes it failed or was cancelled.
+
+    The message of a job names the first such page or GPU block, its place in page_ids or
+    gpu_block_ids, and the job that should have written it. A page must be stored again. A block
+    must be loaded again, or computed once poll() has reported the load.
+    """
 
 
 class BlocksRejectedError(TransferError):

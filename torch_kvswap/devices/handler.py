@@ -61,6 +61,10 @@ class QueuedHandler(NativeHandler):
             structure.number = bound[-1].number
         return bound
 
+    def check_open(self) -> None:
+        super().check_open()
+        self._queue.check()  # the native handler learns that the device is lost from its next job
+
     def submit(self, request: Request) -> int:
         job = super().submit(request)
         if not self._submit_thread:
@@ -87,6 +91,7 @@ class QueuedHandler(NativeHandler):
         finally:
             self._queue.forget(token)
         if waiting.error is not None:
+            self._queue.lose_if_dead(waiting.error)
             raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
 
     def rebind(self, groups: Groups) -> None:

@@ -172,20 +172,31 @@ class DeviceQueue:
             TypeError: after is neither a stream nor an event of torch.
             ValueError: the event was never recorded, or the stream is on another device.
             DeviceLostError: the device is lost.
+            RuntimeError: the device refuses a call.
         """
+        self.check()
         if isinstance(after, tuple) and not after:
             return abi.AFTER_NOTHING, None, None
-        self._check()
-        if isinstance(after, torch.Event):
-            event = self._copy_event(after)
-        else:
-            stream = self._stream_of(after, "after=")
-            if stream.query():
-                return abi.AFTER_NOTHING, None, None
-            event = self._new_event()
-            event.record(stream)
+        try:
+            event = self._event_after(after)
+        except Exception as error:
+            self.lose_if_dead(error)
+            raise
+        if event is None:
+            return abi.AFTER_NOTHING, None, None
         point = Point(self, event)
         return abi.AFTER_EVENT, point.handle, point
+
+    def _event_after(self, after: object) -> torch.Event | None:
+        """An event for what `after` stands for; None if that has happened."""
+        if isinstance(after, torch.Event):
+            return self._copy_event(after)
+        stream = self._stream_of(after, "after=")
+        if stream.query():
+            return None
+        event = self._new_event()
+        event.record(stream)
+        return event
 
     def _stream_of(self, stream: object, name: str) -> torch.Stream:
         if stream is None:
@@ -213,16 +224,21 @@ class DeviceQueue:
                 "nothing; record it behind the work it stands for, or pass that stream"
             )
         with self._callers_lock:
-            if self._callers is None:
-                self._callers = torch.Stream(device=self.device)
-            self._callers.wait_event(after)
+            stream = self._callers_stream()
+            stream.wait_event(after)
             event = self._new_event()
-            event.record(self._callers)
+            event.record(stream)
         return event
+
+    def _callers_stream(self) -> torch.Stream:
+        """The stream that waits for the callers' events. Call it with _callers_lock."""
+        if self._callers is None:
+            self._callers = torch.Stream(device=self.device)
+        return self._callers
 
     def make_waiting(self, stream: object) -> tuple[int, Waiting]:
         """Prepares a command that lets a stream of the caller wait. To be ended with forget()."""
-        self._check()
+        self.check()
         waiting = Waiting(self._stream_of(stream, "stream"))
         with self._callers_lock:
             self._last_token += 1
@@ -493,6 +509,23 @@ class DeviceQueue:
         except Exception:
             self._lose(error)
 
+    def lose_if_dead(self, error: BaseException) -> None:
+        """For the thread of a caller, whose call has failed with this error.
+
+        A stream of the caller says too little: it may only be in a state in which it refuses calls.
+
+        Raises:
+            DeviceLostError: the device cannot be asked any more.
+        """
+        try:
+            with self._callers_lock:
+                self._callers_stream().query()
+        except Exception:
+            with self._turn:  # the thread that has it uses what _lose() drops
+                if self.lost is None:
+                    self._lose(_text_of(error))
+        self.check()
+
     def _lose(self, error: str) -> None:
         """Ends all jobs of the device, now and from now on.
 
@@ -507,7 +540,8 @@ class DeviceQueue:
         for waiting in list(self._waiting.values()):
             waiting.is_done = True
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises DeviceLostError if the device is lost, and RuntimeError in a forked child."""
         self._process.check("device queue")
         if self.lost is not None:
             raise DeviceLostError(

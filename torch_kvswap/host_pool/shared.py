@@ -70,6 +70,13 @@ class PoolHandle(NotCopyable):
         self._fd = read_int("fd", fd, 0, INT32_MAX)
         self.close = weakref.finalize(self, os.close, self._fd)
 
+    def __repr__(self) -> str:
+        return (
+            f"PoolHandle(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
+            f"page_bytes={self.page_bytes}, world={self.world}, replicated={self.replicated}, "
+            f"encoding={self.encoding!r}, {f'fd={self._fd}' if self.close.alive else 'closed'})"
+        )
+
     @property
     def fd(self) -> int:
         """The file descriptor.
@@ -85,7 +92,14 @@ class PoolHandle(NotCopyable):
 
         Args:
             connection (socket.socket): a connected Unix stream socket.
+
+        Raises:
+            TypeError: connection is not a socket.
+            ValueError: it is not a Unix stream socket.
+            ConnectionError: it is not connected, or the other end was closed.
+            RuntimeError: the handle is closed.
         """
+        _check_connection(connection)
         shape = self.num_pages, self.blocks_per_page, self.page_bytes
         sharing = self.world, self.replicated, self.huge_pages
         kept = self._encoding.width_eighths, len(self.slab_sizes)
@@ -105,8 +119,11 @@ class PoolHandle(NotCopyable):
             PoolHandle: with a descriptor of its own.
 
         Raises:
-            ConnectionError: the connection was closed, or something else was sent.
+            TypeError: connection is not a socket.
+            ValueError: it is not a Unix stream socket.
+            ConnectionError: it is not connected, it was closed, or something else was sent.
         """
+        _check_connection(connection)
         message, fds, _, _ = socket.recv_fds(connection, _NUMBERS.size, 1)
         try:
             for fd in fds:
@@ -194,3 +211,22 @@ def check_handle(handle: object) -> PoolHandle:
             "receive() returned"
         )
     return handle
+
+
+def _check_connection(connection: object) -> None:
+    """Raises what send() and receive() do if this is not a connected Unix stream socket."""
+    remedy = "pass a connected Unix stream socket"  # only these pass descriptors, in order
+    if not isinstance(connection, socket.socket):
+        raise TypeError(f"connection is {kind_of(connection)}; {remedy}")
+    if connection.fileno() < 0:
+        raise ConnectionError(f"connection is closed; {remedy}")
+    kind = connection.family, connection.type
+    if kind != (socket.AF_UNIX, socket.SOCK_STREAM):
+        names = ", ".join(getattr(part, "name", str(part)) for part in kind)
+        raise ValueError(f"connection is a socket of {names}; {remedy}")
+    try:
+        connection.getpeername()
+    except OSError as error:
+        raise ConnectionError(
+            "connection is not connected; connect it to the other process first"
+        ) from error

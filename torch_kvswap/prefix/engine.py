@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from torch_kvswap._native import abi
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import NotCopyable, kind_of
 from torch_kvswap._native.submit import After, Ids, read_ids
@@ -148,7 +149,10 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
     """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
-        raise ValueError(f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each")
+        raise ValueError(
+            f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each; pass the "
+            "blocks of all keys, also of those that a prefix leaves out"
+        )
     return blocks
 
 
@@ -200,10 +204,10 @@ class OffloadEngine(NotCopyable):
     is, of `blocks_per_page` GPU blocks. Pools may be pinned in the background: pages are used as
     soon as they are ready.
 
-    The engine assigns all pages of its handler: pass no page ids to that handler yourself, and call
-    the engine's poll(), since that of the handler raises. The handler's cancel(), synchronize() and
-    metrics() may be used. A handler has one engine at a time. The engine holds the handler, but
-    does not close it: close the handler when the engine is no longer used.
+    The engine assigns all pages of its handler: the handler's own store(), load() and poll() raise
+    as long as the engine exists. Its gate(), cancel(), synchronize(), metrics() and rebind() may be
+    used. A handler has one engine at a time. The engine holds the handler, but does not close it:
+    close the handler when the engine is no longer used.
 
     Any thread may call any method. An engine cannot be copied or pickled.
 
@@ -297,7 +301,8 @@ class OffloadEngine(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out.
+            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out,
+                to which nothing is written.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`. None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
@@ -346,7 +351,10 @@ class OffloadEngine(NotCopyable):
                 evict() takes the first two, and its jobs have no tags.
 
         Returns:
-            Job | None: None if there is nothing to store, not enough room, or a lazy store policy.
+            Job | None: None if nothing was stored. With a lazy store policy that is always so.
+                Otherwise `manager.stats()` says why: `refused` has risen if there was not enough
+                room, `skipped` if store_threshold left blocks out. If neither has, the host has all
+                blocks, or is storing them.
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
@@ -411,7 +419,11 @@ class OffloadEngine(NotCopyable):
                     if store is not None and store.id:
                         jobs.append(
                             self._submit(
-                                store, blocks, after=after, copy_engines_only=copy_engines_only
+                                store,
+                                blocks,
+                                after=after,
+                                copy_engines_only=copy_engines_only,
+                                tag=None,
                             )
                         )
         except BaseException:
@@ -494,7 +506,7 @@ class OffloadEngine(NotCopyable):
             with self._lock:
                 job = self._open.pop(result.job_id, None)
             if job is None:
-                continue  # submitted to the handler directly
+                continue  # submitted before the handler got this engine
             reservation, counts = job
             if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
                 self.manager.complete(reservation)
@@ -539,15 +551,15 @@ class OffloadEngine(NotCopyable):
         Args:
             reservation (Load | Store): from the manager.
             blocks: the GPU blocks of all keys, per pool.
-            **options: of the handler's load() or store().
+            **options: of the handler's load() or store(), without ids.
         """
         is_load = isinstance(reservation, Load)
-        submit = self.handler.load if is_load else self.handler.store
+        channel = abi.LOADS if is_load else abi.STORES
         try:
             selected, counts = self._pools.select(blocks, reservation.key_indices)
             pages = self._pools.in_pools(reservation.pages)
             with self._lock:  # poll() in another thread may see the job before it is recorded
-                job = submit(gpu_block_ids=selected, page_ids=pages, **options)
+                job = self.handler._submit(channel, (selected, pages, 0), **options)
                 self._open[job.id] = _Open(reservation, counts)
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.

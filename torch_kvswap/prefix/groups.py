@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch_kvswap._native.arguments import INT32_MAX, INT64_MAX, kind_of, read_int
 
@@ -16,19 +16,39 @@ MAX_PAGES = 1 << 29  # the native side numbers pages and as many ARC ghosts in 3
 class BlockGroup:
     """A group of layers that share their blocks, and its number of host pages.
 
+    window_tokens and is_state exclude each other. Without both, the layers have full attention.
+
     Attributes:
         num_pages (int): host pages of the group.
         block_tokens (int): tokens per block, that is, per key.
         window_tokens (int | None): for sliding-window layers, the number of tokens that a token
-            attends to, itself included. None is full attention.
+            attends to, itself included; at least 1. None is no window.
         is_state (bool): the layers keep a state (Mamba): a block is the state after its last token,
             and only the last block is needed.
+
+    Raises:
+        TypeError: a field has a wrong type.
+        ValueError: a number is out of range, or the layers have a window and a state.
     """
 
     num_pages: int
     block_tokens: int = 1
     window_tokens: int | None = None
     is_state: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {"num_pages": MAX_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if value is not None or name != "window_tokens":
+                object.__setattr__(self, name, read_int(name, value, 1, most))
+        if not isinstance(self.is_state, bool):
+            raise TypeError(f"is_state is {kind_of(self.is_state)}; it must be True or False")
+        if self.is_state and self.window_tokens is not None:
+            raise ValueError(
+                f"window_tokens is {self.window_tokens} and is_state is True; layers have a window "
+                "or a state: pass one of them"
+            )
 
     @property
     def window(self) -> int:
@@ -46,9 +66,9 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
     """Converts the groups argument: a number of pages, a BlockGroup, or a list of them.
 
     Raises:
-        TypeError: it is something else, or a field has a wrong type.
-        ValueError: a field is out of range, the list is empty, or the groups' blocks never end at
-            the same token.
+        TypeError: it is something else.
+        ValueError: the number is out of range, the list is empty, or the groups' blocks never end
+            at the same token.
     """
     if isinstance(groups, SupportsIndex):
         return (BlockGroup(read_int("groups", groups, 1, MAX_PAGES)),)
@@ -60,7 +80,10 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
     several = [groups] if isinstance(groups, BlockGroup) else groups
     if not several:
         raise ValueError("groups is empty; pass at least one BlockGroup")
-    read = tuple(_read_group(index, group) for index, group in enumerate(several))
+    for index, group in enumerate(several):
+        if not isinstance(group, BlockGroup):
+            raise TypeError(f"groups[{index}] is {kind_of(group)}; pass a BlockGroup")
+    read = tuple(several)
     if unit_tokens(read) > INT64_MAX:
         tokens = [group.block_tokens for group in read]
         raise ValueError(
@@ -68,25 +91,6 @@ def read_groups(groups: int | BlockGroup | Sequence[BlockGroup]) -> tuple[BlockG
             "give the groups block_tokens that divide each other"
         )
     return read
-
-
-def _read_group(index: int, group: object) -> BlockGroup:
-    """Returns the group with checked fields."""
-    if not isinstance(group, BlockGroup):
-        raise TypeError(f"groups[{index}] is {kind_of(group)}; pass a BlockGroup")
-    limits = {"num_pages": MAX_PAGES, "block_tokens": INT32_MAX, "window_tokens": INT64_MAX}
-    read: dict[str, Any] = {
-        name: read_int(f"{name} of group {index}", getattr(group, name), 1, limits[name])
-        for name in limits
-        if name != "window_tokens" or group.window_tokens is not None
-    }
-    if not isinstance(group.is_state, bool):
-        raise TypeError(
-            f"is_state of group {index} is {kind_of(group.is_state)}; it must be True or False"
-        )
-    if group.is_state and group.window_tokens is not None:
-        raise ValueError(f"group {index} has a state and a window; it can have one of them")
-    return replace(group, **read)
 
 
 def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | None) -> list[int]:

@@ -19,6 +19,7 @@ from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, kind_of, read_int
@@ -108,6 +109,14 @@ class MultiModalItem:
             raise TypeError(f"key is {kind_of(self.key)}; it must be bytes")
 
 
+def _check_dtype(dtype: object) -> None:
+    if isinstance(dtype, torch.dtype):
+        name = str(dtype).removeprefix("torch.")
+        raise TypeError(f"dtype is {dtype}; pass its name, {name!r}")
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype is {kind_of(dtype)}; pass its name, such as 'bfloat16'")
+
+
 class PrefixHasher:
     """Computes the keys of prompts' blocks.
 
@@ -143,9 +152,9 @@ class PrefixHasher:
     ) -> None:
         self.block_tokens = int(read_int("block_tokens", block_tokens, 1, UINT32_MAX))
         group = int(read_int("group", group))
-        for name, value in (("model", model), ("dtype", dtype)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {kind_of(value)}; it must be a str")
+        if not isinstance(model, str):
+            raise TypeError(f"model is {kind_of(model)}; it must be a str")
+        _check_dtype(dtype)
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"salt is {kind_of(salt)}; it must be a str, bytes or None")
         for name, part in (("adapter", adapter), ("extra", extra)):

@@ -373,6 +373,41 @@ it with PoolHandle.send""",
         )
 
 
+def test_a_handle_needs_a_connected_unix_socket() -> None:
+    handle = HostPool.create_shared(layout(), 6, world=3).share()
+    here, there = socket.socketpair()
+    closed = socket.socket(socket.AF_UNIX)
+    closed.close()
+    with here, there, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as alone:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+            for call in (handle.send, PoolHandle.receive):
+                assert_expected_inline(
+                    "\n".join(error_text(call, it) for it in (3, tcp, datagrams, alone, closed)),
+                    """\
+TypeError: connection is an int; pass a connected Unix stream socket
+ValueError: connection is a socket of AF_INET, SOCK_STREAM; pass a connected Unix stream
+socket
+ValueError: connection is a socket of AF_UNIX, SOCK_DGRAM; pass a connected Unix stream
+socket
+ConnectionError: connection is not connected; connect it to the other process first
+ConnectionError: connection is closed; pass a connected Unix stream socket""",
+                )
+        there.close()
+        with pytest.raises(ConnectionError):
+            handle.send(here)
+
+
+def test_a_handle_prints_what_it_is_for() -> None:
+    handle = HostPool.create_shared(layout(), 6, blocks_per_page=2, world=3).share()
+    text = (
+        "PoolHandle(num_pages=6, blocks_per_page=2, page_bytes=8192, world=3, replicated=False, "
+        "encoding='raw', "
+    )
+    assert repr(handle) == f"{text}fd={handle.fd})"
+    handle.close()
+    assert repr(handle) == f"{text}closed)"
+
+
 # What is left behind
 
 RANK = """

@@ -44,6 +44,37 @@ def test_only_what_is_new_is_copied():
         assert engine.store(list(range(PAGES + 1)), list(range(PAGES + 1))) is None  # no room
 
 
+def test_stats_say_why_a_store_stored_nothing():
+    def why_none(engine, keys):
+        """How many more blocks were skipped, and stores refused, by a store that returns None."""
+        before = engine.manager.stats()
+        assert engine.store(keys, [*range(len(keys))]) is None
+        after = engine.manager.stats()
+        return after.skipped - before.skipped, after.refused - before.refused
+
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        assert why_none(engine, ["a"]) == (0, 0)  # it is being stored
+        engine.poll()
+        assert why_none(engine, ["a"]) == (0, 0)
+        assert why_none(engine, [*range(PAGES + 1)]) == (0, 1)
+    engine, _ = make(store_threshold=2)
+    with engine.handler:
+        assert why_none(engine, ["a", "b"]) == (2, 0)
+
+
+def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
+    engine, tensor = make()
+    with engine.handler:
+        engine.store(["a", "b", "c"], [1, 2, 3])
+        engine.poll()
+        with pytest.raises(ValueError, match=r"pass the blocks of all keys, also of those that a"):
+            engine.load(["a", "b", "c"], [7, 8], prefix=2)
+        engine.load(["a", "b", "c"], [7, 8, 9], prefix=2)
+        assert tensor[7:10, 0].tolist() == [1, 2, 9]
+
+
 def test_a_refused_call_leaves_nothing_behind():
     engine, _ = make()
     with engine.handler:
@@ -99,6 +130,38 @@ RuntimeError: an OffloadEngine uses this handler; call the engine's poll()""",
         assert engine.lookup(["a"]).ready == 1
         del engine
         assert handler.poll() == []
+
+
+def test_the_handler_of_an_engine_takes_no_page_ids() -> None:
+    engine, tensor = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        assert_expected_inline(
+            error_text(handler.store, page_ids=[0], gpu_block_ids=[7]),
+            """\
+RuntimeError: an OffloadEngine assigns the pages of this handler; call the engine's
+store(), or make a handler and a pool for your own page ids""",
+        )
+        with pytest.raises(RuntimeError, match=r"call the engine's load\(\), or make"):
+            handler.load(page_ids=[0], gpu_block_ids=[1])
+        engine.load(["a"], [8])
+        assert tensor[[1, 8], 0].tolist() == [1, 1]
+        engine.poll()
+        handler.rebind(handler.layouts[0])
+        handler.close()
+        with pytest.raises(RuntimeError, match="the handler is closed"):
+            handler.store(page_ids=[0], gpu_block_ids=[7])
+
+
+def test_a_handler_whose_engine_was_dropped_takes_page_ids() -> None:
+    engine, tensor = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        del engine
+        handler.store(page_ids=[0], gpu_block_ids=[7])
+        handler.load(page_ids=[0], gpu_block_ids=[8])
+        assert tensor[8, 0] == 7
 
 
 def test_a_closed_handler_gets_no_engine() -> None:
@@ -350,7 +413,8 @@ for each
 ValueError: groups is for a handler with a list of layouts; leave it out
 ValueError: the groups have [3] pages, their pools [4]; make num_pages the number of the
 pool's local_pages
-ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each
+ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each; pass the blocks of all
+keys, also of those that a prefix leaves out
 ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
 ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
 ValueError: gpu_block_ids must be a list with an entry for each of 1 groups

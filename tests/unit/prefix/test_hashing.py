@@ -189,6 +189,7 @@ def test_errors_say_what_was_wrong():
         error_text(PrefixHasher, "m", "bfloat16", 16, extra={}),
         error_text(PrefixHasher, None, "bfloat16", 16),
         error_text(PrefixHasher, "m", np.float16, 16),
+        error_text(PrefixHasher, "m", torch.bfloat16, 16),
         *(
             error_text(call, tokens)
             for call in (hasher.keys, hasher.lookup_keys, hasher.partial_key)
@@ -232,7 +233,8 @@ TypeError: salt is an int; it must be a str, bytes or None
 TypeError: extra: a key, or a part of one, is of type dict; make it of None, bool, int,
 float, str, bytes and tuples of them
 TypeError: model is None; it must be a str
-TypeError: dtype is a type; it must be a str
+TypeError: dtype is a type; pass its name, such as 'bfloat16'
+TypeError: dtype is torch.bfloat16; pass its name, 'bfloat16'
 TypeError: tokens is a bytes; pass a list or an array of integers
 TypeError: tokens is a dict; pass a list or an array of integers
 TypeError: tokens is a bytes; pass a list or an array of integers

@@ -580,8 +580,6 @@ def test_errors_say_what_was_wrong():
         error_text(BlockManager, 0),
         error_text(BlockManager, []),
         error_text(BlockManager, 1 << 40),
-        error_text(BlockManager, [BlockGroup(1, 0)]),
-        error_text(BlockManager, [BlockGroup(1), BlockGroup(1, window_tokens=4, is_state=True)]),
         error_text(BlockManager, 1, eviction_policy="lfu"),
         error_text(BlockManager, 1, store_threshold=0),
         error_text(BlockManager, 4, num_ready_pages=5),
@@ -606,8 +604,6 @@ def test_errors_say_what_was_wrong():
 ValueError: groups is 0; it must be 1 to 536870912
 ValueError: groups is empty; pass at least one BlockGroup
 ValueError: groups is 1099511627776; it must be 1 to 536870912
-ValueError: block_tokens of group 0 is 0; it must be 1 to 2147483647
-ValueError: group 1 has a state and a window; it can have one of them
 ValueError: eviction_policy is 'lfu'; it can be lru or arc
 ValueError: store_threshold is 0; it must be 1 to 4294967295
 ValueError: num_ready_pages of group 0 is 5; it must be 0 to 4
@@ -642,12 +638,6 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(BlockManager, [4]),
         error_text(BlockManager, ["4"]),
         error_text(BlockManager, 2**64 + 4),
-        error_text(BlockManager, [BlockGroup(4, 2**64), BlockGroup(4)]),
-        error_text(BlockManager, [BlockGroup(2**64 + 4)]),
-        error_text(BlockManager, [BlockGroup(4, 1.5)]),
-        error_text(BlockManager, [BlockGroup(4, window_tokens=2**64 + 8)]),
-        error_text(BlockManager, [BlockGroup(4, window_tokens="8")]),
-        error_text(BlockManager, [BlockGroup(4, is_state="no")]),
         error_text(BlockManager, [BlockGroup(4, 2**31 - 1 - i) for i in range(4)]),
         error_text(BlockManager, 4, num_ready_pages="4"),
         error_text(BlockManager, 4, num_ready_pages=1.5),
@@ -698,13 +688,6 @@ each group of layers
 TypeError: groups[0] is an int; pass a BlockGroup
 TypeError: groups[0] is a str; pass a BlockGroup
 ValueError: groups is 18446744073709551620; it must be 1 to 536870912
-ValueError: block_tokens of group 0 is 18446744073709551616; it must be 1 to 2147483647
-ValueError: num_pages of group 0 is 18446744073709551620; it must be 1 to 536870912
-TypeError: block_tokens of group 0 is a float; it must be an integer
-ValueError: window_tokens of group 0 is 18446744073709551624; it must be 1 to
-9223372036854775807
-TypeError: window_tokens of group 0 is a str; it must be an integer
-TypeError: is_state of group 0 is a str; it must be True or False
 ValueError: blocks of [2147483647, 2147483646, 2147483645, 2147483644] tokens end
 together only every 10633823916761725492519750755069984780 tokens; give the groups
 block_tokens that divide each other

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from serving_demo import demo
+from torch_kvswap._native import abi
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +27,12 @@ def small(tmp_path):
 class ReversedLoads(demo.OffloadHandler):
     """Brings every request its own blocks in the wrong order."""
 
-    def load(self, *, page_ids, gpu_block_ids, **options):
-        return super().load(page_ids=page_ids[::-1], gpu_block_ids=gpu_block_ids, **options)
+    def _submit(self, channel, ids, *arguments, **options):
+        gpu_block_ids, page_ids, first_block = ids
+        if channel == abi.LOADS:
+            page_ids = page_ids[::-1]
+        ids = gpu_block_ids, page_ids, first_block
+        return super()._submit(channel, ids, *arguments, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,7 +13,8 @@ from serving_demo.model import Model, same_bits_every_time
 from serving_demo.request import Request
 from serving_demo.serving import Server
 from serving_demo.swapper import Swapper
-from torch_kvswap.handler import Result
+from torch_kvswap._native import abi
+from torch_kvswap.handler import Result, direction_of
 from torch_kvswap.prefix.engine import OffloadEngine
 
 JUNK = 77.0
@@ -60,15 +61,12 @@ class LateHandler:
         self.pending = {"store": deque(), "load": deque()}
         self.results, self.count = [], 0
 
-    def store(self, *, gpu_block_ids, page_ids, tag, **options):
-        return self.submit("store", gpu_block_ids, page_ids, tag)
-
-    def load(self, *, page_ids, gpu_block_ids, tag, **options):
-        for kv_cache in self.cache:
-            kv_cache[:, gpu_block_ids] = JUNK
-        return self.submit("load", gpu_block_ids, page_ids, tag)
-
-    def submit(self, direction, blocks, pages, tag):
+    def _submit(self, channel, ids, *, tag, **options):
+        direction = direction_of(channel)
+        blocks, pages, _ = ids
+        if direction == "load":
+            for kv_cache in self.cache:
+                kv_cache[:, blocks] = JUNK
         assert len(pages) == -(-len(blocks) // self.host.blocks_per_page)
         self.count += 1
         job = LateJob(self, self.count, direction, list(blocks), list(pages), tag)
@@ -208,8 +206,15 @@ def corrupted(how):
     requests = make_requests([30, 20, 41, 16, 9, 33], 24, block_size=8)
     model = ExactModel(block_size=8, max_blocks=8)
     handler = LateHandler(model.new_cache(14), 48, 1)
-    load = handler.load
-    handler.load = lambda *, page_ids, **options: load(page_ids=how(page_ids), **options)
+    submit = handler._submit
+
+    def corrupt_loads(channel, ids, **options):
+        blocks, pages, first_block = ids
+        if channel == abi.LOADS:
+            pages = how(pages)
+        return submit(channel, (blocks, pages, first_block), **options)
+
+    handler._submit = corrupt_loads
     serve(model, requests, handler)
     return [
         request.id
