@@ -12,7 +12,14 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, kind_of, read_int, read_timeout
+from torch_kvswap._native.arguments import (
+    INT64_MIN,
+    NotCopyable,
+    kind_of,
+    read_int,
+    read_switch,
+    read_timeout,
+)
 from torch_kvswap._native.errors import (
     BlocksRejectedError,
     DeviceLostError,
@@ -421,6 +428,7 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
+        submit_thread = read_switch("submit_thread", submit_thread)
         groups = Groups(gpu, host)
         self._ranges = Ranges()
         self._tags: dict[int, object] = {}  # by job id, until poll() has reported the job
@@ -573,9 +581,10 @@ class OffloadHandler(NotCopyable):
                 to another handler, or as in store().
             IndexError, TypeError, DeviceLostError, RuntimeError, MemoryError: see store().
         """
-        channel = abi.EXPEDITED if expedited else abi.LOADS
         ids = gpu_block_ids, page_ids, first_block
-        return self._submit(channel, ids, after, copy_engines_only, tag, layer_groups, gate)
+        return self._submit(
+            abi.LOADS, ids, after, copy_engines_only, tag, layer_groups, gate, expedited
+        )
 
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
@@ -764,8 +773,12 @@ class OffloadHandler(NotCopyable):
         tag: object,
         layer_groups: int | None = None,
         gate: Gate | None = None,
+        expedited: bool = False,
     ) -> Job:
         try:
+            # True and False need no call, which would cost microseconds when it is not cached.
+            if expedited is True or (expedited is not False and read_switch("expedited", expedited)):
+                channel = abi.EXPEDITED
             num_groups = 1
             native_gate: int | None = None
             if layer_groups is not None or gate is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int, read_switch
 
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
@@ -218,6 +218,8 @@ class Request:
             if type(first_block) is not int or first_block:
                 first = read_int("first_block", first_block, INT64_MIN)
             counts = len(blocks), len(pages), first
+        if copy_engines_only is not False and copy_engines_only is not True:
+            copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         resolved: tuple[Any, ...] = _AFTER_CURRENT
         if after is not None or groups.queue is not None:
             resolved = groups.resolve_after(after)
@@ -230,7 +232,7 @@ class Request:
             channel,
             layer_groups,
             groups.is_list,
-            bool(copy_engines_only),
+            copy_engines_only,
             resolved[0],
             resolved[1] or 0,
             gate or 0,

@@ -15,7 +15,7 @@ from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
     read_int,
-    read_switch,
+    read_optional_switch,
     read_timeout,
 )
 from torch_kvswap._native.loader import ForkGuard
@@ -173,7 +173,7 @@ class HostPool(NotCopyable):
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         pages = Pages(layout, num_pages, blocks_per_page, encoding=kept)
-        huge_pages = read_switch("huge_pages", huge_pages)
+        huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -218,7 +218,7 @@ class HostPool(NotCopyable):
         """
         kept = read_encoding(encoding, bits_per_value)
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
-        huge_pages = read_switch("huge_pages", huge_pages)
+        huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
