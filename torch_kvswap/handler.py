@@ -757,10 +757,14 @@ class OffloadHandler(NotCopyable):
         self._has_warned = True
         encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
         widest = WIDTHS[-1]
-        remedy = f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
+        remedy = "encoding='raw'"
+        if min(encoded) < widest:
+            remedy = (
+                f"what recommend_encoding() says of your cache: bits_per_value={widest} or {remedy}"
+            )
         log.warning(
             "%d of %d stored blocks do not fit into slots of %g bits a value and were rejected; "
-            "make the host pool with %s (recommend_encoding() looks at your cache)",
+            "make the host pool with %s",
             *(stores.rejected_blocks, stores.blocks, min(encoded), remedy),
         )
 
@@ -776,8 +780,10 @@ class OffloadHandler(NotCopyable):
         expedited: bool = False,
     ) -> Job:
         try:
-            # True and False need no call, which would cost microseconds when it is not cached.
-            if expedited is True or (expedited is not False and read_switch("expedited", expedited)):
+            # True and False need no call, which takes microseconds when it is not in the caches.
+            if expedited is not False and expedited is not True:
+                expedited = read_switch("expedited", expedited)
+            if expedited:
                 channel = abi.EXPEDITED
             num_groups = 1
             native_gate: int | None = None

@@ -389,7 +389,7 @@ def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
         error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
-        """ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
+        """ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout""",
     )
 
 

@@ -24,6 +24,11 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name.startswith(_AN) else 'a'} {name}"
 
 
+def count_of(count: int, noun: str) -> str:
+    """A number of things, for a message: "1 slab", "2 slabs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
     """Converts an integer argument to an int that the native side can hold.
 

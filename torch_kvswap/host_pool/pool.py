@@ -543,13 +543,15 @@ class HostPool(NotCopyable):
         """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
-    def check_encodable(self, layout: PagedLayout) -> None:
+    def check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
 
         Args:
             layout (PagedLayout): a cache with the slab sizes of the pool.
+            name (str): what the error calls it.
+            advice (str): what to do then.
         """
-        self._encoding.slot_bytes(layout, "make the pool from this layout", is_width_open=False)
+        self._encoding.slot_bytes(layout, advice, is_width_open=False, name=name)
 
     @property
     def _has_pinned_pages(self) -> bool:
