@@ -15,6 +15,7 @@
 #include "environment.h"
 #include "host_memory.h"
 #include "offload/handler.h"
+#include "offload/request.h"
 #include "prefix/manager.h"
 
 namespace {
@@ -178,6 +179,10 @@ bool kvswap_host_touch(void* address, uint64_t bytes, int threads, bool collapse
 void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page, int64_t chunk_blocks) {
   __atomic_store_n(&range->chunk_blocks, chunk_blocks, __ATOMIC_RELAXED);
   __atomic_store_n(&range->end_page, end_page, __ATOMIC_RELEASE);
+}
+
+bool kvswap_ready_range_check(const kvswap_ready_range* range, int64_t page, int64_t num_pages) {
+  return succeeds([&] { kvswap::check_page("page", page, num_pages, *range); });
 }
 
 // Lossless encoding.

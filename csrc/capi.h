@@ -92,12 +92,18 @@ struct kvswap_ready_range {
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces.
   int64_t chunk_blocks;
+  int64_t
+      own_end;  // this process has the pages before it; those from end_page on are not ready yet
 };
 // Lets jobs use the pages before `end_page`. A thread that reads end_page with acquire order, as
 // each submission does, also sees these pages registered and this chunk_blocks. A plain store from
 // Python would not promise that on machines that reorder stores (arm64).
 KVSWAP_API void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page,
                                            int64_t chunk_blocks);
+// False, with an IndexError that says why, if this process cannot use the page now. num_pages: of
+// the pool, in all processes.
+KVSWAP_API bool kvswap_ready_range_check(const kvswap_ready_range* range, int64_t page,
+                                         int64_t num_pages);
 
 // A layout and its host pool. The lists have `num_slabs` entries. gpu_storages: where the storage
 // of each slab's tensor begins.
@@ -428,5 +434,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 8
+#define KVSWAP_ABI_VERSION 9
 KVSWAP_API int kvswap_abi_version();

@@ -160,7 +160,7 @@ class Groups:
                     "handler and pool for it"
                 )
             layout.check_same_blocks(
-                pool.layout, names, "pass a layout with the block sizes of the handler's pool"
+                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool", names
             )
             pool.check_encodable(layout, names[0], "pass a layout of torch.bfloat16")
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
@@ -224,5 +224,5 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
             raise ValueError(
                 f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
             )
-        layout.check_same_blocks(pool.layout, names, advice)
+        layout.check_same_blocks(pool.layout.sizes, advice, names)
         pool.check_encodable(layout, cache, f"{advice} with encoding='raw'")

@@ -40,27 +40,32 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host: Slabs, names: tuple[str, str], advice: str) -> None:
+    def check_same_blocks(
+        self,
+        host_sizes: Int64Array,
+        advice: str,
+        names: tuple[str, str] = ("the cache", "the host pool"),
+    ) -> None:
         """Checks that a block here has the slab sizes of a block in a host pool.
 
         Args:
-            host (Slabs): the slabs of the pool.
-            names (tuple[str, str]): what the error calls the cache and the pool.
+            host_sizes (np.ndarray): int64 [slabs], the sizes in the pool.
             advice (str): what to do if they differ.
+            names (tuple[str, str]): what the error calls the cache and the pool.
 
         Raises:
             ValueError: the number of slabs or a slab size differs.
         """
         cache, pool = names
-        if len(self.sizes) != len(host.sizes):
+        if len(self.sizes) != len(host_sizes):
             slabs = count_of(len(self.sizes), "slab")
-            raise ValueError(f"{cache} has {slabs}, {pool} has {len(host.sizes)}; {advice}")
-        different = np.flatnonzero(self.sizes != host.sizes)
+            raise ValueError(f"{cache} has {slabs}, {pool} has {len(host_sizes)}; {advice}")
+        different = np.flatnonzero(self.sizes != host_sizes)
         if different.size:
             slab = int(different[0])
             raise ValueError(
                 f"a block has {self.sizes[slab]} bytes in slab {slab} of {cache} and "
-                f"{host.sizes[slab]} in {pool}; {advice}"
+                f"{host_sizes[slab]} in {pool}; {advice}"
             )
 
 

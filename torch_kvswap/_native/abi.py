@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -48,6 +48,7 @@ class ReadyRange(ctypes.Structure):
         ("first_page", ctypes.c_int64),
         ("end_page", ctypes.c_int64),
         ("chunk_blocks", ctypes.c_int64),
+        ("own_end", ctypes.c_int64),
     )
 
 
@@ -268,6 +269,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
     "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_ready_range_check": (_Bool, _Pointer, _Long, _Long),
     "kvswap_encoding_format": (_Bool, _Pointer, _Long, _Int, _Pointer),
     "kvswap_encode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer),
     "kvswap_decode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer, _Long, _Long),
@@ -326,7 +328,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 # of a block manager are called in both ways, see loader.holding().
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
-    "kvswap_ready_range_publish",
+    *("kvswap_ready_range_publish", "kvswap_ready_range_check"),
     *("kvswap_queue_first", "kvswap_queue_done", "kvswap_queue_happened", "kvswap_queue_lose"),
     *("kvswap_queue_stop", "kvswap_queue_make_event", "kvswap_queue_destroy_event"),
     *("kvswap_queue_wake", "kvswap_queue_is_empty"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int, read_switch
+from torch_kvswap._native.arguments import INT64_MIN, count_of, kind_of, read_int, read_switch
 
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
@@ -100,11 +100,12 @@ _FEW = 1024
 Ids = Sequence[int] | npt.NDArray[Any] | Tensor
 
 
-def read_ids(name: str, ids: Ids) -> array[int]:
+def read_ids(name: str, ids: Ids, num_groups: int = 1) -> array[int]:
     """Copies ids to an int64 array.
 
     Args:
         name (str): the argument, as the caller wrote it.
+        num_groups (int): for how many groups the caller passes such ids.
         ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which is the
             fastest.
 
@@ -121,7 +122,10 @@ def read_ids(name: str, ids: Ids) -> array[int]:
         if isinstance(ids, np.ndarray):
             return _from_numpy(name, ids)
         if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | str):
-            raise TypeError(f"{name} is {kind_of(ids)}; pass a list, numpy array or CPU tensor")
+            advice = "pass a list, numpy array or CPU tensor"
+            if num_groups > 1:
+                advice = f"this handler has {num_groups} groups: {advice} for each"
+            raise TypeError(f"{name} is {kind_of(ids)}; {advice}")
     try:
         if len(ids) < _FEW:
             packed = array("q", ids)
@@ -259,7 +263,10 @@ def _first_blocks(first_block: object, groups: int) -> list[int]:
     if not isinstance(first_block, Sequence | np.ndarray):
         return [read_int("first_block", first_block, INT64_MIN)] * groups
     if len(first_block) != groups:
-        raise ValueError(f"first_block has {len(first_block)} entries for {groups} groups")
+        raise ValueError(
+            f"first_block has length {len(first_block)}; this handler has "
+            f"{count_of(groups, 'group')}: pass a number for each, or one for all"
+        )
     return [
         read_int(f"first_block[{group}]", of_group, INT64_MIN)
         for group, of_group in enumerate(first_block)
@@ -273,7 +280,7 @@ def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
             f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "
             "use an empty list for a group without blocks"
         )
-    lists = [read_ids(f"{name}[{group}]", of_group) for group, of_group in enumerate(ids)]
+    lists = [read_ids(f"{name}[{group}]", of_group, len(ids)) for group, of_group in enumerate(ids)]
     joined = array("q")
     for one in lists:
         joined.extend(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import weakref
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import abi
+from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
@@ -66,8 +67,9 @@ class _Memory:
         self.mapping = mapping
         self.encoding = encoding  # of the largest blocks, for which the pool was made
         self.pages: Tensor | None = pages.view(mapping.tensor)
+        own = pages.local.start, pages.local.stop
         # The native side reads it at each submission.
-        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
+        self._ready_range = abi.ReadyRange(*own, ONE_CHUNK, pages.local.stop)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -460,12 +462,10 @@ class HostPool(NotCopyable):
             ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
             RuntimeError: the pool is closed.
         """
-        pages, ready = self._memory.check_open(), self._ready_range
+        pages = self._memory.check_open()
         page, slot = read_int("page", page, INT64_MIN), read_int("slot", slot, INT64_MIN)
-        if not ready.first_page <= page < ready.end_page:
-            raise IndexError(
-                f"page is {page}; the pages {ready.first_page} to {ready.end_page - 1} can be used"
-            )
+        ready = ctypes.byref(self._ready_range)
+        loader.call("kvswap_ready_range_check", ready, page, self.num_pages)
         if not 0 <= slot < self.blocks_per_page:
             raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
         memory = pages[page, slot]

@@ -388,10 +388,10 @@ ValueError: slot 2 of page 1 holds no encoded block: its store was rejected, or 
 was stored there""",
     )
     assert_expected_inline(
-        error_text(pool.read_block, 4), """IndexError: page is 4; the pages 0 to 3 can be used"""
+        error_text(pool.read_block, 4), """IndexError: page is 4; there are 4 host pages, 0 to 3"""
     )
     assert_expected_inline(
-        error_text(pool.read_block, -1), """IndexError: page is -1; the pages 0 to 3 can be used"""
+        error_text(pool.read_block, -1), """IndexError: page is -1; there are 4 host pages, 0 to 3"""
     )
     assert_expected_inline(
         error_text(pool.read_block, 0, 3), """IndexError: slot is 3; a page has slots 0 to 2"""

@@ -126,12 +126,16 @@ def test_a_rank_uses_its_own_pages_only() -> None:
         handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3]))
         assert_expected_inline(
             error_text(handler.store, gpu_block_ids=[0], page_ids=[4]),
-            """\
-IndexError: page_ids[0] is 4; of the 8 host pages those from 2 to 3 can be used: the
-others are not pinned yet, or another rank has them""",
+            """IndexError: page_ids[0] is 4, which another rank has; this one has pages 2 to 3""",
         )
-        with pytest.raises(IndexError):
-            handler.store(gpu_block_ids=[0], page_ids=[1])
+        assert_expected_inline(
+            error_text(handler.load, gpu_block_ids=[0], page_ids=[1]),
+            """IndexError: page_ids[0] is 1, which another rank has; this one has pages 2 to 3""",
+        )
+    for page in (1, 4, 8, -1):
+        with pytest.raises(IndexError, match=f"^page is {page}"):
+            pool.read_block(page)
+    assert_expected_inline(error_text(pool.read_block, 0), """IndexError: page is 0, which another rank has; this one has pages 2 to 3""")
 
 
 def test_replicated_pages_are_used_by_all() -> None:
