@@ -298,6 +298,7 @@ kvswap_result to_c(const Job& job) {
   result.layer_groups = job.layer_groups;
   result.copy_method = static_cast<int32_t>(job.copy_method);
   result.state = static_cast<int32_t>(job.state);
+  result.is_cancelling = job.work != nullptr && job.work->was_cancelled;
   result.error_kind = static_cast<int32_t>(job.error.kind());
   result.error = job.error.c_str();
   if (job.rejected != nullptr) {

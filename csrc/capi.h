@@ -197,7 +197,8 @@ struct kvswap_result {
   // they do not fit into their slots, or their slots hold no block. The other blocks were copied.
   int32_t error_kind;
   int32_t rejected_count;
-  const char* error;  // of a failed job, valid as long as the job
+  int32_t is_cancelling;  // 1: it was cancelled and has not ended
+  const char* error;      // of a failed job, valid as long as the job
   // The places of the rejected blocks in the request's list `blocks`, ascending. Valid as long as
   // the job.
   const int64_t* rejected;

@@ -280,8 +280,9 @@ class Job(NotCopyable):
 
     def __repr__(self) -> str:
         try:
-            state = self.handler._native.job(self._native).state
-            name = _STATES.get(state, "queued" if state == abi.QUEUED else "running")
+            answer = self.handler._native.job(self._native)
+            name = "queued" if answer.state == abi.QUEUED else "running"
+            name = "cancelling" if answer.is_cancelling else _STATES.get(answer.state, name)
         except RuntimeError:  # a fork has nothing of the handler
             name = "unknown"
         tag = "" if self.tag is None else f", tag={self.tag!r}"

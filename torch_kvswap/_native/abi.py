@@ -133,6 +133,7 @@ class JobResult(ctypes.Structure):
         ("state", ctypes.c_int32),
         ("error_kind", ctypes.c_int32),
         ("rejected_count", ctypes.c_int32),
+        ("is_cancelling", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("rejected", _Int64s),
         ("job", ctypes.c_void_p),

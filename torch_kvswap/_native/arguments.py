@@ -29,6 +29,11 @@ def count_of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def bytes_text(nbytes: int) -> str:
+    """A size, for a message, with GiB where they are easier to read."""
+    return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.1f} GiB)" if nbytes >= 2**30 else "")
+
+
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
     """Converts an integer argument to an int that the native side can hold.
 

@@ -13,6 +13,7 @@ import torch
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import (
+    bytes_text,
     kind_of,
     read_int,
     read_optional_switch,
@@ -224,9 +225,9 @@ class Pinning:
         return f"{end - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = len(self._pages.local_bytes)
+        nbytes = bytes_text(len(self._pages.local_bytes))
         return (
-            f"the driver did not pin {nbytes} bytes of host memory for {self._device}: {error}; "
+            f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 

@@ -15,6 +15,7 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
+    bytes_text,
     read_int,
     read_optional_switch,
     read_timeout,
@@ -228,7 +229,7 @@ class HostPool(NotCopyable):
         pool = cls.__new__(cls)
         _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
-        mapping = map_new(pages.nbytes, huge_pages, shared=True)
+        mapping = map_new(pages.nbytes, huge_pages, shared=True, page_bytes=pages.size)
         pool._open(layout, pages, mapping, kept, pinning, sharing)
         return pool
 
@@ -357,7 +358,7 @@ class HostPool(NotCopyable):
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
-            f"{f'{self.num_ready_pages} of {pages} pages ready' if is_open else 'closed'})"
+            f"{f'{self._num_pinned_pages} of {pages} pages ready' if is_open else 'closed'})"
         )
 
     def share(self) -> PoolHandle:
@@ -485,13 +486,25 @@ class HostPool(NotCopyable):
         return self._memory._ready_range
 
     @property
-    def num_ready_pages(self) -> int:
-        """How many of local_pages, from the front, can be used now."""
+    def _num_pinned_pages(self) -> int:
+        """num_ready_pages, also of a closed pool."""
         return int(self._ready_range.end_page - self._ready_range.first_page)
 
     @property
+    def num_ready_pages(self) -> int:
+        """How many of local_pages, from the front, can be used now.
+
+        Raises RuntimeError if the pool is closed.
+        """
+        self._memory.check_open()
+        return self._num_pinned_pages
+
+    @property
     def is_ready(self) -> bool:
-        """Whether all of local_pages can be used now."""
+        """Whether all of local_pages can be used now.
+
+        Raises RuntimeError if the pool is closed.
+        """
         return self.num_ready_pages == len(self.local_pages)
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
@@ -522,7 +535,7 @@ class HostPool(NotCopyable):
     def is_pinned(self) -> bool:
         """Whether the driver reports all of local_pages as pinned."""
         memory = self._memory
-        if memory.pages is None or not self.is_ready:
+        if memory.pages is None or self._num_pinned_pages < len(self.local_pages):
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
@@ -595,7 +608,7 @@ def _map_private(
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
     if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(pages.nbytes, huge_pages, shared=False)
+        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
     for name, is_given in (
         ("huge_pages=True", huge_pages is True),
         ("numa_node", pinning.numa_node is not None),
@@ -606,13 +619,15 @@ def _map_private(
                 "memory from where it likes; leave it out, or pass pinned=False"
             )
     try:
-        return TorchMemory(pages.nbytes)
+        return TorchMemory(pages.nbytes, pages.size)
     except (RuntimeError, NotImplementedError) as error:
-        reason = f"torch did not pin {pages.nbytes} bytes of host memory for {device}: {error}"
+        reason = (
+            f"torch did not pin {bytes_text(pages.nbytes)} of host memory for {device}: {error}"
+        )
         if pinning.pinned:
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(pages.nbytes, huge_pages, shared=False)
+        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
 
 
 def _check_encoded_pinning(

@@ -391,7 +391,8 @@ was stored there""",
         error_text(pool.read_block, 4), """IndexError: page is 4; there are 4 host pages, 0 to 3"""
     )
     assert_expected_inline(
-        error_text(pool.read_block, -1), """IndexError: page is -1; there are 4 host pages, 0 to 3"""
+        error_text(pool.read_block, -1),
+        """IndexError: page is -1; there are 4 host pages, 0 to 3""",
     )
     assert_expected_inline(
         error_text(pool.read_block, 0, 3), """IndexError: slot is 3; a page has slots 0 to 2"""

@@ -135,7 +135,10 @@ def test_a_rank_uses_its_own_pages_only() -> None:
     for page in (1, 4, 8, -1):
         with pytest.raises(IndexError, match=f"^page is {page}"):
             pool.read_block(page)
-    assert_expected_inline(error_text(pool.read_block, 0), """IndexError: page is 0, which another rank has; this one has pages 2 to 3""")
+    assert_expected_inline(
+        error_text(pool.read_block, 0),
+        """IndexError: page is 0, which another rank has; this one has pages 2 to 3""",
+    )
 
 
 def test_replicated_pages_are_used_by_all() -> None:
@@ -205,7 +208,7 @@ pages; leave it out, or give it to create_shared()""",
 
 def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a file, too, but one process has it."""
-    monkeypatch.setattr(memory, "check_room", lambda nbytes, reserved: None)
+    monkeypatch.setattr(memory, "check_room", lambda nbytes, reserved, page_bytes: None)
     create_file = memory.create_file
     monkeypatch.setattr(memory, "create_file", lambda nbytes, huge: create_file(nbytes, False))
     pool = HostPool(layout(), 4, huge_pages=True)
