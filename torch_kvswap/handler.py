@@ -248,7 +248,8 @@ class Gate(NotCopyable):
         """
         layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
         self._handler.check_process()
-        loader.call("kvswap_gate_wait", self._native, layer_group, *resolve_waiting(stream))
+        waiting = resolve_waiting(stream, self._handler.device)
+        loader.call("kvswap_gate_wait", self._native, layer_group, *waiting)
 
 
 class Job(NotCopyable):

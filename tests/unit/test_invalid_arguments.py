@@ -339,8 +339,11 @@ def test_what_is_no_stream_or_event_is_refused_as_after(handler: OffloadHandler)
 def test_what_is_no_stream_is_refused_by_wait(handler: OffloadHandler) -> None:
     job = handler.store(gpu_block_ids=[0], page_ids=[0])
     for wait in (job.wait, lambda stream: job.wait(stream, layer_group=job.layer_group_of(0))):
-        with pytest.raises(TypeError, match=r"stream is an int; pass a torch\.cuda\.Stream"):
-            wait(5)
+        for stream in (5, torch.Stream("cpu")):
+            with pytest.raises(
+                TypeError, match=r"^stream is an? .*, but the cache is on the CPU: "
+            ):
+                wait(stream)
 
 
 def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:

@@ -73,11 +73,12 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     return abi.AFTER_STREAM, after.cuda_stream
 
 
-def resolve_waiting(stream: object) -> tuple[int | None, int]:
+def resolve_waiting(stream: object, device: torch.device) -> tuple[int | None, int]:
     """Converts the stream that is to wait.
 
     Args:
         stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
+        device (torch.device): the device of the cache.
 
     Returns:
         tuple[int | None, int]: handle and GPU of the stream, (None, CURRENT) for None. The handle
@@ -89,6 +90,11 @@ def resolve_waiting(stream: object) -> tuple[int | None, int]:
     if stream is None:
         return None, CURRENT
     if not isinstance(stream, torch.cuda.Stream):  # torch would take any object as a stream
+        if device.type == "cpu":
+            raise TypeError(
+                f"stream is {kind_of(stream)}, but the cache is on the CPU: its transfers have "
+                "ended when store() or load() returns, so no stream has to wait; pass None"
+            )
         raise TypeError(f"stream is {kind_of(stream)}; pass a torch.cuda.Stream or None")
     return stream.cuda_stream, stream.device.index
 
