@@ -150,7 +150,8 @@ class Groups:
             or len(several) != len(self.layouts)
             or not all(isinstance(layout, PagedLayout) for layout in several)
         ):
-            wanted = f"list of {len(self.layouts)} PagedLayouts" if self.is_list else "PagedLayout"
+            of_all = f"list of {count_of(len(self.layouts), 'PagedLayout')}"
+            wanted = of_all if self.is_list else "PagedLayout"
             raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
         for layout, pool, names in zip(several, self.pools, names_of(several), strict=True):
             if layout.device != self.device:
@@ -165,9 +166,8 @@ class Groups:
             pool.check_encodable(layout, names[0], "pass a layout of torch.bfloat16")
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.num_layers != self.num_layers:
-            raise ValueError(
-                f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
-            )
+            tensors = count_of(self.num_layers, "tensor")
+            raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")
         return groups
 
     def _address(self, values: Int64Array) -> int:
@@ -187,7 +187,7 @@ def _describe(value: object) -> str:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return kind_of(value)
     kinds = {type(item).__name__ for item in value}
-    return f"{kind_of(value)} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
+    return f"{kind_of(value)} of {count_of(len(value), kinds.pop() if len(kinds) == 1 else 'item')}"
 
 
 def _check_no_tensors(gpu: object) -> None:

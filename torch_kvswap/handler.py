@@ -15,6 +15,7 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
+    count_of,
     kind_of,
     read_int,
     read_switch,
@@ -464,7 +465,7 @@ class OffloadHandler(NotCopyable):
             return "unknown"
         channels = metrics.stores, metrics.loads, metrics.expedited
         left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
-        state = f"{left} job{'' if left == 1 else 's'} outstanding"
+        state = f"{count_of(left, 'job')} outstanding"
         try:
             self._native.check_open()
         except DeviceLostError:
@@ -825,7 +826,8 @@ class OffloadHandler(NotCopyable):
         groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
         if gate is not None and gate.layer_groups != groups:
             raise ValueError(
-                f"the gate has {gate.layer_groups} layer groups, the load {groups}; make them equal"
+                f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "
+                f"{groups}; make them equal"
             )
         return groups
 
@@ -848,7 +850,7 @@ def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
 def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
     """What synchronize() says of these jobs, None for all, when some have not ended in time."""
     count = unended.count if jobs is None else len(jobs)
-    have = "1 job has" if count == 1 else f"{count} jobs have"
+    have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
     of = "" if jobs is None else f"{unended.count} of "
     first = f"{direction_of(unended.first_channel)} {unended.first_id}"
     return f"{of}{have} not ended; the first is {first}"

@@ -190,7 +190,7 @@ def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
     assert "no batched copy of addresses is registered for fakeaccel" in refused
     assert texts == [
         "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1",
-        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has 3 entries, sizes 1",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has length 3, sizes has 1",
     ]
 
 

@@ -65,6 +65,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: Groups(one, [pool, pool]),
         lambda: Groups([], []),
         lambda: Groups([one, one], [pool]),
+        lambda: Groups([one], []),
         lambda: Groups(two, pool),
         lambda: Groups(other, HostPool(layout(6, 7), 1)),
         lambda: Groups([one, two], [pool, pool]),
@@ -75,14 +76,15 @@ def test_what_does_not_belong_together_is_refused() -> None:
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got a HostPool instead of a PagedLayout
-TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
-TypeError: gpu is a list of 1 PagedLayouts, host is a HostPool; pass one of each, or a
+TypeError: gpu is a list of 1 PagedLayout, host is a HostPool; pass one of each, or a
 list of each
 TypeError: gpu is a PagedLayout, host is a list of 2 HostPools; pass one of each, or a
 list of each
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
 ValueError: 2 layouts and 1 host pool: each layout needs one pool
+ValueError: 1 layout and 0 host pools: each layout needs one pool
 ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
 ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
@@ -168,6 +170,7 @@ def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
         lambda: groups.moved_to(layout(5)),
         lambda: groups.moved_to(layout(6, 6)),
         lambda: groups.moved_to(elsewhere),
+        lambda: Groups([layout(6)], [HostPool(layout(6), 1)]).moved_to(layout(6)),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -177,7 +180,8 @@ layout with the block sizes of the handler's pool
 ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the block
 sizes of the handler's pool
 ValueError: the cache was on cpu, the new one is on cuda:1; make a new handler and pool
-for it""",
+for it
+TypeError: gpu is a PagedLayout; rebind() takes a list of 1 PagedLayout for this handler""",
     )
 
 

@@ -100,7 +100,7 @@ ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the b
 sizes of the handler's pool
 TypeError: gpu is a list of 2 PagedLayouts; rebind() takes a PagedLayout for this
 handler
-TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
 TypeError: gpu is a HostPool; rebind() takes a PagedLayout for this handler""",
         )

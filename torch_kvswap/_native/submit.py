@@ -283,8 +283,9 @@ def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
     """The ids of all groups in a row, and the number of each group."""
     if not isinstance(ids, Sequence) or len(ids) != len(groups.layouts):
         raise ValueError(
-            f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "
-            "use an empty list for a group without blocks"
+            f"{name} must be a list with a list of ids for each group, and this handler has "
+            f"{count_of(len(groups.layouts), 'group')}; use an empty list for a group without "
+            "blocks"
         )
     lists = [read_ids(f"{name}[{group}]", of_group, len(ids)) for group, of_group in enumerate(ids)]
     joined = array("q")

@@ -269,7 +269,7 @@ def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> No
     assert_expected_inline(
         error_text(HostPool.attach, layout(), small, rank=0),
         """\
-ValueError: the handle's file has 24576 bytes; 7 pages need 28672, in a file that is
+ValueError: the handle's file has 24576 bytes; it must have 28672 for 7 pages, and be
 sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
