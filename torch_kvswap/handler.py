@@ -528,7 +528,7 @@ class OffloadHandler(NotCopyable):
             Job: the submitted job.
 
         Raises:
-            IndexError: an id is out of range, or its page is not pinned yet.
+            IndexError: an id is out of range, or its page is not pinned yet or of another rank.
             TypeError: an argument has a wrong type.
             ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.

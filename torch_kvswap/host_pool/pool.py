@@ -459,7 +459,8 @@ class HostPool(NotCopyable):
             Tensor: uint8, the slabs of the block in a row.
 
         Raises:
-            IndexError: the pool has no such page or slot, or its page is not ready.
+            IndexError: the pool has no such page or slot, or its page is not ready or of another
+                rank.
             ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
             RuntimeError: the pool is closed.
         """
