@@ -15,6 +15,7 @@
 #include "environment.h"
 #include "host_memory.h"
 #include "offload/handler.h"
+#include "offload/request.h"
 #include "prefix/manager.h"
 
 namespace {
@@ -180,6 +181,10 @@ void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page, int
   __atomic_store_n(&range->end_page, end_page, __ATOMIC_RELEASE);
 }
 
+bool kvswap_ready_range_check(const kvswap_ready_range* range, int64_t page, int64_t num_pages) {
+  return succeeds([&] { kvswap::check_page("page", page, num_pages, *range); });
+}
+
 // Lossless encoding.
 
 namespace {
@@ -293,6 +298,7 @@ kvswap_result to_c(const Job& job) {
   result.layer_groups = job.layer_groups;
   result.copy_method = static_cast<int32_t>(job.copy_method);
   result.state = static_cast<int32_t>(job.state);
+  result.is_cancelling = job.work != nullptr && job.work->was_cancelled;
   result.error_kind = static_cast<int32_t>(job.error.kind());
   result.error = job.error.c_str();
   if (job.rejected != nullptr) {

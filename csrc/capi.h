@@ -92,12 +92,18 @@ struct kvswap_ready_range {
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces.
   int64_t chunk_blocks;
+  int64_t
+      own_end;  // this process has the pages before it; those from end_page on are not ready yet
 };
 // Lets jobs use the pages before `end_page`. A thread that reads end_page with acquire order, as
 // each submission does, also sees these pages registered and this chunk_blocks. A plain store from
 // Python would not promise that on machines that reorder stores (arm64).
 KVSWAP_API void kvswap_ready_range_publish(kvswap_ready_range* range, int64_t end_page,
                                            int64_t chunk_blocks);
+// False, with an IndexError that says why, if this process cannot use the page now. num_pages: of
+// the pool, in all processes.
+KVSWAP_API bool kvswap_ready_range_check(const kvswap_ready_range* range, int64_t page,
+                                         int64_t num_pages);
 
 // A layout and its host pool. The lists have `num_slabs` entries. gpu_storages: where the storage
 // of each slab's tensor begins.
@@ -129,8 +135,9 @@ struct kvswap_copy_method_costs {
   double fragment_seconds[KVSWAP_FRAGMENT_SIZES];
 };
 struct kvswap_copy_method_options {
-  int32_t copy_method;     // for all transfers; -1: the one predicted to be fastest
-  uint64_t staging_bytes;  // GPU memory
+  int32_t copy_method;       // for all transfers; -1: the one predicted to be fastest
+  int32_t from_environment;  // KVSWAP_COPY_METHOD says so, not the argument; for errors
+  uint64_t staging_bytes;    // GPU memory
   kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];  // of stores, of loads
 };
 
@@ -191,7 +198,8 @@ struct kvswap_result {
   // they do not fit into their slots, or their slots hold no block. The other blocks were copied.
   int32_t error_kind;
   int32_t rejected_count;
-  const char* error;  // of a failed job, valid as long as the job
+  int32_t is_cancelling;  // 1: it was cancelled and has not ended
+  const char* error;      // of a failed job, valid as long as the job
   // The places of the rejected blocks in the request's list `blocks`, ascending. Valid as long as
   // the job.
   const int64_t* rejected;
@@ -429,5 +437,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 9
+#define KVSWAP_ABI_VERSION 10
 KVSWAP_API int kvswap_abi_version();

@@ -306,13 +306,13 @@ def copy_method_options(
         ValueError: the method does not exist, staging_bytes is negative, or the costs cannot be
             read.
     """
+    options = abi.CopyMethodOptions()
     name = "copy_method"
     if copy_method is None:
-        name = "KVSWAP_COPY_METHOD"
+        name, options.from_environment = "KVSWAP_COPY_METHOD", True
         copy_method = os.environ.get(name) or AUTO
     if copy_method not in CHOICES:
         raise ValueError(f"{name}={copy_method!r}; expected one of {', '.join(CHOICES)}")
-    options = abi.CopyMethodOptions()
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":

@@ -13,7 +13,7 @@ import torch
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import kind_of
+from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.submit import resolve_after
 from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.host_pool.pool import HostPool
@@ -49,8 +49,8 @@ class AddressGuard:
     def check(self) -> None:
         """Raises RuntimeError that names the tensor if one has moved."""
         if _has_moved(self.native):
-            for layout in self._layouts:
-                layout.check_unmoved()
+            for layout, (name, _) in zip(self._layouts, names_of(self._layouts), strict=True):
+                layout.check_unmoved(f"{name}.tensors" if len(self._layouts) > 1 else "tensors")
 
 
 class Groups:
@@ -150,22 +150,24 @@ class Groups:
             or len(several) != len(self.layouts)
             or not all(isinstance(layout, PagedLayout) for layout in several)
         ):
-            wanted = f"list of {len(self.layouts)} PagedLayouts" if self.is_list else "PagedLayout"
+            of_all = f"list of {count_of(len(self.layouts), 'PagedLayout')}"
+            wanted = of_all if self.is_list else "PagedLayout"
             raise TypeError(f"gpu is {_describe(gpu)}; rebind() takes a {wanted} for this handler")
-        for layout, pool in zip(several, self.pools, strict=True):
+        for layout, pool, names in zip(several, self.pools, names_of(several), strict=True):
             if layout.device != self.device:
+                new = "the new one" if len(several) == 1 else names[0]
                 raise ValueError(
-                    f"the cache was on {self.device}, the new one is on {layout.device}; make a "
-                    "new handler and pool for it"
+                    f"the cache was on {self.device}, {new} is on {layout.device}; make a new "
+                    "handler and pool for it"
                 )
             layout.check_same_blocks(
-                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool"
+                pool.layout.sizes, "pass a layout with the block sizes of the handler's pool", names
             )
+            pool.check_encodable(layout, names[0], "pass a layout of torch.bfloat16")
         groups = Groups(gpu, self.pools if self.is_list else self.pools[0])
         if groups.num_layers != self.num_layers:
-            raise ValueError(
-                f"the cache had {self.num_layers} tensors, the new one has {groups.num_layers}"
-            )
+            tensors = count_of(self.num_layers, "tensor")
+            raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")
         return groups
 
     def _address(self, values: Int64Array) -> int:
@@ -174,11 +176,18 @@ class Groups:
         return self._kept[-1].ctypes.data
 
 
+def names_of(layouts: Sequence[object]) -> list[tuple[str, str]]:
+    """What errors call the layout and the pool of each group."""
+    if len(layouts) == 1:
+        return [("the cache", "the host pool")]
+    return [(f"gpu[{group}]", f"host[{group}]") for group in range(len(layouts))]
+
+
 def _describe(value: object) -> str:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return kind_of(value)
     kinds = {type(item).__name__ for item in value}
-    return f"{kind_of(value)} of {len(value)} {kinds.pop() + 's' if len(kinds) == 1 else 'items'}"
+    return f"{kind_of(value)} of {count_of(len(value), kinds.pop() if len(kinds) == 1 else 'item')}"
 
 
 def _check_no_tensors(gpu: object) -> None:
@@ -198,18 +207,22 @@ def _check_match(layouts: Sequence[PagedLayout], pools: Sequence[HostPool]) -> N
                 )
     if not layouts or len(layouts) != len(pools):
         raise ValueError(
-            f"{len(layouts)} layouts and {len(pools)} host pools: each layout needs one pool"
+            f"{count_of(len(layouts), 'layout')} and {count_of(len(pools), 'host pool')}: each "
+            "layout needs one pool"
         )
-    for layout, pool in zip(layouts, pools, strict=True):
+    for layout, pool, names in zip(layouts, pools, names_of(layouts), strict=True):
+        cache, host = names
+        advice = "make the pool from this layout"
+        if len(layouts) > 1:
+            advice = f"make {host} from {cache}"
         if layout.device != layouts[0].device:
             raise ValueError(
-                f"one layout is on {layouts[0].device}, another on {layout.device}; make a handler "
-                "for each device"
+                f"gpu[0] is on {layouts[0].device}, {cache} on {layout.device}; make a handler for "
+                "each device"
             )
         if layout.device.type != pool.device.type:
             raise ValueError(
-                f"the cache is on {layout.device}, the host pool was made for {pool.device}; make "
-                "the pool from this layout"
+                f"{cache} is on {layout.device}, {host} was made for {pool.device}; {advice}"
             )
-        layout.check_same_blocks(pool.layout.sizes, "make the pool from this layout")
-        pool.check_encodable(layout)
+        layout.check_same_blocks(pool.layout.sizes, advice, names)
+        pool.check_encodable(layout, cache, f"{advice} with encoding='raw'")

@@ -12,7 +12,15 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, NotCopyable, kind_of, read_int, read_timeout
+from torch_kvswap._native.arguments import (
+    INT64_MIN,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_int,
+    read_switch,
+    read_timeout,
+)
 from torch_kvswap._native.errors import (
     BlocksRejectedError,
     DeviceLostError,
@@ -241,7 +249,8 @@ class Gate(NotCopyable):
         """
         layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
         self._handler.check_process()
-        loader.call("kvswap_gate_wait", self._native, layer_group, *resolve_waiting(stream))
+        waiting = resolve_waiting(stream, self._handler.device)
+        loader.call("kvswap_gate_wait", self._native, layer_group, *waiting)
 
 
 class Job(NotCopyable):
@@ -273,8 +282,9 @@ class Job(NotCopyable):
 
     def __repr__(self) -> str:
         try:
-            state = self.handler._native.job(self._native).state
-            name = _STATES.get(state, "queued" if state == abi.QUEUED else "running")
+            answer = self.handler._native.job(self._native)
+            name = "queued" if answer.state == abi.QUEUED else "running"
+            name = "cancelling" if answer.is_cancelling else _STATES.get(answer.state, name)
         except RuntimeError:  # a fork has nothing of the handler
             name = "unknown"
         tag = "" if self.tag is None else f", tag={self.tag!r}"
@@ -423,6 +433,7 @@ class OffloadHandler(NotCopyable):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         submit_thread: bool = False,
     ) -> None:
+        submit_thread = read_switch("submit_thread", submit_thread)
         groups = Groups(gpu, host)
         self._ranges = Ranges()
         self._tags: dict[int, object] = {}  # by job id, until poll() has reported the job
@@ -456,7 +467,7 @@ class OffloadHandler(NotCopyable):
             return "unknown"
         channels = metrics.stores, metrics.loads, metrics.expedited
         left = sum(of.submitted - of.done - of.failed - of.cancelled for of in channels)
-        state = f"{left} job{'' if left == 1 else 's'} outstanding"
+        state = f"{count_of(left, 'job')} outstanding"
         try:
             self._native.check_open()
         except DeviceLostError:
@@ -520,7 +531,7 @@ class OffloadHandler(NotCopyable):
             Job: the submitted job.
 
         Raises:
-            IndexError: an id is out of range, or its page is not pinned yet.
+            IndexError: an id is out of range, or its page is not pinned yet or of another rank.
             TypeError: an argument has a wrong type.
             ValueError: arguments do not match, such as the number of blocks and pages.
             DeviceLostError: the device is lost.
@@ -769,10 +780,14 @@ class OffloadHandler(NotCopyable):
         self._has_warned = True
         encoded = [pool.bits_per_value for pool in self.pools if pool.bits_per_value]
         widest = WIDTHS[-1]
-        remedy = f"bits_per_value={widest}" if min(encoded) < widest else "encoding='raw'"
+        remedy = "encoding='raw'"
+        if min(encoded) < widest:
+            remedy = (
+                f"what recommend_encoding() says of your cache: bits_per_value={widest} or {remedy}"
+            )
         log.warning(
             "%d of %d encoded blocks do not fit into slots of %g bits a value and were rejected; "
-            "make the host pool with %s (recommend_encoding() looks at your cache)",
+            "make the host pool with %s",
             *(stores.rejected_blocks, stores.encoded_blocks, min(encoded), remedy),
         )
 
@@ -789,6 +804,9 @@ class OffloadHandler(NotCopyable):
     ) -> Job:
         """store() and load(), for the engine too."""
         try:
+            # True and False need no call, which takes microseconds when it is not in the caches.
+            if expedited is not False and expedited is not True:
+                expedited = read_switch("expedited", expedited)
             if expedited:
                 channel = abi.EXPEDITED
             num_groups = 1
@@ -829,7 +847,8 @@ class OffloadHandler(NotCopyable):
         groups = read_int("layer_groups", layer_groups, 1, self._native.groups.num_layers)
         if gate is not None and gate.layer_groups != groups:
             raise ValueError(
-                f"the gate has {gate.layer_groups} layer groups, the load {groups}; make them equal"
+                f"the gate has {count_of(gate.layer_groups, 'layer group')}, the load has "
+                f"{groups}; make them equal"
             )
         return groups
 
@@ -852,7 +871,7 @@ def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
 def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
     """What synchronize() says of these jobs, None for all, when some have not ended in time."""
     count = unended.count if jobs is None else len(jobs)
-    have = "1 job has" if count == 1 else f"{count} jobs have"
+    have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
     of = "" if jobs is None else f"{unended.count} of "
     first = f"{direction_of(unended.first_channel)} {unended.first_id}"
     return f"{of}{have} not ended; the first is {first}"

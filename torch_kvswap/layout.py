@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT64_MAX, INT64_MIN, kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MAX, INT64_MIN, count_of, kind_of, read_int
 
 _ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
 
@@ -40,26 +40,32 @@ class Slabs:
         self.num_blocks = num_blocks
         self.block_bytes = int(sizes.sum())
 
-    def check_same_blocks(self, host_sizes: Int64Array, advice: str) -> None:
+    def check_same_blocks(
+        self,
+        host_sizes: Int64Array,
+        advice: str,
+        names: tuple[str, str] = ("the cache", "the host pool"),
+    ) -> None:
         """Checks that a block here has the slab sizes of a block in a host pool.
 
         Args:
             host_sizes (np.ndarray): int64 [slabs], the sizes in the pool.
             advice (str): what to do if they differ.
+            names (tuple[str, str]): what the error calls the cache and the pool.
 
         Raises:
             ValueError: the number of slabs or a slab size differs.
         """
+        cache, pool = names
         if len(self.sizes) != len(host_sizes):
-            raise ValueError(
-                f"the cache has {len(self.sizes)} slabs, the host pool {len(host_sizes)}; {advice}"
-            )
+            slabs = count_of(len(self.sizes), "slab")
+            raise ValueError(f"{cache} has {slabs}, {pool} has {len(host_sizes)}; {advice}")
         different = np.flatnonzero(self.sizes != host_sizes)
         if different.size:
             slab = int(different[0])
             raise ValueError(
-                f"a block has {self.sizes[slab]} bytes in slab {slab} of the cache and "
-                f"{host_sizes[slab]} in the host pool; {advice}"
+                f"a block has {self.sizes[slab]} bytes in slab {slab} of {cache} and "
+                f"{host_sizes[slab]} in {pool}; {advice}"
             )
 
 
@@ -162,8 +168,11 @@ class PagedLayout(Slabs):
         # Built again, because copied tensors have other addresses.
         return partial(PagedLayout, dtype=self.dtype), (self.tensors, self.block_dim)
 
-    def check_unmoved(self) -> None:
+    def check_unmoved(self, name: str = "tensors") -> None:
         """Checks that every tensor still has the memory it had at construction.
+
+        Args:
+            name (str): what the error calls the list of tensors.
 
         Raises:
             RuntimeError: a tensor has moved, or its storage was freed or shrunk.
@@ -174,7 +183,7 @@ class PagedLayout(Slabs):
                 problem = f"has moved from {self.addresses[index]:#x} to {tensor.data_ptr():#x}"
             if problem:
                 raise RuntimeError(
-                    f"tensors[{index}] {problem} since the layout was made; make a new layout and "
+                    f"{name}[{index}] {problem} since the layout was made; make a new layout and "
                     "pass it to rebind()"
                 )
 

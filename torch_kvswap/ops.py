@@ -202,7 +202,8 @@ def _copy_by_backend(backend: DeviceBackend, src: Tensor, dst: Tensor, sizes: Te
                 "must be int64 [n] on the CPU"
             )
         if len(tensor) != len(sizes):
-            raise RuntimeError(f"{name}: {operand} has {len(tensor)} entries, sizes {len(sizes)}")
+            length, expected = len(tensor), len(sizes)
+            raise RuntimeError(f"{name}: {operand} has length {length}, sizes has {expected}")
         smallest = 0 if tensor is sizes else 1
         if len(tensor) and int(tensor.min()) < smallest:
             at = int((tensor < smallest).nonzero()[0])

@@ -228,23 +228,28 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
-      fail<ValueError>("copy_method='", copy_method_name(method),
-                       "' cannot be had: ", error.what());
+      fail<ValueError>(forced_method(), " cannot be had: ", error.what());
     }
   }
 }
 
+// What the caller or the environment asks for, as errors call it.
+std::string CopyPlanner::forced_method() const {
+  const auto forced = static_cast<CopyMethod>(options_.copy_method);
+  return std::string(options_.from_environment ? "KVSWAP_COPY_METHOD" : "copy_method") + "='" +
+         copy_method_name(forced) + "'";
+}
+
 void CopyPlanner::check_forced_method() const {
   if (options_.copy_method < 0) return;
-  const auto forced = static_cast<CopyMethod>(options_.copy_method);
-  std::string methods;
+  std::string choices = "auto";
   for (const CopyMethod method : device_.copy_methods()) {
-    if (method == forced) return;
-    methods += (methods.empty() ? "" : ", ") + std::string(copy_method_name(method));
+    if (method == static_cast<CopyMethod>(options_.copy_method)) return;
+    // The method of host memory cannot be asked for.
+    if (method != CopyMethod::kHost) choices += std::string(", ") + copy_method_name(method);
   }
-  fail<ValueError>("copy_method='", copy_method_name(forced), "' is no copy method of ",
-                   device_.name(), ", which has: ", methods,
-                   "; pass copy_method='auto', or unset KVSWAP_COPY_METHOD");
+  fail<ValueError>(forced_method(), " is no copy method of ", device_.name(), "; it can be ",
+                   choices);
 }
 
 void CopyPlanner::check_encoded(const Group& group) const {

@@ -12,29 +12,66 @@ std::string count_of(int64_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
-void check_ids(const std::string& list, const int64_t* ids, int64_t count, int64_t limit,
-               const char* noun) {
+std::string item_of(const std::string& list, int64_t position) {
+  return list + "[" + std::to_string(position) + "]";
+}
+
+[[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun) {
+  const std::string there = count_of(limit, noun);
+  if (limit == 1) fail<IndexError>(name, " is ", id, "; there is ", there, ", 0");
+  fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1);
+}
+
+void check_blocks(const std::string& list, const int64_t* ids, int64_t count, int64_t num_blocks) {
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= limit) {
-      fail<IndexError>(list, "[", i, "] is ", ids[i], "; there are ", limit, " ", noun, ", 0 to ",
-                       limit - 1);
+    if (ids[i] < 0 || ids[i] >= num_blocks) {
+      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block");
     }
   }
 }
 
+// "page 4", or "pages 4 to 7".
+std::string pages_text(int64_t first, int64_t end) {
+  if (end - first == 1) return "page " + std::to_string(first);
+  return "pages " + std::to_string(first) + " to " + std::to_string(end - 1);
+}
+
+int64_t ready_end(const kvswap_ready_range& range) {
+  return __atomic_load_n(&range.end_page, __ATOMIC_ACQUIRE);
+}
+
+[[noreturn]] void refuse_page(const std::string& name, int64_t page, int64_t num_pages,
+                              const kvswap_ready_range& range, int64_t end) {
+  if (page < 0 || page >= num_pages) refuse_id(name, page, num_pages, "host page");
+  const int64_t first = range.first_page;
+  if (page < first || page >= range.own_end) {
+    fail<IndexError>(name, " is ", page, ", which another rank has; this one has ",
+                     pages_text(first, range.own_end));
+  }
+  const std::string ready =
+      first == end ? "no page is" : pages_text(first, end) + (end - first == 1 ? " is" : " are");
+  fail<IndexError>(name, " is ", page, ", which is not pinned yet: ", ready,
+                   "; HostPool.wait_ready(pages=", page - first + 1, ") waits for it");
+}
+
 // The driver cannot copy pages that are not pinned yet, or are pinned by another process only.
-void check_ready(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
-  const int64_t first = group.ready_range->first_page;
-  const int64_t end = __atomic_load_n(&group.ready_range->end_page, __ATOMIC_ACQUIRE);
+void check_pages(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
+  const kvswap_ready_range& range = *group.ready_range;
+  const int64_t first = range.first_page, end = ready_end(range);
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] >= first && ids[i] < end) continue;
-    fail<IndexError>(list, "[", i, "] is ", ids[i], "; of the ", group.num_pages,
-                     " host pages those from ", first, " to ", end - 1,
-                     " can be used: the others are not pinned yet, or another rank has them");
+    if (ids[i] < first || ids[i] >= end) {
+      refuse_page(item_of(list, i), ids[i], group.num_pages, range, end);
+    }
   }
 }
 
 }  // namespace
+
+void check_page(const std::string& name, int64_t page, int64_t num_pages,
+                const kvswap_ready_range& range) {
+  const int64_t end = ready_end(range);
+  if (page < range.first_page || page >= end) refuse_page(name, page, num_pages, range, end);
+}
 
 RequestReader::RequestReader(const std::vector<Group>& groups) {
   for (const Group& group : groups) {
@@ -90,12 +127,13 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   const int64_t num_blocks = counts[0], num_pages = counts[1], first_block = counts[2];
   const int64_t per_page = group.blocks_per_page;
   const std::string block_list = names.list("gpu_block_ids"), page_list = names.list("page_ids");
-  check_ids(block_list, blocks, num_blocks, group.num_blocks, "GPU blocks");
-  check_ids(page_list, pages, num_pages, group.num_pages, "host pages");
-  check_ready(page_list, pages, num_pages, group);
+  check_blocks(block_list, blocks, num_blocks, group.num_blocks);
+  check_pages(page_list, pages, num_pages, group);
   if (first_block < 0 || first_block >= per_page) {
     fail<ValueError>(names.list("first_block"), "=", first_block,
-                     " is outside of the first page, whose blocks are 0 to ", per_page - 1);
+                     " is no slot of the first page: ", "with blocks_per_page=", per_page,
+                     " a page has ",
+                     per_page == 1 ? "slot 0 only" : "slots 0 to " + std::to_string(per_page - 1));
   }
   const int64_t needed = num_blocks ? (first_block + num_blocks + per_page - 1) / per_page : 0;
   if (num_pages != needed) {

@@ -9,6 +9,11 @@
 
 namespace kvswap {
 
+// Throws IndexError, with this name of the argument, if this process cannot use the page now: the
+// pool has no such page, another process has it, or it is not pinned yet.
+void check_page(const std::string& name, int64_t page, int64_t num_pages,
+                const kvswap_ready_range& range);
+
 // Turns requests into jobs, and checks them: a wrong request throws, and no job is made. Not thread
 // safe: the scheduler's lock guards it.
 class RequestReader {

@@ -73,8 +73,8 @@ void check_list(const char* name, const Tensor& tensor, int64_t count) {
                "; expected one dimension");
   KVSWAP_CHECK(tensor.is_contiguous(), name, " has stride ", tensor.stride(0),
                "; expected a contiguous tensor, call .contiguous()");
-  KVSWAP_CHECK(tensor.size(0) == count, name, " has ", tensor.size(0),
-               " entries, but src_ptrs has ", count, "; expected the same number");
+  KVSWAP_CHECK(tensor.size(0) == count, name, " has length ", tensor.size(0), ", but src_ptrs has ",
+               count, "; expected the same number");
 }
 
 }  // namespace

@@ -190,7 +190,7 @@ def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
     assert "no batched copy of addresses is registered for fakeaccel" in refused
     assert texts == [
         "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1",
-        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has 3 entries, sizes 1",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has length 3, sizes has 1",
     ]
 
 
@@ -205,8 +205,8 @@ def test_a_method_that_the_device_lacks_is_refused(accelerator: Accelerator) -> 
         for method in ("batch", "strided", "staged", "kernel")
     ]
     assert lacking == [
-        f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0, which has: generic; "
-        "pass copy_method='auto', or unset KVSWAP_COPY_METHOD"
+        f"ValueError: copy_method='{method}' is no copy method of fakeaccel:0; it can be auto, "
+        "generic"
         for method in ("batch", "strided", "staged", "kernel")
     ]
     assert error_text(rows.handler.gate) == (
@@ -249,6 +249,12 @@ def test_pages_that_are_not_pinned_are_copied_synchronously_and_without_the_back
     assert error_text(OffloadHandler, layout, pool, copy_method="batch") == (
         "ValueError: copy_method='batch' needs pinned host pages; leave it out, or pin the pages"
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_COPY_METHOD", "batch")
+        assert error_text(OffloadHandler, layout, pool) == (
+            "ValueError: KVSWAP_COPY_METHOD='batch' needs pinned host pages; leave it out, or pin "
+            "the pages"
+        )
 
 
 @on_queued_device

@@ -32,7 +32,7 @@ def test_encoded_pages_are_refused_where_the_kernels_do_not_run(accelerator: Acc
     layout = PagedLayout([torch.zeros(4, 4096, dtype=torch.bfloat16, device=DEVICE)])
     assert " ".join(error_text(HostPool, layout, 1, encoding="lossless").split()) == (
         "ValueError: encoding='lossless' needs kernels of this library, which "
-        f"{layout.device} does not have; leave encoding out"
+        f"{layout.device} does not have; use encoding='raw'"
     )
 
 

@@ -28,7 +28,9 @@ from continuous_batching import (
     tokens,
 )
 
+from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.integrations import transformers as integration
+from torch_kvswap.integrations.transformers import swap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*paged.*prefix:FutureWarning")
 
@@ -147,7 +149,6 @@ def test_the_same_memory_holds_more_encoded_blocks():
 @needs_transformers
 def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
     net, inputs = model("full", dtype=torch.bfloat16), prompts()
-    from torch_kvswap.integrations.transformers import swap
 
     class Spoiled(swap.HostPool):
         """Its slots lose their headers before the first load, as if stores had rejected blocks."""
@@ -184,6 +185,28 @@ def test_an_encoding_that_there_is_not_is_refused_when_it_is_enabled():
     said = "copy_engines_only=True is not possible with encoding='lossless', because kernels"
     with pytest.raises(ValueError, match=said):
         integration.enable(encoding="lossless", copy_engines_only=True)
+
+
+def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
+    with pytest.raises(TypeError, match=r"^staging_bytes is a str; it must be an integer$"):
+        integration.enable(staging_bytes="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^staging_bytes is -1; it must be 0 to "):
+        integration.enable(staging_bytes=-1)
+    with pytest.raises(TypeError, match=r"^copy_engines_only is 'no'; it must be True or False$"):
+        integration.enable(copy_engines_only="no")  # type: ignore[arg-type]
+
+
+@needs_transformers
+def test_the_options_are_those_of_the_handler():
+    net = model("full")
+    with (
+        mock.patch.object(swap, "OffloadHandler", wraps=OffloadHandler) as made,
+        ours(copy_method="auto", staging_bytes=3 << 20) as seen,
+    ):
+        tokens(net, prompts(), config(small("full")))
+    assert seen.parked > 0
+    assert made.call_args.kwargs["staging_bytes"] == 3 << 20
+    assert made.call_args.kwargs["copy_method"] == "auto"
 
 
 @needs_transformers

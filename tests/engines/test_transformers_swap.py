@@ -11,7 +11,9 @@ import pytest
 import torch
 from continuous_batching import first_parts_of
 
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.handler import Job, OffloadHandler
+from torch_kvswap.integrations.transformers import swap as swap_module
 from torch_kvswap.integrations.transformers.cache import Cache
 from torch_kvswap.integrations.transformers.swap import (
     UNITS_PER_QUESTION,
@@ -52,6 +54,18 @@ def test_encoded_pages_bring_the_same_values_in_fewer_bytes():
     stored = swap.store([ids(3, 1), ids(7)])
     swap.load(stored, [ids(10, 11), ids(12)])
     assert torch.equal(blocks[10:13], before[[3, 1, 7]])
+
+
+def test_the_handler_has_the_options():
+    made = mock.Mock(wraps=OffloadHandler)
+    options = Options("auto", 3 << 20, copy_engines_only=True)
+    with mock.patch.object(swap_module, "OffloadHandler", made):
+        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, options)
+        Swap(PagedLayout([torch.zeros(20, 64)]), 6, None, Options())
+    assert [call.kwargs for call in made.mock_calls] == [
+        {"copy_method": "auto", "staging_bytes": 3 << 20, "submit_thread": True},
+        {"copy_method": None, "staging_bytes": DEFAULT_STAGING_BYTES, "submit_thread": True},
+    ]
 
 
 def test_groups_are_loaded_as_far_as_both_sides_go():

@@ -94,7 +94,7 @@ torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8; expected
 torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8; expected an address
 torch_kvswap::swap_blocks_batch: src_ptrs has dtype Int; expected Long (torch.int64)
 torch_kvswap::swap_blocks_batch: dst_ptrs has dtype Double; expected Long (torch.int64)
-torch_kvswap::swap_blocks_batch: dst_ptrs has 1 entries, but src_ptrs has 2; expected the same number
+torch_kvswap::swap_blocks_batch: dst_ptrs has length 1, but src_ptrs has 2; expected the same number
 torch_kvswap::swap_blocks_batch: sizes has shape [2, 1]; expected one dimension
 torch_kvswap::swap_blocks_batch: sizes has stride 2; expected a contiguous tensor, call .contiguous()""",
     )

@@ -217,14 +217,20 @@ def test_a_job_may_use_what_is_ready_and_no_more(driver: Driver) -> None:
         assert_expected_inline(
             error_text(handler.store, gpu_block_ids=[0, 1], page_ids=[5, 64]),
             """\
-IndexError: page_ids[1] is 64; of the 96 host pages those from 0 to 63 can be used: the
-others are not pinned yet, or another rank has them""",
+IndexError: page_ids[1] is 64, which is not pinned yet: pages 0 to 63 are;
+HostPool.wait_ready(pages=65) waits for it""",
         )
         assert_expected_inline(
             error_text(handler.load, page_ids=[95], gpu_block_ids=[0]),
             """\
-IndexError: page_ids[0] is 95; of the 96 host pages those from 0 to 63 can be used: the
-others are not pinned yet, or another rank has them""",
+IndexError: page_ids[0] is 95, which is not pinned yet: pages 0 to 63 are;
+HostPool.wait_ready(pages=96) waits for it""",
+        )
+        assert_expected_inline(
+            error_text(pool.read_block, 95),
+            """\
+IndexError: page is 95, which is not pinned yet: pages 0 to 63 are;
+HostPool.wait_ready(pages=96) waits for it""",
         )
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)

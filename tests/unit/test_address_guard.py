@@ -40,7 +40,9 @@ def test_whatever_gives_a_tensor_other_memory_is_seen(move: str, index: int) -> 
     watch = AddressGuard([make_layout(1), layout])
     watch.check()
     MOVES[move](layout.tensors[index])
-    assert error_text(watch.check).startswith(f"RuntimeError: tensors[{index}] has moved from 0x")
+    assert error_text(watch.check).startswith(
+        f"RuntimeError: gpu[1].tensors[{index}] has moved from 0x"
+    )
 
 
 def shrink(tensor: Tensor, nbytes: int) -> None:

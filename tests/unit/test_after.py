@@ -19,15 +19,15 @@ def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
     assert resolve_after(Stream(42), CUDA) == (abi.AFTER_STREAM, 42)
     assert resolve_after(Stream(0), CUDA) == (abi.AFTER_STREAM, 0)
     assert resolve_after(Event(7), CUDA) == (abi.AFTER_EVENT, 7)
-    assert resolve_waiting(Stream(42)) == (42, 0)
-    assert resolve_waiting(Stream(0, index=1)) == (0, 1)
+    assert resolve_waiting(Stream(42), CUDA) == (42, 0)
+    assert resolve_waiting(Stream(0, index=1), CUDA) == (0, 1)
 
 
 def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
     for device in (CUDA, CPU):
         assert resolve_after(None, device) == (abi.AFTER_CURRENT, None)
         assert resolve_after((), device) == (abi.AFTER_NOTHING, None)
-    assert resolve_waiting(None) == (None, -1)
+    assert resolve_waiting(None, CUDA) == (None, -1)
 
 
 @without_cuda
@@ -41,8 +41,11 @@ def test_what_cannot_be_waited_for_is_refused() -> None:
         lambda: resolve_after(Stream(42), CPU),
         lambda: resolve_after(Event(7), CPU),
         lambda: resolve_after(42, CPU),
-        lambda: resolve_waiting(42),
-        lambda: resolve_waiting(Event(7)),
+        lambda: resolve_waiting(42, CUDA),
+        lambda: resolve_waiting(Event(7), CUDA),
+        lambda: resolve_waiting(torch.Stream("cpu"), CUDA),
+        lambda: resolve_waiting(torch.Stream("cpu"), CPU),
+        lambda: resolve_waiting(42, CPU),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
@@ -64,5 +67,10 @@ and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOT
 TypeError: after= is an int, but transfers of a cache on the CPU run inside the call and
 cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING
 TypeError: stream is an int; pass a torch.cuda.Stream or None
-TypeError: stream is an Event; pass a torch.cuda.Stream or None""",
+TypeError: stream is an Event; pass a torch.cuda.Stream or None
+TypeError: stream is a Stream; pass a torch.cuda.Stream or None
+TypeError: stream is a Stream, but the cache is on the CPU: its transfers have ended
+when store() or load() returns, so no stream has to wait; pass None
+TypeError: stream is an int, but the cache is on the CPU: its transfers have ended when
+store() or load() returns, so no stream has to wait; pass None""",
     )

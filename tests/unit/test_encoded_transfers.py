@@ -160,8 +160,8 @@ def test_a_rebound_cache_is_encoded_too(encoded: Encoded) -> None:
     assert_expected_inline(
         error_text(encoded.handler.rebind, PagedLayout(halves, block_dim=1)),
         """\
-ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16, so its slots stay at 12288 bytes; make the pool from this layout""",
+ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
+torch.float16; pass a layout of torch.bfloat16""",
     )
 
 
@@ -214,12 +214,19 @@ def many_stores(width: float, rejects: int, blocks: int = 1000) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("width", "remedy"), [(12.125, "bits_per_value=12.5"), (12.5, "encoding='raw'")]
+    ("width", "remedy"),
+    [
+        (
+            12.125,
+            "what recommend_encoding() says of your cache: bits_per_value=12.5 or encoding='raw'",
+        ),
+        (12.5, "encoding='raw'"),
+    ],
 )
 def test_many_rejects_are_warned_of_once_with_what_is_better(width: float, remedy: str) -> None:
     assert many_stores(width, 10) == [
         f"11 of 1000 encoded blocks do not fit into slots of {width} bits a value and were "
-        f"rejected; make the host pool with {remedy} (recommend_encoding() looks at your cache)"
+        f"rejected; make the host pool with {remedy}"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
@@ -14,6 +15,10 @@ from torch_kvswap.layout import PagedLayout
 
 def layout(*sizes: int, blocks: int = 4) -> PagedLayout:
     return PagedLayout([torch.zeros(blocks, size) for size in sizes])
+
+
+def of_type(dtype: torch.dtype) -> PagedLayout:
+    return PagedLayout([torch.zeros(4, 8192 // dtype.itemsize, dtype=dtype)])
 
 
 def test_layers_are_counted_through_all_groups() -> None:
@@ -60,6 +65,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: Groups(one, [pool, pool]),
         lambda: Groups([], []),
         lambda: Groups([one, one], [pool]),
+        lambda: Groups([one], []),
         lambda: Groups(two, pool),
         lambda: Groups(other, HostPool(layout(6, 7), 1)),
         lambda: Groups([one, two], [pool, pool]),
@@ -70,20 +76,88 @@ def test_what_does_not_belong_together_is_refused() -> None:
         """\
 TypeError: a handler takes a PagedLayout and a HostPool, in this order, or a list of
 each; got a HostPool instead of a PagedLayout
-TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
-TypeError: gpu is a list of 1 PagedLayouts, host is a HostPool; pass one of each, or a
+TypeError: gpu is a list of 1 PagedLayout, host is a HostPool; pass one of each, or a
 list of each
 TypeError: gpu is a PagedLayout, host is a list of 2 HostPools; pass one of each, or a
 list of each
 ValueError: 0 layouts and 0 host pools: each layout needs one pool
-ValueError: 2 layouts and 1 host pools: each layout needs one pool
-ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
+ValueError: 2 layouts and 1 host pool: each layout needs one pool
+ValueError: 1 layout and 0 host pools: each layout needs one pool
+ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout
 ValueError: a block has 20 bytes in slab 1 of the cache and 28 in the host pool; make
 the pool from this layout
-ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout
+ValueError: gpu[1] has 2 slabs, host[1] has 1; make host[1] from gpu[1]
 ValueError: a cache on meta is not supported: torch has no streams or events for it
 (meta backend doesn't support events.)""",
+    )
+
+
+def test_errors_of_several_groups_name_the_group() -> None:
+    one, two = layout(6), layout(6, 6)
+    pools = [HostPool(one, 1), HostPool(two, 1)]
+    groups = Groups([one, two], pools)
+    elsewhere, halves = layout(6), of_type(torch.float16)
+    elsewhere.device = torch.device("cuda", 1)
+    encoded = HostPool(of_type(torch.bfloat16), 1, encoding="lossless")
+    calls = [
+        lambda: Groups([one, two], [pools[0], pools[0]]),
+        lambda: Groups([one, two], [pools[0], HostPool(layout(6, 7), 1)]),
+        lambda: Groups([one, elsewhere], pools),
+        lambda: Groups([elsewhere], pools[:1]),
+        lambda: Groups([one, halves], [pools[0], encoded]),
+        lambda: groups.moved_to([one, layout(6, 7)]),
+        lambda: groups.moved_to([one, layout(6)]),
+        lambda: groups.moved_to([elsewhere, two]),
+    ]
+    assert_expected_inline(
+        "\n".join(error_text(call) for call in calls),
+        """\
+ValueError: gpu[1] has 2 slabs, host[1] has 1; make host[1] from gpu[1]
+ValueError: a block has 24 bytes in slab 1 of gpu[1] and 28 in host[1]; make host[1]
+from gpu[1]
+ValueError: gpu[0] is on cpu, gpu[1] on cuda:1; make a handler for each device
+ValueError: the cache is on cuda:1, the host pool was made for cpu; make the pool from
+this layout
+ValueError: encoding='lossless' is for torch.bfloat16, but gpu[1] is of torch.float16;
+make host[1] from gpu[1] with encoding='raw'
+ValueError: a block has 28 bytes in slab 1 of gpu[1] and 24 in host[1]; pass a layout
+with the block sizes of the handler's pool
+ValueError: gpu[1] has 1 slab, host[1] has 2; pass a layout with the block sizes of the
+handler's pool
+ValueError: the cache was on cpu, gpu[0] is on cuda:1; make a new handler and pool for
+it""",
+    )
+
+
+def test_a_tensor_that_has_moved_is_named_with_its_group() -> None:
+    one, two = layout(6), layout(6, 6)
+    groups = Groups([one, two], [HostPool(one, 1), HostPool(two, 1)])
+    two.tensors[1].set_(torch.zeros(4, 6))
+    with pytest.raises(RuntimeError, match=r"^gpu\[1\]\.tensors\[1\] has moved from 0x"):
+        groups.guard.check()
+
+
+def test_a_cache_of_another_type_is_no_reason_for_another_pool() -> None:
+    halves, bytes_ = of_type(torch.float16), of_type(torch.uint8)
+    values = of_type(torch.bfloat16)
+    pool = HostPool(values, 1, encoding="lossless")
+    calls = [
+        lambda: Groups(halves, pool),
+        lambda: Groups(bytes_, pool),
+        lambda: Groups(values, pool).moved_to(halves),
+    ]
+    assert_expected_inline(
+        "\n".join(error_text(call) for call in calls),
+        """\
+ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
+torch.float16; make the pool from this layout with encoding='raw'
+ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of torch.uint8;
+make the pool from this layout with encoding='raw', or pass dtype=torch.bfloat16 to
+PagedLayout if the tensors are views of such values
+ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
+torch.float16; pass a layout of torch.bfloat16""",
     )
 
 
@@ -96,16 +170,18 @@ def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
         lambda: groups.moved_to(layout(5)),
         lambda: groups.moved_to(layout(6, 6)),
         lambda: groups.moved_to(elsewhere),
+        lambda: Groups([layout(6)], [HostPool(layout(6), 1)]).moved_to(layout(6)),
     ]
     assert_expected_inline(
         "\n".join(error_text(call) for call in calls),
         """\
 ValueError: a block has 20 bytes in slab 0 of the cache and 24 in the host pool; pass a
 layout with the block sizes of the handler's pool
-ValueError: the cache has 2 slabs, the host pool 1; pass a layout with the block sizes
-of the handler's pool
+ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the block
+sizes of the handler's pool
 ValueError: the cache was on cpu, the new one is on cuda:1; make a new handler and pool
-for it""",
+for it
+TypeError: gpu is a PagedLayout; rebind() takes a list of 1 PagedLayout for this handler""",
     )
 
 
@@ -115,7 +191,7 @@ def test_layouts_on_two_devices_are_refused() -> None:
     other.device = torch.device("cuda", 1)
     assert_expected_inline(
         error_text(Groups, [one, other], pools),
-        """ValueError: one layout is on cpu, another on cuda:1; make a handler for each device""",
+        """ValueError: gpu[0] is on cpu, gpu[1] on cuda:1; make a handler for each device""",
     )
     assert_expected_inline(
         error_text(Groups, other, pools[1]),

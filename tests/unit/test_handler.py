@@ -66,6 +66,22 @@ HostPool(num_pages=4, blocks_per_page=2, page_bytes=24, device=cpu, closed)""",
 
 
 @simulated
+def test_a_printed_job_says_that_it_is_being_cancelled(driver: Driver) -> None:
+    handler = on_gpu(driver, "manual")
+    job = handler.store(gpu_block_ids=[0], page_ids=[0])
+    assert handler.cancel(job)
+    before = repr(job)
+    driver.run()
+    handler.poll()
+    assert_expected_inline(
+        f"{before}\n{job}",
+        """\
+Job(store 0, nbytes=12, state=cancelling)
+Job(store 0, nbytes=12, state=cancelled)""",
+    )
+
+
+@simulated
 def test_a_printed_handler_has_its_pages_and_outstanding_jobs(driver: Driver) -> None:
     handler = on_gpu(driver, "manual")
     printed = [repr(handler)]
@@ -392,7 +408,7 @@ def test_a_pool_of_another_number_of_slabs_is_refused() -> None:
     host = HostPool(PagedLayout([rows]), num_pages=1)
     assert_expected_inline(
         error_text(OffloadHandler, PagedLayout([rows, rows.clone()]), host),
-        """ValueError: the cache has 2 slabs, the host pool 1; make the pool from this layout""",
+        """ValueError: the cache has 2 slabs, the host pool has 1; make the pool from this layout""",
     )
 
 

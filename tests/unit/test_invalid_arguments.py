@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from error_text import error_text
 
 from torch_kvswap import (
+    BlockManager,
     HostPool,
     OffloadHandler,
     PagedLayout,
@@ -171,11 +173,87 @@ def test_a_number_of_pages_to_wait_for_that_is_no_integer_is_refused(
         is_refused("pages", error, lambda: HostPool(make_layout(), 4).wait_ready(0, pages=value))
 
 
-@pytest.mark.parametrize("option", ["copy_engines_only", "expedited"])
-@pytest.mark.parametrize("value", [2**40, np.True_, "yes"])
-def test_a_truth_value_is_not_truncated(handler: OffloadHandler, option: str, value: Any) -> None:
-    job = handler.load(page_ids=[0], gpu_block_ids=[0], **{option: value})
-    handler.synchronize(job)
+# Options that are True or False
+
+
+def make_pool(**options: Any) -> None:
+    HostPool(make_layout(), 4, **options)
+
+
+def make_shared_pool(**options: Any) -> None:
+    HostPool.create_shared(make_layout(), 4, world=2, **options)
+
+
+def attach_pool(**options: Any) -> None:
+    handle = HostPool.create_shared(make_layout(), 4, world=2).share()
+    HostPool.attach(make_layout(), handle, rank=1, **options)
+
+
+def make_handler(**options: Any) -> None:
+    layout = make_layout()
+    OffloadHandler(layout, HostPool(layout, 4), **options)
+
+
+def store(**options: Any) -> None:
+    layout = make_layout()
+    OffloadHandler(layout, HostPool(layout, 4)).store(gpu_block_ids=[0], page_ids=[0], **options)
+
+
+def load(**options: Any) -> None:
+    layout = make_layout()
+    OffloadHandler(layout, HostPool(layout, 4)).load(gpu_block_ids=[0], page_ids=[0], **options)
+
+
+def order(**options: Any) -> None:
+    BlockManager(4).order([bytes(32)], **options)
+
+
+def lookup(**options: Any) -> None:
+    BlockManager(4).lookup([bytes(32)], **options)
+
+
+SWITCHES = [
+    (make_pool, "pin_in_background"),
+    (make_shared_pool, "pin_in_background"),
+    (make_shared_pool, "replicated"),
+    (attach_pool, "pin_in_background"),
+    (make_handler, "submit_thread"),
+    (store, "copy_engines_only"),
+    (load, "copy_engines_only"),
+    (load, "expedited"),
+    (lookup, "again"),
+    (order, "renew"),
+]
+
+
+@pytest.mark.parametrize("value", ["no", "yes", 0, 1, 2**40, None, []])
+@pytest.mark.parametrize(("call", "name"), SWITCHES)
+def test_an_option_that_is_neither_true_nor_false_is_refused(
+    call: Callable[..., None], name: str, value: Any
+) -> None:
+    expected = f"TypeError: {name} is {value!r}; it must be True or False"
+    assert error_text(call, **{name: value}) == expected
+
+
+@pytest.mark.parametrize("call_and_name", [*SWITCHES, (make_pool, "huge_pages")])
+def test_bools_of_numpy_are_options(call_and_name: tuple[Callable[..., None], str]) -> None:
+    call, name = call_and_name
+    call(**{name: np.False_})
+
+
+def test_an_option_is_true_as_a_bool_of_numpy(handler: OffloadHandler) -> None:
+    handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.True_)  # type: ignore[arg-type]
+    handler.load(page_ids=[0], gpu_block_ids=[0], expedited=np.False_)  # type: ignore[arg-type]
+    handler.load(page_ids=[0], gpu_block_ids=[0], copy_engines_only=np.True_)  # type: ignore[arg-type]
+    metrics = handler.metrics()
+    assert (metrics.expedited.submitted, metrics.loads.submitted) == (1, 2)
+
+
+def test_a_closed_handler_says_so_before_it_looks_at_an_option(handler: OffloadHandler) -> None:
+    handler.close()
+    for name in ("expedited", "copy_engines_only"):
+        with pytest.raises(RuntimeError, match=r"^the handler is closed; make a new one$"):
+            handler.load(page_ids=[0], gpu_block_ids=[0], **{name: "no"})  # type: ignore[arg-type]
 
 
 # Ids
@@ -261,8 +339,11 @@ def test_what_is_no_stream_or_event_is_refused_as_after(handler: OffloadHandler)
 def test_what_is_no_stream_is_refused_by_wait(handler: OffloadHandler) -> None:
     job = handler.store(gpu_block_ids=[0], page_ids=[0])
     for wait in (job.wait, lambda stream: job.wait(stream, layer_group=job.layer_group_of(0))):
-        with pytest.raises(TypeError, match=r"stream is an int; pass a torch\.cuda\.Stream"):
-            wait(5)
+        for stream in (5, torch.Stream("cpu")):
+            with pytest.raises(
+                TypeError, match=r"^stream is an? .*, but the cache is on the CPU: "
+            ):
+                wait(stream)
 
 
 def test_what_is_no_job_is_refused_by_name(handler: OffloadHandler) -> None:

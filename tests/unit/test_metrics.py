@@ -208,12 +208,12 @@ kvswap_jobs_queued{direction="load",channel="expedited",rank="1"} 0
 kvswap_jobs_running{direction="store",channel="stores",rank="1"} 1
 kvswap_jobs_running{direction="load",channel="loads",rank="1"} 0
 kvswap_jobs_running{direction="load",channel="expedited",rank="1"} 0
-# HELP kvswap_streams Existing CUDA streams.
+# HELP kvswap_streams Existing device streams.
 # TYPE kvswap_streams gauge
 kvswap_streams{direction="store",channel="stores",rank="1"} 2
 kvswap_streams{direction="load",channel="loads",rank="1"} 0
 kvswap_streams{direction="load",channel="expedited",rank="1"} 0
-# HELP kvswap_events Existing CUDA events.
+# HELP kvswap_events Existing device events.
 # TYPE kvswap_events gauge
 kvswap_events{direction="store",channel="stores",rank="1"} 5
 kvswap_events{direction="load",channel="loads",rank="1"} 0

@@ -96,11 +96,11 @@ def test_another_kind_of_cache_is_refused_and_the_old_one_stays() -> None:
             """\
 ValueError: a block has 41 bytes in slab 0 of the cache and 40 in the host pool; pass a
 layout with the block sizes of the handler's pool
-ValueError: the cache has 2 slabs, the host pool 1; pass a layout with the block sizes
-of the handler's pool
+ValueError: the cache has 2 slabs, the host pool has 1; pass a layout with the block
+sizes of the handler's pool
 TypeError: gpu is a list of 2 PagedLayouts; rebind() takes a PagedLayout for this
 handler
-TypeError: gpu is a list of 1 Tensors; pass PagedLayout(tensors)
+TypeError: gpu is a list of 1 Tensor; pass PagedLayout(tensors)
 TypeError: gpu is a Tensor; pass PagedLayout([tensor])
 TypeError: gpu is a HostPool; rebind() takes a PagedLayout for this handler""",
         )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -48,6 +48,7 @@ class ReadyRange(ctypes.Structure):
         ("first_page", ctypes.c_int64),
         ("end_page", ctypes.c_int64),
         ("chunk_blocks", ctypes.c_int64),
+        ("own_end", ctypes.c_int64),
     )
 
 
@@ -92,6 +93,7 @@ class CopyMethodOptions(ctypes.Structure):
 
     _fields_ = (
         ("copy_method", ctypes.c_int32),
+        ("from_environment", ctypes.c_int32),
         ("staging_bytes", ctypes.c_uint64),
         ("costs", (CopyMethodCosts * len(COPY_METHODS)) * 2),  # of stores, of loads
     )
@@ -132,6 +134,7 @@ class JobResult(ctypes.Structure):
         ("state", ctypes.c_int32),
         ("error_kind", ctypes.c_int32),
         ("rejected_count", ctypes.c_int32),
+        ("is_cancelling", ctypes.c_int32),
         ("error", ctypes.c_char_p),
         ("rejected", _Int64s),
         ("job", ctypes.c_void_p),
@@ -268,6 +271,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_host_bind": (_Bool, _Pointer, ctypes.c_uint64, _Int),
     "kvswap_host_touch": (_Bool, _Pointer, ctypes.c_uint64, _Int, _Bool, _Pointer, _Int),
     "kvswap_ready_range_publish": (None, _Pointer, _Long, _Long),
+    "kvswap_ready_range_check": (_Bool, _Pointer, _Long, _Long),
     "kvswap_encoding_format": (_Bool, _Pointer, _Long, _Int, _Pointer),
     "kvswap_encode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer),
     "kvswap_decode_block": (_Int, _Pointer, _Pointer, _Long, _Int, _Pointer, _Long, _Long),
@@ -326,7 +330,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 # of a block manager are called in both ways, see loader.holding().
 HOLD_THE_GIL = (
     *("kvswap_cache_moved", "kvswap_cache_release", "kvswap_job_release"),
-    "kvswap_ready_range_publish",
+    *("kvswap_ready_range_publish", "kvswap_ready_range_check"),
     *("kvswap_queue_first", "kvswap_queue_done", "kvswap_queue_happened", "kvswap_queue_lose"),
     *("kvswap_queue_stop", "kvswap_queue_make_event", "kvswap_queue_destroy_event"),
     *("kvswap_queue_wake", "kvswap_queue_is_empty"),

@@ -6,6 +6,8 @@ import math
 import operator
 from typing import NoReturn, SupportsFloat, SupportsIndex
 
+import numpy as np
+
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 INT64_MIN = -(2**63)
@@ -20,6 +22,16 @@ def kind_of(value: object) -> str:
     """The type of a wrong argument, for a message: "an int", "a list", "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name.startswith(_AN) else 'a'} {name}"
+
+
+def count_of(count: int, noun: str) -> str:
+    """A number of things, for a message: "1 slab", "2 slabs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def bytes_text(nbytes: int) -> str:
+    """A size, for a message, with GiB where they are easier to read."""
+    return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.1f} GiB)" if nbytes >= 2**30 else "")
 
 
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
@@ -50,14 +62,25 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
     return number
 
 
-def read_switch(name: str, value: object) -> bool | None:
-    """Checks an option that is True, False or None.
+def read_switch(name: str, value: object) -> bool:
+    """Converts an option that is True or False, also as numpy's bool.
+
+    Raises:
+        TypeError: it is something else, such as "no", which Python takes as true.
+    """
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
+def read_optional_switch(name: str, value: object) -> bool | None:
+    """Converts an option that is True, False or None.
 
     Raises:
         TypeError: it is something else.
     """
-    if value is None or isinstance(value, bool):
-        return value
+    if value is None or isinstance(value, bool | np.bool_):
+        return None if value is None else bool(value)
     raise TypeError(f"{name} is {value!r}; it must be True, False or None")
 
 

@@ -174,7 +174,8 @@ class NativeHandler(NotCopyable):
             layer_group (int): the group.
             stream: see resolve_waiting().
         """
-        loader.call("kvswap_job_wait", self.pointer, job, layer_group, *resolve_waiting(stream))
+        waiting = resolve_waiting(stream, self.device)
+        loader.call("kvswap_job_wait", self.pointer, job, layer_group, *waiting)
 
     def cancel(self, job: int) -> bool:
         """Returns whether the job is or will be reported as cancelled."""

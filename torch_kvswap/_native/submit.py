@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MIN, count_of, kind_of, read_int, read_switch
 
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
@@ -73,11 +73,12 @@ def resolve_after(after: object, device: torch.device) -> tuple[int, int | None]
     return abi.AFTER_STREAM, after.cuda_stream
 
 
-def resolve_waiting(stream: object) -> tuple[int | None, int]:
+def resolve_waiting(stream: object, device: torch.device) -> tuple[int | None, int]:
     """Converts the stream that is to wait.
 
     Args:
         stream: a torch.cuda.Stream of any GPU, or None for the current stream of the cache's GPU.
+        device (torch.device): the device of the cache.
 
     Returns:
         tuple[int | None, int]: handle and GPU of the stream, (None, CURRENT) for None. The handle
@@ -89,6 +90,11 @@ def resolve_waiting(stream: object) -> tuple[int | None, int]:
     if stream is None:
         return None, CURRENT
     if not isinstance(stream, torch.cuda.Stream):  # torch would take any object as a stream
+        if device.type == "cpu":
+            raise TypeError(
+                f"stream is {kind_of(stream)}, but the cache is on the CPU: its transfers have "
+                "ended when store() or load() returns, so no stream has to wait; pass None"
+            )
         raise TypeError(f"stream is {kind_of(stream)}; pass a torch.cuda.Stream or None")
     return stream.cuda_stream, stream.device.index
 
@@ -100,11 +106,12 @@ _FEW = 1024
 Ids = Sequence[int] | npt.NDArray[Any] | Tensor
 
 
-def read_ids(name: str, ids: Ids) -> array[int]:
+def read_ids(name: str, ids: Ids, num_groups: int = 1) -> array[int]:
     """Copies ids to an int64 array.
 
     Args:
         name (str): the argument, as the caller wrote it.
+        num_groups (int): for how many groups the caller passes such ids.
         ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which is the
             fastest.
 
@@ -121,7 +128,10 @@ def read_ids(name: str, ids: Ids) -> array[int]:
         if isinstance(ids, np.ndarray):
             return _from_numpy(name, ids)
         if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | str):
-            raise TypeError(f"{name} is {kind_of(ids)}; pass a list, numpy array or CPU tensor")
+            advice = "pass a list, numpy array or CPU tensor"
+            if num_groups > 1:
+                advice = f"this handler has {num_groups} groups: {advice} for each"
+            raise TypeError(f"{name} is {kind_of(ids)}; {advice}")
     try:
         if len(ids) < _FEW:
             packed = array("q", ids)
@@ -218,6 +228,8 @@ class Request:
             if type(first_block) is not int or first_block:
                 first = read_int("first_block", first_block, INT64_MIN)
             counts = len(blocks), len(pages), first
+        if copy_engines_only is not False and copy_engines_only is not True:
+            copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         resolved: tuple[Any, ...] = _AFTER_CURRENT
         if after is not None or groups.queue is not None:
             resolved = groups.resolve_after(after)
@@ -230,7 +242,7 @@ class Request:
             channel,
             layer_groups,
             groups.is_list,
-            bool(copy_engines_only),
+            copy_engines_only,
             resolved[0],
             resolved[1] or 0,
             gate or 0,
@@ -257,7 +269,10 @@ def _first_blocks(first_block: object, groups: int) -> list[int]:
     if not isinstance(first_block, Sequence | np.ndarray):
         return [read_int("first_block", first_block, INT64_MIN)] * groups
     if len(first_block) != groups:
-        raise ValueError(f"first_block has {len(first_block)} entries for {groups} groups")
+        raise ValueError(
+            f"first_block has length {len(first_block)}; this handler has "
+            f"{count_of(groups, 'group')}: pass a number for each, or one for all"
+        )
     return [
         read_int(f"first_block[{group}]", of_group, INT64_MIN)
         for group, of_group in enumerate(first_block)
@@ -268,10 +283,11 @@ def _join(name: str, ids: Any, groups: Groups) -> tuple[array[int], list[int]]:
     """The ids of all groups in a row, and the number of each group."""
     if not isinstance(ids, Sequence) or len(ids) != len(groups.layouts):
         raise ValueError(
-            f"{name} must be a list with the ids of each of the {len(groups.layouts)} groups; "
-            "use an empty list for a group without blocks"
+            f"{name} must be a list with a list of ids for each group, and this handler has "
+            f"{count_of(len(groups.layouts), 'group')}; use an empty list for a group without "
+            "blocks"
         )
-    lists = [read_ids(f"{name}[{group}]", of_group) for group, of_group in enumerate(ids)]
+    lists = [read_ids(f"{name}[{group}]", of_group, len(ids)) for group, of_group in enumerate(ids)]
     joined = array("q")
     for one in lists:
         joined.extend(one)

@@ -118,7 +118,6 @@ def _choose_generic(groups: Groups, options: abi.CopyMethodOptions) -> None:
         "other transfers of the device"
     )
     if options.copy_method == _BATCH:
-        raise ValueError(
-            "copy_method='batch' needs pinned host pages; leave it out, or pin the pages"
-        )
+        name = "KVSWAP_COPY_METHOD" if options.from_environment else "copy_method"
+        raise ValueError(f"{name}='batch' needs pinned host pages; leave it out, or pin the pages")
     options.copy_method = _GENERIC

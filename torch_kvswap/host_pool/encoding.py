@@ -19,6 +19,7 @@ EncodingName = Literal["raw", "lossless"]
 ENCODINGS: tuple[EncodingName, ...] = get_args(EncodingName)
 # Bits of a slot per value of its block. The first one is the default.
 WIDTHS = (12.125, 12.5)
+_USE_RAW = "use encoding='raw'"
 _IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 _BYTES = {torch.uint8, torch.int8}
 _OF_VALUES = {torch.bfloat16, *_BYTES}  # types of tensors that can hold such values
@@ -48,9 +49,10 @@ class Encoding:
     def slot_bytes(
         self,
         layout: PagedLayout,
-        advice: str = "leave encoding out",
+        advice: str = _USE_RAW,
         *,
         is_width_open: bool = True,
+        name: str = "the layout",
     ) -> int:
         """Bytes of a slot for a block of the layout.
 
@@ -58,6 +60,7 @@ class Encoding:
             layout (PagedLayout): the cache.
             advice (str): what to do if its blocks cannot be encoded.
             is_width_open (bool): the caller can choose another bits_per_value.
+            name (str): what the error calls the layout.
 
         Raises:
             ValueError: its blocks cannot be encoded.
@@ -76,9 +79,8 @@ class Encoding:
             elif layout.dtype is None or layout.dtype in _BYTES:
                 remedy = _IF_BYTES
             raise ValueError(
-                f"encoding='lossless' is for torch.bfloat16, but the layout is of "
-                f"{layout.dtype or 'several types'}, so its slots stay at {layout.block_bytes} "
-                f"bytes; {advice}{remedy}"
+                f"encoding='lossless' is for torch.bfloat16, but {name} is of "
+                f"{layout.dtype or 'several types'}; {advice}{remedy}"
             )
         return self._encoded_bytes(layout.sizes, advice, is_width_open)
 
@@ -108,7 +110,7 @@ class Encoding:
         """
         if self.bits_per_value is None:
             return nbytes
-        return self._encoded_bytes(np.array([nbytes]), "leave encoding out", is_width_open=True)
+        return self._encoded_bytes(np.array([nbytes]), _USE_RAW, is_width_open=True)
 
 
 RAW = Encoding()

@@ -138,6 +138,7 @@ class TorchMemory:
 
     Args:
         nbytes (int): size of the tensor.
+        page_bytes (int | None): see check_room().
 
     Attributes:
         tensor, address, nbytes, fd: as in Mapping.
@@ -150,8 +151,8 @@ class TorchMemory:
     fd: int | None = None
     huge_bytes = 0  # not known
 
-    def __init__(self, nbytes: int) -> None:
-        check_room(nbytes, reserved=False)
+    def __init__(self, nbytes: int, page_bytes: int | None = None) -> None:
+        check_room(nbytes, reserved=False, page_bytes=page_bytes)
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).zero_()
         if not self.tensor.is_pinned():
             raise RuntimeError("torch has allocated memory that is not pinned")
@@ -162,13 +163,21 @@ class TorchMemory:
         del self.tensor
 
 
-def map_new(nbytes: int, huge_pages: bool | None, *, shared: bool) -> Mapping:
+def map_new(
+    nbytes: int, huge_pages: bool | None, *, shared: bool, page_bytes: int | None = None
+) -> Mapping:
     """Maps the memory of a new pool: a file if other processes will map it too.
+
+    Args:
+        nbytes (int): size of the pool.
+        huge_pages (bool | None): see HostPool.
+        shared (bool): other processes will map it.
+        page_bytes (int | None): see check_room().
 
     Raises:
         ValueError: the machine does not have this much memory.
     """
-    check_room(nbytes, reserved=huge_pages is True)
+    check_room(nbytes, reserved=huge_pages is True, page_bytes=page_bytes)
     fd = create_file(nbytes, huge_pages is True) if shared or huge_pages is True else None
     return Mapping(nbytes, fd, huge_pages)
 

@@ -8,7 +8,7 @@ import os
 import numpy as np
 from torch import Tensor
 
-from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
+from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int, read_switch
 from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.layout import PagedLayout, Slabs
 
@@ -57,6 +57,7 @@ class Pages:
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         world = read_int("world", world, 1)
         rank = read_int("rank", rank, 0, world - 1)
+        replicated = read_switch("replicated", replicated)
         self.slot_bytes = encoding.slot_bytes(layout)
         if (nbytes := count * blocks_per_page * self.slot_bytes) > INT64_MAX:
             raise ValueError(
@@ -71,7 +72,7 @@ class Pages:
         self.blocks_per_page = blocks_per_page
         self.size = blocks_per_page * self.slot_bytes
         self.nbytes = nbytes
-        self.world, self.replicated = world, bool(replicated)
+        self.world, self.replicated = world, replicated
         part = rank * count // world, (rank + 1) * count // world
         self.local = range(count) if replicated else range(*part)
         self.local_bytes = range(self.local.start * self.size, self.local.stop * self.size)

@@ -12,7 +12,13 @@ import torch
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import ReadyRange
-from torch_kvswap._native.arguments import kind_of, read_int, read_switch
+from torch_kvswap._native.arguments import (
+    bytes_text,
+    kind_of,
+    read_int,
+    read_optional_switch,
+    read_switch,
+)
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
@@ -219,9 +225,9 @@ class Pinning:
         return f"{end - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = len(self._pages.local_bytes)
+        nbytes = bytes_text(len(self._pages.local_bytes))
         return (
-            f"the driver did not pin {nbytes} bytes of host memory for {self._device}: {error}; "
+            f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 
@@ -261,7 +267,8 @@ def read_pinning(
         ValueError: an option needs pinned pages but the cache is on the CPU, or a number is out of
             range.
     """
-    pinned = read_switch("pinned", pinned)
+    pinned = read_optional_switch("pinned", pinned)
+    in_background = read_switch("pin_in_background", in_background)
     if on_progress is not None and not callable(on_progress):
         raise TypeError(f"on_progress is {kind_of(on_progress)}; it must be callable")
     if numa_node is not None:
@@ -278,4 +285,4 @@ def read_pinning(
                     f"{given} needs a cache on a device, this one is on {layout.device}, where "
                     "pages are not pinned; leave it out"
                 )
-    return PinningOptions(pinned, bool(in_background), on_progress, numa_node, chunk_bytes)
+    return PinningOptions(pinned, in_background, on_progress, numa_node, chunk_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import weakref
 from typing import Protocol
@@ -10,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import abi
+from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
+    bytes_text,
     read_int,
-    read_switch,
+    read_optional_switch,
     read_timeout,
 )
 from torch_kvswap._native.loader import ForkGuard
@@ -73,8 +75,9 @@ class _Memory:
         # Of the largest blocks, for which the pool was made.
         self.slab_sizes, self.encoding = layout.sizes, encoding
         self.pages: Tensor | None = pages.view(mapping.tensor)
+        own = pages.local.start, pages.local.stop
         # The native side reads it at each submission.
-        self._ready_range = abi.ReadyRange(pages.local.start, pages.local.stop, ONE_CHUNK)
+        self._ready_range = abi.ReadyRange(*own, ONE_CHUNK, pages.local.stop)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -180,7 +183,7 @@ class HostPool(NotCopyable):
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
         pages = Pages(layout, num_pages, blocks_per_page, encoding=kept)
-        huge_pages = read_switch("huge_pages", huge_pages)
+        huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -225,7 +228,7 @@ class HostPool(NotCopyable):
         """
         kept = read_encoding(encoding, bits_per_value)
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
-        huge_pages = read_switch("huge_pages", huge_pages)
+        huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
@@ -233,7 +236,7 @@ class HostPool(NotCopyable):
         pool = cls.__new__(cls)
         _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
-        mapping = map_new(pages.nbytes, huge_pages, shared=True)
+        mapping = map_new(pages.nbytes, huge_pages, shared=True, page_bytes=pages.size)
         pool._open(layout, pages, mapping, kept, pinning, sharing)
         return pool
 
@@ -369,7 +372,7 @@ class HostPool(NotCopyable):
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
-            f"{f'{self.num_ready_pages} of {pages} pages ready' if is_open else 'closed'})"
+            f"{f'{self._num_pinned_pages} of {pages} pages ready' if is_open else 'closed'})"
         )
 
     def share(self) -> PoolHandle:
@@ -471,16 +474,15 @@ class HostPool(NotCopyable):
             Tensor: uint8, the slabs of the block in a row.
 
         Raises:
-            IndexError: the pool has no such page or slot, or its page is not ready.
+            IndexError: the pool has no such page or slot, or its page is not ready or of another
+                rank.
             ValueError: the slot holds no encoded block: none was stored, or its store rejected it.
             RuntimeError: the pool is closed.
         """
-        pages, ready = self._memory.check_open(), self._ready_range
+        pages = self._memory.check_open()
         page, slot = read_int("page", page, INT64_MIN), read_int("slot", slot, INT64_MIN)
-        if not ready.first_page <= page < ready.end_page:
-            raise IndexError(
-                f"page is {page}; the pages {ready.first_page} to {ready.end_page - 1} can be used"
-            )
+        ready = ctypes.byref(self._ready_range)
+        loader.call("kvswap_ready_range_check", ready, page, self.num_pages)
         if not 0 <= slot < self.blocks_per_page:
             raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
         memory = pages[page, slot]
@@ -500,13 +502,25 @@ class HostPool(NotCopyable):
         return self._memory._ready_range
 
     @property
-    def num_ready_pages(self) -> int:
-        """How many of local_pages, from the front, can be used now."""
+    def _num_pinned_pages(self) -> int:
+        """num_ready_pages, also of a closed pool."""
         return int(self._ready_range.end_page - self._ready_range.first_page)
 
     @property
+    def num_ready_pages(self) -> int:
+        """How many of local_pages, from the front, can be used now.
+
+        Raises RuntimeError if the pool is closed.
+        """
+        self._memory.check_open()
+        return self._num_pinned_pages
+
+    @property
     def is_ready(self) -> bool:
-        """Whether all of local_pages can be used now."""
+        """Whether all of local_pages can be used now.
+
+        Raises RuntimeError if the pool is closed.
+        """
         return self.num_ready_pages == len(self.local_pages)
 
     def wait_ready(self, timeout: float | None = None, pages: int | None = None) -> bool:
@@ -537,7 +551,7 @@ class HostPool(NotCopyable):
     def is_pinned(self) -> bool:
         """Whether the driver reports all of local_pages as pinned."""
         memory = self._memory
-        if memory.pages is None or not self.is_ready:
+        if memory.pages is None or self._num_pinned_pages < len(self.local_pages):
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
@@ -558,13 +572,15 @@ class HostPool(NotCopyable):
         """Raises RuntimeError if the pool is closed, or in a forked child."""
         self._memory.check_open()
 
-    def check_encodable(self, layout: PagedLayout) -> None:
+    def check_encodable(self, layout: PagedLayout, name: str, advice: str) -> None:
         """Raises ValueError if the pool encodes blocks and those of this layout cannot be encoded.
 
         Args:
             layout (PagedLayout): a cache with the slab sizes of the pool.
+            name (str): what the error calls it.
+            advice (str): what to do then.
         """
-        self._encoding.slot_bytes(layout, "make the pool from this layout", is_width_open=False)
+        self._encoding.slot_bytes(layout, advice, is_width_open=False, name=name)
 
     @property
     def _has_pinned_pages(self) -> bool:
@@ -608,7 +624,7 @@ def _map_private(
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
     if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(pages.nbytes, huge_pages, shared=False)
+        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
     for name, is_given in (
         ("huge_pages=True", huge_pages is True),
         ("numa_node", pinning.numa_node is not None),
@@ -619,13 +635,15 @@ def _map_private(
                 "memory from where it likes; leave it out, or pass pinned=False"
             )
     try:
-        return TorchMemory(pages.nbytes)
+        return TorchMemory(pages.nbytes, pages.size)
     except (RuntimeError, NotImplementedError) as error:
-        reason = f"torch did not pin {pages.nbytes} bytes of host memory for {device}: {error}"
+        reason = (
+            f"torch did not pin {bytes_text(pages.nbytes)} of host memory for {device}: {error}"
+        )
         if pinning.pinned:
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(pages.nbytes, huge_pages, shared=False)
+        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
 
 
 def _check_encoded_pinning(

@@ -10,7 +10,7 @@ import torch
 
 from torch_kvswap._native import loader
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import kind_of
+from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.submit import Ids, read_ids
 from torch_kvswap.devices.blocks import as_words
 from torch_kvswap.host_pool.encoding import WIDTHS, Encoding, EncodingName, slot_format
@@ -108,8 +108,8 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         escapes,
         rejected,
         f"{'raw' if best is None else f'lossless with {best:g} bits per value'}; rejected of "
-        f"{len(escapes)} blocks: {shares}; a block of {values} values has {mean:.1f} escapes on "
-        f"average and {max(escapes)} at most",
+        f"{count_of(len(escapes), 'block')}: {shares}; a block of {values} values has {mean:.1f} "
+        f"escapes on average and {max(escapes)} at most",
     )
 
 

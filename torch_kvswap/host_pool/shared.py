@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, kind_of, read_int
+from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, count_of, kind_of, read_int
 from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.layout import PagedLayout
@@ -174,8 +174,9 @@ class PoolHandle(NotCopyable):
             is_fixed = 0
         if size < nbytes or not is_fixed:
             raise ValueError(
-                f"the handle's file has {size} bytes; {self.num_pages} pages need {nbytes}, in a "
-                "file that is sealed against shrinking; pass what HostPool.share() returns"
+                f"the handle's file has {size} bytes; it must have {nbytes} for "
+                f"{count_of(self.num_pages, 'page')}, and be sealed against shrinking; pass what "
+                "HostPool.share() returns"
             )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_kvswap._native.arguments import bytes_text, count_of
+
 ROOT = Path("/")  # the folder of proc and sys; tests use their own
 _COLLAPSE = 25  # MADV_COLLAPSE, which Python does not name
 
@@ -161,7 +163,7 @@ def _read(file: str | Path) -> str:
         return ""
 
 
-def check_room(nbytes: int, reserved: bool) -> None:
+def check_room(nbytes: int, reserved: bool, page_bytes: int | None = None) -> None:
     """Checks that the machine has room for a pool of this size.
 
     Without this check the kernel would kill the process when it touches the memory.
@@ -169,38 +171,55 @@ def check_room(nbytes: int, reserved: bool) -> None:
     Args:
         nbytes (int): size of the pool.
         reserved (bool): the pool uses reserved huge pages.
+        page_bytes (int | None): size of a page of the pool, if the error is to say how many fit.
 
     Raises:
         ValueError: it does not fit; the message has the limit and what to do.
     """
     if reserved:
-        _check_huge_pages(nbytes)
+        _check_huge_pages(nbytes, page_bytes)
         return  # reserved pages do not count against the other limits
-    available = available_bytes()
+    available, limits = available_bytes(), list(control_group_limits())
+    rooms = [limit.left for limit in limits]
+    if available is not None:
+        rooms.append(available)
+    if nbytes <= min(rooms, default=nbytes):
+        return
+    fewer = _fewer_pages(min(rooms), page_bytes)
     if available is not None and nbytes > available:
         raise ValueError(
-            f"the pages need {nbytes} bytes of host memory, of which {available} are available "
-            "(MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the memory"
+            f"the pages need {bytes_text(nbytes)} of host memory, of which "
+            f"{bytes_text(available)} are available (MemAvailable in /proc/meminfo); {fewer}, or "
+            "end what uses the memory"
         )
-    for limit in control_group_limits():
-        if nbytes > limit.left:
-            raise ValueError(
-                f"the pages need {nbytes} bytes of host memory, and the control group of this "
-                f"process has {max(limit.left, 0)} left of {limit.allowed} ({limit.file}); ask for "
-                "fewer pages, or raise the memory limit of the container or service"
-            )
+    limit = next(limit for limit in limits if nbytes > limit.left)
+    raise ValueError(
+        f"the pages need {bytes_text(nbytes)} of host memory, and the control group of this "
+        f"process has {bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} "
+        f"({limit.file}); {fewer}, or raise the memory limit of the container or service"
+    )
 
 
-def _check_huge_pages(nbytes: int) -> None:
+def _check_huge_pages(nbytes: int, page_bytes: int | None) -> None:
     pages = reserved_huge_pages()
     needed = -(-nbytes // pages.size)
     if needed > pages.free:
         more = pages.total + needed - pages.free
         raise ValueError(
-            f"the pages need {needed} reserved huge pages of {pages.size} bytes, of which "
-            f"{pages.free} are free (HugePages_Free in /proc/meminfo); reserve more (sysctl "
-            f"vm.nr_hugepages={more}), ask for fewer pages, or leave huge_pages=True out"
+            f"the pages need {count_of(needed, 'reserved huge page')} of {pages.size} bytes, of "
+            f"which {pages.free} {'is' if pages.free == 1 else 'are'} free "
+            f"(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages={more}), "
+            f"{_fewer_pages(pages.free * pages.size, page_bytes)}, or leave huge_pages=True out"
         )
+
+
+def _fewer_pages(room: int, page_bytes: int | None) -> str:
+    """The advice for a pool that does not fit into this many bytes."""
+    if page_bytes is None:
+        return "ask for fewer pages"
+    if room < page_bytes:
+        return f"ask for smaller pages (one has {bytes_text(page_bytes)})"
+    return f"ask for fewer pages (num_pages={room // page_bytes} fits)"
 
 
 def advice(nbytes: int) -> str:
@@ -209,8 +228,8 @@ def advice(nbytes: int) -> str:
     limit = memlock_limit()
     if limit is not None and limit < nbytes:
         ways.append(
-            f"raise the limit on locked memory, {limit} bytes (ulimit -l unlimited; in a container "
-            "--ulimit memlock=-1)"
+            f"raise the limit on locked memory, {bytes_text(limit)} (ulimit -l unlimited; in a "
+            "container --ulimit memlock=-1)"
         )
     if is_wsl():
         ways.append("under WSL allow the guest more memory (.wslconfig): part of it can be pinned")

@@ -11,7 +11,14 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import UINT32_MAX, NotCopyable, kind_of, read_int, read_seconds
+from torch_kvswap._native.arguments import (
+    UINT32_MAX,
+    NotCopyable,
+    kind_of,
+    read_int,
+    read_seconds,
+    read_switch,
+)
 from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
 from torch_kvswap._native.submit import read_ids
 from torch_kvswap.prefix.groups import (
@@ -268,6 +275,8 @@ class BlockManager(NotCopyable):
             keys: PrefixHasher.lookup_keys(), so that at least one token remains to be computed.
             again (bool): repeats an earlier lookup; not counted for store_threshold or stats().
         """
+        if again is not False and again is not True:
+            again = read_switch("again", again)
         return Lookup._make(self._native.lookup(*self._digests(keys), again))
 
     def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
@@ -381,6 +390,8 @@ class BlockManager(NotCopyable):
             renew (bool): evict these blocks after all others. False keeps the position of the first
                 block, so that the blocks stored last are evicted first.
         """
+        if renew is not False and renew is not True:
+            renew = read_switch("renew", renew)
         self._native.order(*self._digests(keys), renew)
 
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:

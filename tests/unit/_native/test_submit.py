@@ -128,8 +128,10 @@ ValueError: page_ids has 1 page of 2 blocks; for 2 blocks from first_block=1 on,
 pages
 ValueError: page_ids has 2 pages of 2 blocks; for 2 blocks from first_block=0 on, pass 1
 page
-ValueError: first_block=2 is outside of the first page, whose blocks are 0 to 1
-ValueError: first_block=-1 is outside of the first page, whose blocks are 0 to 1
+ValueError: first_block=2 is no slot of the first page: with blocks_per_page=2 a page
+has slots 0 to 1
+ValueError: first_block=-1 is no slot of the first page: with blocks_per_page=2 a page
+has slots 0 to 1
 TypeError: first_block is a float; it must be an integer
 TypeError: first_block is a list; it must be an integer
 ValueError: layer_groups is 0; it must be 1 to 1
@@ -151,6 +153,8 @@ def test_a_wrong_request_of_groups_is_refused_with_the_group() -> None:
         lambda: handler.store(gpu_block_ids=[0], page_ids=[0]),
         lambda: handler.store(gpu_block_ids=[[0]], page_ids=[[0]]),
         lambda: handler.store(gpu_block_ids=[[0], 1], page_ids=[[0], [1]]),
+        lambda: handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1]),
+        lambda: handler.load(page_ids=[0, 1], gpu_block_ids=[[0], None]),
         lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0, 1]),
         lambda: handler.store(gpu_block_ids=[[0], [1]], page_ids=[[0], [1]], first_block=[0]),
     ]
@@ -165,13 +169,20 @@ ValueError: gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 2: it would be 
 twice; pass each destination once
 ValueError: page_ids[1] has 0 pages of 1 block; for 1 block from first_block=0 on, pass
 1 page
-ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
-empty list for a group without blocks
-ValueError: gpu_block_ids must be a list with the ids of each of the 2 groups; use an
-empty list for a group without blocks
-TypeError: gpu_block_ids[1] is an int; pass a list, numpy array or CPU tensor
-ValueError: first_block[1]=1 is outside of the first page, whose blocks are 0 to 0
-ValueError: first_block has 1 entries for 2 groups""",
+ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
+handler has 2 groups; use an empty list for a group without blocks
+ValueError: gpu_block_ids must be a list with a list of ids for each group, and this
+handler has 2 groups; use an empty list for a group without blocks
+TypeError: gpu_block_ids[1] is an int; this handler has 2 groups: pass a list, numpy
+array or CPU tensor for each
+TypeError: gpu_block_ids[0] is an int; this handler has 2 groups: pass a list, numpy
+array or CPU tensor for each
+TypeError: gpu_block_ids[1] is None; this handler has 2 groups: pass a list, numpy array
+or CPU tensor for each
+ValueError: first_block[1]=1 is no slot of the first page: with blocks_per_page=1 a page
+has slot 0 only
+ValueError: first_block has length 1; this handler has 2 groups: pass a number for each,
+or one for all""",
     )
     assert handler.poll() == []
 

@@ -114,8 +114,8 @@ def test_an_encoding_that_there_is_not_is_refused(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float32])
 def test_other_types_than_bf16_are_refused_by_name(dtype: torch.dtype) -> None:
     said = (
-        f"encoding='lossless' is for torch.bfloat16, but the layout is of {dtype}, so its slots "
-        f"stay at {4096 * dtype.itemsize} bytes; leave encoding out"
+        f"encoding='lossless' is for torch.bfloat16, but the layout is of {dtype}; "
+        "use encoding='raw'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         HostPool(layout_of(dtype), 1, encoding="lossless")
@@ -125,17 +125,17 @@ def test_bytes_of_an_unknown_type_are_refused_with_both_remedies() -> None:
     assert_expected_inline(
         error_text(HostPool, layout_of(torch.uint8), 1, encoding="lossless"),
         """\
-ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of torch.uint8,
-so its slots stay at 4096 bytes; leave encoding out, or pass dtype=torch.bfloat16 to
-PagedLayout if the tensors are views of such values""",
+ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of torch.uint8;
+use encoding='raw', or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views
+of such values""",
     )
     mixed = PagedLayout([torch.zeros(4, 64, dtype=one) for one in (torch.bfloat16, torch.int8)])
     assert_expected_inline(
         error_text(HostPool, mixed, 1, encoding="lossless"),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of several
-types, so its slots stay at 192 bytes; leave encoding out, or pass dtype=torch.bfloat16
-to PagedLayout if the tensors are views of such values""",
+types; use encoding='raw', or pass dtype=torch.bfloat16 to PagedLayout if the tensors
+are views of such values""",
     )
 
 
@@ -145,8 +145,7 @@ def test_values_of_several_types_need_a_layout_for_each() -> None:
         error_text(HostPool, mixed, 1, encoding="lossless"),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of several
-types, so its slots stay at 384 bytes; leave encoding out, or make a layout for each
-type""",
+types; use encoding='raw', or make a layout for each type""",
     )
 
 
@@ -156,14 +155,14 @@ def test_sizes_that_cannot_be_encoded_are_refused_with_the_slab() -> None:
         error_text(HostPool, PagedLayout(tensors), 1, encoding="lossless"),
         """\
 ValueError: slab 2 has 2000 bytes of a block; lossless encoding needs a multiple of 64
-bytes in every slab; leave encoding out""",
+bytes in every slab; use encoding='raw'""",
     )
     small = PagedLayout([torch.zeros(4, 32, dtype=torch.bfloat16)])
     assert_expected_inline(
         error_text(HostPool, small, 1, encoding="lossless"),
         """\
 ValueError: a block of 64 bytes in 1 slab needs 72 bytes encoded, and a slot of 12.125
-bits a value has 48; leave encoding out""",
+bits a value has 48; use encoding='raw'""",
     )
 
 
@@ -173,7 +172,7 @@ def test_wider_slots_are_advised_where_they_have_room() -> None:
         error_text(HostPool, small, 1, encoding="lossless"),
         """\
 ValueError: a block of 2048 bytes in 1 slab needs 1560 bytes encoded, and a slot of
-12.125 bits a value has 1552; pass bits_per_value=12.5, or leave encoding out""",
+12.125 bits a value has 1552; pass bits_per_value=12.5, or use encoding='raw'""",
     )
     pool = HostPool(Bf16Cache().layout, 1, encoding="lossless")
     assert_expected_inline(
@@ -270,7 +269,7 @@ from the layout with the largest slots""",
         error_text(pool.view_for, states),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float32, so its slots stay at 16384 bytes; pass encoding='raw' for this view""",
+torch.float32; pass encoding='raw' for this view""",
     )
 
 
@@ -324,8 +323,7 @@ def test_a_process_with_another_cache_cannot_attach() -> None:
         error_text(HostPool.attach, other, handle, rank=1),
         """\
 ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16, so its slots stay at 12288 bytes; attach with a layout of the cache that
-the pool was made for""",
+torch.float16; attach with a layout of the cache that the pool was made for""",
     )
     small = layout_of(torch.bfloat16, 1024)
     assert_expected_inline(
@@ -360,8 +358,8 @@ def test_a_handler_refuses_a_cache_of_another_type() -> None:
     assert_expected_inline(
         error_text(OffloadHandler, PagedLayout(halves, block_dim=1), pool),
         """\
-ValueError: encoding='lossless' is for torch.bfloat16, but the layout is of
-torch.float16, so its slots stay at 12288 bytes; make the pool from this layout""",
+ValueError: encoding='lossless' is for torch.bfloat16, but the cache is of
+torch.float16; make the pool from this layout with encoding='raw'""",
     )
 
 
@@ -390,10 +388,11 @@ ValueError: slot 2 of page 1 holds no encoded block: its store was rejected, or 
 was stored there""",
     )
     assert_expected_inline(
-        error_text(pool.read_block, 4), """IndexError: page is 4; the pages 0 to 3 can be used"""
+        error_text(pool.read_block, 4), """IndexError: page is 4; there are 4 host pages, 0 to 3"""
     )
     assert_expected_inline(
-        error_text(pool.read_block, -1), """IndexError: page is -1; the pages 0 to 3 can be used"""
+        error_text(pool.read_block, -1),
+        """IndexError: page is -1; there are 4 host pages, 0 to 3""",
     )
     assert_expected_inline(
         error_text(pool.read_block, 0, 3), """IndexError: slot is 3; a page has slots 0 to 2"""

@@ -13,7 +13,7 @@ from fake_procfs import write
 
 from torch_kvswap.host_pool import system
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_what_is_available_is_the_limit(tree: Path) -> None:
     assert_expected_inline(
         error_text(system.check_room, 100 * MIB + 1, reserved=False),
         """\
-ValueError: the pages need 104857601 bytes of host memory, of which 104857600 are
+ValueError: the pages need 104857601 bytes of host memory, of which 104857600 bytes are
 available (MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the
 memory""",
     )
@@ -44,8 +44,8 @@ def test_a_control_group_may_allow_less(tree: Path) -> None:
         error_text(system.check_room, 48 * MIB + 1, reserved=False),
         """\
 ValueError: the pages need 50331649 bytes of host memory, and the control group of this
-process has 50331648 left of 67108864 (/sys/fs/cgroup/box/memory.max); ask for fewer
-pages, or raise the memory limit of the container or service""",
+process has 50331648 bytes left of 67108864 bytes (/sys/fs/cgroup/box/memory.max); ask
+for fewer pages, or raise the memory limit of the container or service""",
     )
 
 
@@ -57,6 +57,55 @@ def test_reserved_huge_pages_are_enough_or_not(tree: Path) -> None:
 ValueError: the pages need 4 reserved huge pages of 2097152 bytes, of which 3 are free
 (HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), ask for
 fewer pages, or leave huge_pages=True out""",
+    )
+
+
+def test_gib_and_the_pages_that_fit_are_named(tree: Path) -> None:
+    write(tree, "proc/self/cgroup", "0::/box\n")
+    write(tree, "proc/meminfo", "MemAvailable: 52428800 kB\n")
+    refused = [error_text(system.check_room, 60 * GIB, reserved=False, page_bytes=100 * MIB)]
+    write(tree, "sys/fs/cgroup/box/memory.max", f"{20 * GIB}")
+    write(tree, "sys/fs/cgroup/box/memory.current", f"{16 * GIB}")
+    for nbytes, page_bytes in ((60 * GIB, 100 * MIB), (5 * GIB, GIB), (5 * GIB, 5 * GIB)):
+        refused.append(error_text(system.check_room, nbytes, reserved=False, page_bytes=page_bytes))
+    system.check_room(4 * GIB, reserved=False, page_bytes=GIB)
+    assert_expected_inline(
+        "\n".join(refused),
+        """\
+ValueError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
+53687091200 bytes (50.0 GiB) are available (MemAvailable in /proc/meminfo); ask for
+fewer pages (num_pages=512 fits), or end what uses the memory
+ValueError: the pages need 64424509440 bytes (60.0 GiB) of host memory, of which
+53687091200 bytes (50.0 GiB) are available (MemAvailable in /proc/meminfo); ask for
+fewer pages (num_pages=40 fits), or end what uses the memory
+ValueError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
+group of this process has 4294967296 bytes (4.0 GiB) left of 21474836480 bytes (20.0
+GiB) (/sys/fs/cgroup/box/memory.max); ask for fewer pages (num_pages=4 fits), or raise
+the memory limit of the container or service
+ValueError: the pages need 5368709120 bytes (5.0 GiB) of host memory, and the control
+group of this process has 4294967296 bytes (4.0 GiB) left of 21474836480 bytes (20.0
+GiB) (/sys/fs/cgroup/box/memory.max); ask for smaller pages (one has 5368709120 bytes
+(5.0 GiB)), or raise the memory limit of the container or service""",
+    )
+
+
+def test_the_pages_that_fit_into_reserved_huge_pages_are_named(tree: Path) -> None:
+    text = "HugePages_Total: 4\nHugePages_Free: 1\nHugepagesize: 2048 kB\n"
+    write(tree, "proc/meminfo", text)
+    assert_expected_inline(
+        error_text(system.check_room, 3 * MIB, reserved=True, page_bytes=MIB),
+        """\
+ValueError: the pages need 2 reserved huge pages of 2097152 bytes, of which 1 is free
+(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), ask for
+fewer pages (num_pages=2 fits), or leave huge_pages=True out""",
+    )
+    write(tree, "proc/meminfo", text.replace("Free: 1", "Free: 0"))
+    assert_expected_inline(
+        error_text(system.check_room, MIB, reserved=True, page_bytes=MIB),
+        """\
+ValueError: the pages need 1 reserved huge page of 2097152 bytes, of which 0 are free
+(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), ask for
+smaller pages (one has 1048576 bytes), or leave huge_pages=True out""",
     )
 
 

@@ -99,7 +99,13 @@ def test_a_closed_pool_says_so() -> None:
         pass
     pool.close()
     assert not pool.is_pinned
-    for use in (lambda: pool.pages, pool.wait_ready):
+    for use in (
+        lambda: pool.pages,
+        lambda: pool.is_ready,
+        lambda: pool.num_ready_pages,
+        lambda: pool.read_block(0),
+        pool.wait_ready,
+    ):
         with pytest.raises(RuntimeError, match=r"^the host pool is closed; make a new one$"):
             use()
 
@@ -126,8 +132,9 @@ def test_more_than_the_machine_has_room_for_is_refused(
     assert_expected_inline(
         error_text(HostPool, make_layout(), num_pages=10_000),
         """\
-ValueError: the pages need 6560000 bytes of host memory, of which 4194304 are available
-(MemAvailable in /proc/meminfo); ask for fewer pages, or end what uses the memory""",
+ValueError: the pages need 6560000 bytes of host memory, of which 4194304 bytes are
+available (MemAvailable in /proc/meminfo); ask for fewer pages (num_pages=6393 fits), or
+end what uses the memory""",
     )
 
 

@@ -101,7 +101,7 @@ def test_blocks_that_cannot_be_encoded_stay_raw_and_it_says_why() -> None:
     assert (found.rejected, found.mean_escapes, found.max_escapes) == ({}, 0, 0)
     assert_expected_inline(
         found.text,
-        """raw: encoding='lossless' is for torch.bfloat16, but the layout is of torch.float16, so its slots stay at 128 bytes; leave encoding out""",
+        """raw: encoding='lossless' is for torch.bfloat16, but the layout is of torch.float16; use encoding='raw'""",
     )
 
 

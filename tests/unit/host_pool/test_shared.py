@@ -140,12 +140,19 @@ def test_a_rank_uses_its_own_pages_only() -> None:
         handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[2, 3]))
         assert_expected_inline(
             error_text(handler.store, gpu_block_ids=[0], page_ids=[4]),
-            """\
-IndexError: page_ids[0] is 4; of the 8 host pages those from 2 to 3 can be used: the
-others are not pinned yet, or another rank has them""",
+            """IndexError: page_ids[0] is 4, which another rank has; this one has pages 2 to 3""",
         )
-        with pytest.raises(IndexError):
-            handler.store(gpu_block_ids=[0], page_ids=[1])
+        assert_expected_inline(
+            error_text(handler.load, gpu_block_ids=[0], page_ids=[1]),
+            """IndexError: page_ids[0] is 1, which another rank has; this one has pages 2 to 3""",
+        )
+    for page in (1, 4, 8, -1):
+        with pytest.raises(IndexError, match=f"^page is {page}"):
+            pool.read_block(page)
+    assert_expected_inline(
+        error_text(pool.read_block, 0),
+        """IndexError: page is 0, which another rank has; this one has pages 2 to 3""",
+    )
 
 
 def test_replicated_pages_are_used_by_all() -> None:
@@ -215,7 +222,7 @@ pages; leave it out, or give it to create_shared()""",
 
 def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a file, too, but one process has it."""
-    monkeypatch.setattr(memory, "check_room", lambda nbytes, reserved: None)
+    monkeypatch.setattr(memory, "check_room", lambda nbytes, reserved, page_bytes: None)
     create_file = memory.create_file
     monkeypatch.setattr(memory, "create_file", lambda nbytes, huge: create_file(nbytes, False))
     pool = HostPool(layout(), 4, huge_pages=True)
@@ -344,7 +351,7 @@ def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> No
     assert_expected_inline(
         error_text(HostPool.attach, layout(), small, rank=0),
         """\
-ValueError: the handle's file has 24576 bytes; 7 pages need 28672, in a file that is
+ValueError: the handle's file has 24576 bytes; it must have 28672 for 7 pages, and be
 sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"

@@ -18,6 +18,8 @@ import re
 from types import TracebackType
 from typing import Any
 
+from torch_kvswap._native.arguments import read_int, read_switch
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.host_pool.encoding import RAW, EncodingName, read_encoding
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import Options
@@ -61,6 +63,7 @@ class Enabled:
 def enable(
     *,
     copy_method: str | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
     copy_engines_only: bool = False,
     encoding: EncodingName = "raw",
     bits_per_value: float | None = None,
@@ -73,6 +76,7 @@ def enable(
 
     Args:
         copy_method (str | None): see OffloadHandler.
+        staging_bytes (int): GPU memory for staged copies; see OffloadHandler.
         copy_engines_only (bool): copies slow down kernels beside them less, but launches more; see
             OffloadHandler.store().
         encoding, bits_per_value: see HostPool. With "lossless", `cpu_offload_space` holds more
@@ -85,9 +89,12 @@ def enable(
     Raises:
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
-        ValueError: encoding or bits_per_value is unknown, or copy_engines_only is combined with an
-            encoding, which takes kernels.
+        TypeError: staging_bytes is not an integer, or copy_engines_only is neither True nor False.
+        ValueError: encoding or bits_per_value is unknown, staging_bytes is negative, or
+            copy_engines_only is combined with an encoding, which takes kernels.
     """
+    staging_bytes = read_int("staging_bytes", staging_bytes)
+    copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
     if read_encoding(encoding, bits_per_value) is not RAW and copy_engines_only:
         raise ValueError(
             f"copy_engines_only=True is not possible with encoding={encoding!r}, because kernels "
@@ -101,7 +108,7 @@ def enable(
 
     from torch_kvswap.integrations.transformers.manager import SwapManager
 
-    options = Options(copy_method, copy_engines_only, encoding, bits_per_value)
+    options = Options(copy_method, staging_bytes, copy_engines_only, encoding, bits_per_value)
     made = functools.partial(SwapManager, view=found, options=options)
     _enabled.append(Enabled(continuous_api, made))
     return _enabled[0]

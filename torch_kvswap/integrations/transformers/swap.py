@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.host_pool.encoding import EncodingName
 from torch_kvswap.host_pool.pool import HostPool
@@ -33,12 +34,14 @@ class Options:
 
     Attributes:
         copy_method (str | None): see OffloadHandler.
+        staging_bytes (int): see OffloadHandler.
         copy_engines_only (bool): see OffloadHandler.store().
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
     """
 
     copy_method: str | None = None
+    staging_bytes: int = DEFAULT_STAGING_BYTES
     copy_engines_only: bool = False
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
@@ -120,7 +123,11 @@ class Swap:
         )
         # The calling thread also launches the model's kernels, so it should not submit copies.
         self.handler = OffloadHandler(
-            layout, self.pool, copy_method=options.copy_method, submit_thread=True
+            layout,
+            self.pool,
+            copy_method=options.copy_method,
+            staging_bytes=options.staging_bytes,
+            submit_thread=True,
         )
         self._stream = stream
         self._copy_engines_only = options.copy_engines_only
