@@ -163,7 +163,7 @@ def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
             job = sim.submit()
             blocks = sum(int(count) for count in re.findall(r"pack (\d+) blocks", driver.log()))
         # 2 MiB or more, and 8 MiB at most in a piece.
-        assert blocks == {"store": 24, "load": 32}[kind]
+        assert blocks == {"store": 7 + 32, "load": 32}[kind]
         assert in_time(job.query)
         assert sim.is_right()
 

@@ -250,8 +250,8 @@ def test_blocks_of_raw_groups_do_not_count_for_the_warning() -> None:
         cache.handler.poll()
     assert messages == [
         "12 of 1001 encoded blocks do not fit into slots of 12.125 bits a value and were "
-        "rejected; make the host pool with bits_per_value=12.5 (recommend_encoding() looks at "
-        "your cache)"
+        "rejected; make the host pool with what recommend_encoding() says of your cache: "
+        "bits_per_value=12.5 or encoding='raw'"
     ]
 
 

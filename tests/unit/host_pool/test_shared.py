@@ -293,7 +293,7 @@ attach with a layout of the cache that the pool was made for""",
         assert_expected_inline(
             error_text(HostPool.attach, of_slabs(4096), handle, rank=2),
             """\
-ValueError: the cache has 1 slabs, the host pool 2; attach with a layout of the cache
+ValueError: the cache has 1 slab, the host pool has 2; attach with a layout of the cache
 that the pool was made for""",
         )
 
