@@ -106,4 +106,4 @@ def test_without_vllm_it_says_what_to_install():
     except ImportError as error:
         print(error)
     """
-    assert "needs vLLM 0.26 or later: pip install torch_kvswap[vllm]" in run_script(script)
+    assert "needs vLLM 0.26 or later: pip install vllm" in run_script(script)

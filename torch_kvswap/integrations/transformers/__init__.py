@@ -127,7 +127,7 @@ def view() -> type[Cache]:
         ImportError: see enable().
     """
     known = " to ".join(f"{major}.{minor}" for major, minor in (min(VIEWS), max(VIEWS)))
-    advice = f"install torch_kvswap[transformers], which takes {known}"
+    advice = f"install transformers {known}"
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"transformers is not installed; {advice}")
     version = importlib.import_module("transformers").__version__

@@ -20,7 +20,7 @@ try:
     from vllm.v1.kv_offload.config import OffloadingConfig
 except ImportError as error:
     raise ImportError(
-        "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install torch_kvswap[vllm]"
+        "torch_kvswap.integrations.vllm needs vLLM 0.26 or later: pip install vllm"
     ) from error
 
 TESTED_VERSIONS = ("0.26.0", "0.33.0")
