@@ -8,11 +8,14 @@ import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 from vllm_engine import (
     HAS_REPLICAS,
     SPEC,
@@ -58,29 +61,69 @@ def test_the_number_of_pages_follows_from_the_bytes_of_all_workers(world, chunk,
     assert spec.num_pages == pages
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(layers, monkeypatch):
-    """vLLM gives the scheduler the configuration of the first worker."""
+def config_of_stage(stage: int, layers: int, nbytes: int) -> Any:
+    """Of a pipeline of two stages. A chunk has two blocks of 64 bytes in each layer."""
+    settings = config(2, 2, layers * 64, stage, cpu_bytes_to_use=nbytes)
+    return replace(settings, parallel=replace(settings.parallel, pp_size=2, tp_size=1))
+
+
+STAGE = """
+    from test_vllm_spec import KVSwapOffloadingSpec, caches, config_of_stage
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    def spec_of(rank: int, layers: int) -> Any:
-        settings = config(2, 2, layers * 64, rank, cpu_bytes_to_use=24 * 64)
-        return KVSwapOffloadingSpec(
-            replace(settings, parallel=replace(settings.parallel, pp_size=2, tp_size=1))
-        )
+    stage = int(sys.argv[1])
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        parallel_state.init_distributed_environment(2, stage, sys.argv[2], stage, "gloo")
+        parallel_state.initialize_model_parallel(1, 2, backend="gloo")
+    for layers, nbytes in (((2, 3), 1536), ((2, 1), 1536), ((2, 3), 767), ((2, 1), 511)):
+        spec = KVSwapOffloadingSpec(config_of_stage(stage, layers[stage], nbytes))
+        canonical = caches([[(0, layers[stage] * 64)]], [layers[stage] * 64], "cpu")
+        try:
+            worker = spec.get_worker(canonical)
+        except ValueError as error:
+            print("said", error)
+        else:
+            print("said", worker._pool.num_pages)
+            worker.shutdown()
+"""
 
-    class World:
-        """All workers; the broadcast of rank 0 has arrived."""
 
-        def broadcast_object(self, own: int, src: int) -> int:
-            return int(spec_of(src, 2).num_pages)
+def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(tmp_path):
+    """vLLM gives the scheduler the configuration of the first worker."""
+    with ThreadPoolExecutor(2) as threads:
+        ran = [
+            threads.submit(
+                run_script,
+                STAGE,
+                str(stage),
+                f"file://{tmp_path}/store",
+                folder=Path(__file__).parent,
+            )
+            for stage in range(2)
+        ]
+        said = [
+            [line[5:] for line in one.result().splitlines() if line.startswith("said")]
+            for one in ran
+        ]
+    too_few = (
+        "cpu_bytes_to_use is 511, but one chunk of 2 blocks takes 512 bytes in all workers together"
+    )
+    assert said[0] == ["3", "3", "1", too_few]
+    assert said[1] == ["3", "3", "1", "the first stage of the pipeline has no room for a chunk"]
 
-    monkeypatch.setattr(parallel_state, "_INNER_DP_WORLD", World())
-    stage = spec_of(1, layers)
-    assert stage.num_pages != 3
-    worker = stage.get_worker(caches([[(0, layers * 64)]], [layers * 64], "cpu"))
-    assert worker._pool.num_pages == spec_of(0, 2).num_pages == 3
-    worker.shutdown()
+
+def test_the_scheduler_of_a_pipeline_refuses_too_few_bytes():
+    assert KVSwapOffloadingSpec(config_of_stage(0, 2, 512)).get_manager() is not None
+    with pytest.raises(
+        ValueError, match="cpu_bytes_to_use is 511, but one chunk of 2 blocks takes"
+    ):
+        KVSwapOffloadingSpec(config_of_stage(0, 2, 511)).get_manager()
+
+
+def test_a_worker_without_layers_says_so():
+    with pytest.raises(ValueError, match="no layer of this worker has a KV cache to offload"):
+        KVSwapOffloadingSpec(config(cpu_bytes_to_use=5000)).get_worker(caches([[]], [64], "cpu"))
 
 
 MLA_BYTES = 61 * 64 * 576 * 2  # a block of 64 tokens in 61 layers
@@ -98,8 +141,6 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_with_the_same_cache_load_what_rank_0_has_stored():
-    from concurrent.futures import ThreadPoolExecutor
-
     def worker_of(rank: int) -> Any:
         # The caches of the ranks differ, so that a load is seen.
         canonical = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")

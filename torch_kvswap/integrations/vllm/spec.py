@@ -36,7 +36,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         config (OffloadingConfig): vLLM's configuration; `extra_config` has the Options.
 
     Raises:
-        ValueError: an option is unknown, missing or invalid.
+        ValueError: an option is unknown, missing or invalid. With a pipeline, get_manager() and
+            get_worker() say if there are too few bytes for a chunk.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -45,7 +46,14 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         copies = 1 if self.replicated_layout else config.parallel.world_size
-        self.num_pages = _num_pages(config, copies, self.options)
+        self.num_pages, self._problem = 0, ""
+        try:
+            self.num_pages = _num_pages(config, copies, self.options)
+        except ValueError as error:
+            if config.parallel.pp_size == 1:
+                raise
+            # Only the first stage of a pipeline decides, and the others wait in get_worker().
+            self._problem = str(error)
         if self.options.encoding != "raw":
             _check_encoding(config, self._replicas())
         self._manager: OffloadingManager | None = None
@@ -68,6 +76,8 @@ class KVSwapOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The manager, made at the first call."""
         if self._manager is None:
+            if self._problem:
+                raise ValueError(self._problem)
             self._manager = self._make_manager()
         return self._manager
 
@@ -86,12 +96,21 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         """The number of pages that the scheduler knows: that of the first worker.
 
         Only the stages of a pipeline can have different numbers of layers, and thus of pages.
+
+        Raises:
+            ValueError: the first stage has no room for a page, or no layers.
         """
         if self.config.parallel.pp_size == 1:
             return self.num_pages
-        from vllm.distributed.parallel_state import get_inner_dp_world_group
+        # The group of all workers of an engine exists only if they are on several nodes.
+        from vllm.distributed.parallel_state import get_pp_group
 
-        return int(get_inner_dp_world_group().broadcast_object(self.num_pages, src=0))
+        num_pages = int(get_pp_group().broadcast_object(self.num_pages, src=0))
+        if num_pages == 0:
+            raise ValueError(
+                self._problem or "the first stage of the pipeline has no room for a chunk"
+            )
+        return num_pages
 
     def _replicas(self) -> Replicas | None:
         parallel = self.config.parallel

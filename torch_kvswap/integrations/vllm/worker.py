@@ -53,6 +53,9 @@ class KVSwapWorker(base.OffloadingWorker):
         replicas (Replicas | None): set if the workers have equal caches. They then share one pool.
             vLLM gives stores to rank 0 only and loads to all workers, and waits for the end of a
             store in rank 0 before any worker loads its pages.
+
+    Raises:
+        ValueError: no group has layers in this worker.
     """
 
     def __init__(
@@ -67,6 +70,11 @@ class KVSwapWorker(base.OffloadingWorker):
         of_groups = group_layouts(kv_caches, torch.bfloat16 if is_encoded else None)
         self._has_layers = [layout is not None for layout in of_groups]
         layouts = [layout for layout in of_groups if layout is not None]
+        if not layouts:
+            raise ValueError(
+                "no layer of this worker has a KV cache to offload; divide the layers among the "
+                "stages of the pipeline so that each has one, or leave out kv_transfer_config"
+            )
         largest = max(layouts, key=lambda layout: layout.block_bytes)
         self._blocks_per_page = blocks_per_page
         self._kept: Kept = {}
