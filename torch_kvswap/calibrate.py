@@ -17,7 +17,7 @@ from torch_kvswap.copy_method import (
     CopyMethodCosts,
     Costs,
     gpu_name,
-    shipped_figures,
+    shipped_costs,
 )
 from torch_kvswap.handler import AFTER_NOTHING, OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
@@ -185,7 +185,7 @@ class InlineHandler(OffloadHandler):
                 method: replace(costs, submit_start=0.0, submit_copy=0.0)
                 for method, costs in of_direction.items()
             }
-            for direction, of_direction in shipped_figures(gpu_name(layout.device)).costs.items()
+            for direction, of_direction in shipped_costs(gpu_name(layout.device)).costs.items()
         }
         super().__init__(layout, pool, copy_method=copy_method)
 

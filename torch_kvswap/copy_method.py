@@ -121,7 +121,7 @@ Costs = dict[str, dict[str, CopyMethodCosts]]  # by direction, then by copy meth
 
 
 @dataclass(frozen=True)
-class Figures:
+class MeasuredCosts:
     """Measured costs of the copy methods.
 
     Attributes:
@@ -135,7 +135,7 @@ class Figures:
     is_generic: bool = False
 
 
-def read_figures(gpu: str) -> Figures:
+def read_costs(gpu: str) -> MeasuredCosts:
     """Reads the costs for a GPU from the first source that exists.
 
     The sources are: the file named by KVSWAP_COPY_METHOD_COSTS, the user's cache, the shipped costs
@@ -155,7 +155,7 @@ def read_figures(gpu: str) -> Figures:
             content = Path(given).read_bytes()
         except OSError as error:
             raise _unreadable(Path(given), error) from error
-        return Figures(_read(Path(given), content), given)
+        return MeasuredCosts(_read(Path(given), content), given)
     try:
         cached = cache_file(gpu)
         content = cached.read_bytes()
@@ -166,18 +166,20 @@ def read_figures(gpu: str) -> Figures:
             "shipped costs of the copy methods are used, the cache cannot be read: %s", error
         )
     else:
-        return Figures(_read(cached, content), str(cached))
-    return shipped_figures(gpu)
+        return MeasuredCosts(_read(cached, content), str(cached))
+    return shipped_costs(gpu)
 
 
-def shipped_figures(gpu: str) -> Figures:
+def shipped_costs(gpu: str) -> MeasuredCosts:
     """The costs that the package has for a GPU, otherwise those for GENERIC."""
     shipped = json.loads(SHIPPED.read_text())
     name = gpu if gpu in shipped else GENERIC
-    return Figures(_parse(shipped[name]), f"{SHIPPED.name}, {name}", bool(gpu) and name != gpu)
+    return MeasuredCosts(
+        _parse(shipped[name]), f"{SHIPPED.name}, {name}", bool(gpu) and name != gpu
+    )
 
 
-def write_figures(gpu: str, costs: Costs) -> Path:
+def write_costs(gpu: str, costs: Costs) -> Path:
     """Writes costs to the user's cache, for all later processes.
 
     Args:
@@ -316,12 +318,12 @@ def copy_method_options(
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":
-        figures = figures_of(device)
-        costs = figures.costs
-        if figures.is_generic and copy_method == AUTO:
+        measured = costs_of(device)
+        costs = measured.costs
+        if measured.is_generic and copy_method == AUTO:
             warn_once(
-                f"the copy method is chosen by figures of an {GENERIC}: there are none of this "
-                "GPU; `python -m torch_kvswap calibrate` measures it"
+                f"the copy method is chosen by the costs on an {GENERIC}: none are known for this "
+                "GPU; `python -m torch_kvswap calibrate` measures them"
             )
     for direction, native in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_method in enumerate(COPY_METHODS):
@@ -330,9 +332,9 @@ def copy_method_options(
     return options
 
 
-def figures_of(device: torch.device) -> Figures:
+def costs_of(device: torch.device) -> MeasuredCosts:
     """The costs for a device; the generic ones if torch sees no GPU."""
-    return read_figures(gpu_name(device))
+    return read_costs(gpu_name(device))
 
 
 def gpu_name(device: torch.device) -> str:

@@ -46,7 +46,7 @@ def machine_with(costs: dict[tuple[str, str], CopyMethodCosts]) -> Measure:
 
 
 def made_up() -> dict[tuple[str, str], CopyMethodCosts]:
-    """Other figures for each copy_method."""
+    """Other costs for each copy method."""
     costs = {}
     for direction, copy_methods in COPY_METHODS.items():
         for copy_method in copy_methods:

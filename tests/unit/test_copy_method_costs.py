@@ -20,8 +20,8 @@ from torch_kvswap.copy_method import (
     CopyMethodCosts,
     cache_file,
     copy_method_options,
-    read_figures,
-    write_figures,
+    read_costs,
+    write_costs,
 )
 
 COSTS = {
@@ -47,7 +47,7 @@ def test_a_transfer_is_the_start_the_blocks_and_the_fragments() -> None:
     assert costs.seconds(3, 4, 512) == 100 + 3 * 10 + 12
 
 
-def test_the_native_table_has_the_same_figures() -> None:
+def test_the_native_table_has_the_same_costs() -> None:
     native = COSTS["load"]["strided"].native()
     assert native.start_seconds == 1e-5
     assert native.block_seconds == 2e-6
@@ -68,14 +68,14 @@ def test_json_gives_back_what_it_was_given() -> None:
 # Where they are from
 
 
-def test_a_gpu_that_is_not_known_has_the_generic_figures() -> None:
-    figures = read_figures("Imaginary 9000")
-    assert figures.source == "copy_method_costs.json, NVIDIA H200"
+def test_a_gpu_that_is_not_known_has_the_generic_costs() -> None:
+    read = read_costs("Imaginary 9000")
+    assert read.source == "copy_method_costs.json, NVIDIA H200"
     for direction in DIRECTIONS:
-        assert {"strided", "batch"} <= set(figures.costs[direction])
+        assert {"strided", "batch"} <= set(read.costs[direction])
 
 
-def test_figures_of_another_gpu_are_named_in_the_log_once(
+def test_costs_of_another_gpu_are_named_in_the_log_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()
@@ -87,8 +87,8 @@ def test_figures_of_another_gpu_are_named_in_the_log_once(
     for _ in range(2):
         copy_method_options("auto", 1 << 20, gpu)
     assert caplog.messages == [
-        "the copy method is chosen by figures of an NVIDIA H200: there are none of this GPU; "
-        "`python -m torch_kvswap calibrate` measures it"
+        "the copy method is chosen by the costs on an NVIDIA H200: none are known for this GPU; "
+        "`python -m torch_kvswap calibrate` measures them"
     ]
     caplog.clear()
     warn_once.cache_clear()
@@ -99,16 +99,16 @@ def test_figures_of_another_gpu_are_named_in_the_log_once(
 
 def test_every_shipped_table_can_be_read() -> None:
     for name in json.loads(SHIPPED.read_text()):
-        assert read_figures(name).source == f"copy_method_costs.json, {name}"
+        assert read_costs(name).source == f"copy_method_costs.json, {name}"
 
 
 def test_what_was_measured_here_comes_before_what_is_shipped() -> None:
-    file = write_figures("Imaginary 9000", COSTS)
+    file = write_costs("Imaginary 9000", COSTS)
     assert file == cache_file("Imaginary 9000")
-    figures = read_figures("Imaginary 9000")
-    assert figures.source == str(file)
-    assert figures.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
-    assert read_figures("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
+    read = read_costs("Imaginary 9000")
+    assert read.source == str(file)
+    assert read.costs["store"]["strided"].fragment == pytest.approx({1024: 1e-7, 4096: 3e-7})
+    assert read_costs("Other GPU").source == "copy_method_costs.json, NVIDIA H200"
 
 
 def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +125,11 @@ def test_another_driver_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_is_named_comes_before_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_figures("Imaginary 9000", COSTS)
+    write_costs("Imaginary 9000", COSTS)
     named = tmp_path / "mine.json"
     named.write_text(cache_file("Imaginary 9000").read_text())
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", str(named))
-    assert read_figures("Imaginary 9000").source == str(named)
+    assert read_costs("Imaginary 9000").source == str(named)
 
 
 @pytest.mark.parametrize("kind", ["too long", "of another user", "without a home"])
@@ -155,7 +155,7 @@ def test_a_cache_that_cannot_be_looked_at_is_passed_over(
 
         for name in ("stat", "open", "read_bytes", "read_text"):
             monkeypatch.setattr(Path, name, denied(getattr(Path, name)))
-    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
+    assert read_costs("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "shipped costs of the copy methods are used, the cache cannot"
@@ -167,12 +167,12 @@ def test_a_cache_in_what_is_no_folder_is_empty(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert read_figures("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
+    assert read_costs("Imaginary 9000").source == "copy_method_costs.json, NVIDIA H200"
     assert not caplog.records
 
 
 @pytest.mark.parametrize("fails", ["write_text", "rename"])
-def test_figures_that_cannot_be_written_leave_no_file(
+def test_costs_that_cannot_be_written_leave_no_file(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def full(path: Path, *args: object) -> None:
@@ -181,7 +181,7 @@ def test_figures_that_cannot_be_written_leave_no_file(
 
     monkeypatch.setattr(Path, fails, full)
     with pytest.raises(OSError, match="No space left"):
-        write_figures("Imaginary 9000", COSTS)
+        write_costs("Imaginary 9000", COSTS)
     assert list(cache_file("Imaginary 9000").parent.iterdir()) == []
 
 
@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
     file.write_text(text)
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
     with pytest.raises(ValueError, match=reason) as refusal:
-        read_figures("Imaginary 9000")
+        read_costs("Imaginary 9000")
     message = str(refusal.value)
     assert message.startswith(f"the costs of the copy methods cannot be read from {file}: ")
     assert message.endswith("remove it; `python -m torch_kvswap calibrate` writes another one")
@@ -243,7 +243,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
 def test_a_file_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere/costs.json")
     with pytest.raises(ValueError, match="/nowhere") as refusal:
-        read_figures("Imaginary 9000")
+        read_costs("Imaginary 9000")
     assert_expected_inline(
         str(refusal.value),
         """the costs of the copy methods cannot be read from /nowhere/costs.json: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/costs.json'; remove it; `python -m torch_kvswap calibrate` writes another one""",

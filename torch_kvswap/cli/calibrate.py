@@ -14,7 +14,7 @@ import torch
 
 from torch_kvswap.calibrate import STEPS, Machine, calibrate
 from torch_kvswap.cli.progress import Progress
-from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_figures
+from torch_kvswap.copy_method import CopyMethodCosts, cache_files, write_costs
 
 _SHOWN = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10)
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         machine.close()
     for direction, of_direction in costs.items():
         print(_table(direction, of_direction))
-    print(f"kept in {write_figures(gpu, costs)}")
+    print(f"kept in {write_costs(gpu, costs)}")
     return 0
 
 

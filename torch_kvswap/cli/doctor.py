@@ -12,7 +12,7 @@ import re
 import torch
 
 from torch_kvswap._native import loader
-from torch_kvswap.copy_method import read_figures
+from torch_kvswap.copy_method import read_costs
 from torch_kvswap.devices.capabilities import capabilities
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.encoding import WIDTHS
@@ -76,7 +76,7 @@ def _copy_method_costs() -> str:
     found = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
     models = sorted({model[1] for model in found if model})
     try:
-        sources = [f"{read_figures(model).source} ({model})" for model in models]
+        sources = [f"{read_costs(model).source} ({model})" for model in models]
     except ValueError as error:
         return f"none: {error}"
     return ", ".join(sources) or "unknown: the system names no GPU"

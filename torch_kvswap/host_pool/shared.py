@@ -132,7 +132,9 @@ class PoolHandle(NotCopyable):
             *numbers, width_eighths, slabs = _NUMBERS.unpack(message)
             try:
                 encoding = encoding_of(width_eighths)
-                nbytes = 8 * read_int("the number of slabs", slabs, 1)
+                # A slab has at least one byte. Anything else must not make us wait for more bytes.
+                page_bytes = max(numbers[2], 1)
+                nbytes = 8 * read_int("the number of slabs", slabs, 1, page_bytes)
                 sizes = np.frombuffer(_receive_rest(connection, b"", fds, nbytes), np.int64)
                 numbers += [sizes, encoding.name, encoding.bits_per_value]
                 return cls(fds[0], *numbers)

@@ -33,7 +33,7 @@ def test_doctor_reports_every_topic_and_leaves_cuda_alone():
     ]
 
 
-def test_doctor_says_where_the_figures_of_each_kind_of_gpu_are_from(
+def test_doctor_says_where_the_costs_of_each_kind_of_gpu_are_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("KVSWAP_COPY_METHOD_COSTS", raising=False)

@@ -344,6 +344,22 @@ it with PoolHandle.send""",
         assert open_files() == before
 
 
+def test_a_handle_with_more_slabs_than_its_pages_can_have_is_refused_at_once() -> None:
+    handle = HostPool.create_shared(layout(), 4, world=2).share()
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(0.05)
+        before = open_files()
+        numbers = torch.tensor([4, 1, 4096, 2, 0, 1, 0, 4097]).numpy().tobytes()
+        socket.send_fds(there, [numbers], [handle.fd])
+        assert_expected_inline(
+            error_text(PoolHandle.receive, here),
+            """ConnectionError: received an invalid host pool handle: the number of slabs is 4097; it
+must be 1 to 4096""",
+        )
+        assert open_files() == before
+
+
 def test_a_file_that_is_too_small_or_may_shrink_is_refused(tmp_path: Path) -> None:
     pool = HostPool.create_shared(layout(), 6, world=2)
     small = pool.share()

@@ -144,7 +144,7 @@ def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None
         ValueError: the cache is not bfloat16, or workers share their pages.
     """
     dtype = str(config.model.dtype).removeprefix("torch.")
-    # vLLM says "auto" for the type of the model, which a spec is not told.
+    # vLLM 0.26 says "auto" for the type of the model, which a spec is not told.
     if dtype not in ("bfloat16", "auto"):
         raise ValueError(
             f"kv_connector_extra_config: encoding is 'lossless', which is for bfloat16, but the KV "
