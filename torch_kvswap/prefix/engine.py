@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import NotCopyable, kind_of
+from torch_kvswap._native.arguments import NotCopyable, kind_of, read_switch
 from torch_kvswap._native.submit import After, Ids, read_ids
 from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
@@ -314,6 +314,9 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
+        # Here, because what is wrong is refused also if nothing is copied.
+        expedited = read_switch("expedited", expedited)
+        copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
         load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
@@ -360,6 +363,7 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.store()
                 and BlockManager.prepare_store(). Nothing is held then.
         """
+        copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         if self._lazy:
             if after is not None or copy_engines_only:
                 raise TypeError(
@@ -403,6 +407,7 @@ class OffloadEngine(NotCopyable):
             IndexError: the cache has no such block.
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
+        copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         leaving = self._pools.read_blocks(gpu_block_ids)
         self._check_gpu_blocks(leaving)
         with self._lock:
@@ -462,6 +467,7 @@ class OffloadEngine(NotCopyable):
             Preempted | None: None if there is not enough room. Each other result needs one
                 release().
         """
+        copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._read(keys, gpu_block_ids)
         self._grow()
         store = self.manager.preempt(self._pools.keys(digests))

@@ -64,6 +64,28 @@ def test_stats_say_why_a_store_stored_nothing():
         assert why_none(engine, ["a", "b"]) == (2, 0)
 
 
+def test_an_option_that_is_neither_true_nor_false_is_refused_also_if_nothing_is_copied():
+    engine, _ = make()
+    lazy, _ = make(store_policy="lazy")
+    with engine.handler, lazy.handler:
+        engine.store(["a"], [1])  # has not been polled: "a" can neither be stored nor loaded
+        for call, name in (
+            (engine.store, "copy_engines_only"),
+            (engine.load, "copy_engines_only"),
+            (engine.load, "expedited"),
+            (engine.preempt, "copy_engines_only"),
+            (lazy.store, "copy_engines_only"),
+        ):
+            assert error_text(call, ["a"], [1], **{name: "no"}) == (
+                f"TypeError: {name} is 'no'; it must be True or False"
+            )
+        for of_policy in (engine, lazy):
+            assert error_text(of_policy.evict, [1], copy_engines_only="no") == (
+                "TypeError: copy_engines_only is 'no'; it must be True or False"
+            )
+        assert engine.manager.stats().filling_pages == 1
+
+
 def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
     engine, tensor = make()
     with engine.handler:
