@@ -73,6 +73,24 @@ def test_every_byte_arrives_and_no_other_changes(
         assert handler.metrics().loads.jobs_by_copy_method["staged"] == 1
 
 
+@pytest.mark.parametrize("fragment", [5 * MIB + 24, 9 * MIB - 512])
+@needs_kernels
+@simulated
+def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_between(
+    driver: Driver, fragment: int
+) -> None:
+    whole = numbers(2, 9, fragment)
+    before = list(whole.clone())
+    layout = on_device(driver, whole)
+    with OffloadHandler(
+        layout, HostPool(layout, num_pages=9), copy_method="staged", staging_bytes=256 * MIB
+    ) as handler:
+        driver.log()
+        expect(handler, before, [3, 8, 0, 7, 1, 4, 6], [4, 0, 8, 2, 3, 6, 1])
+        counts = [int(count) for count in re.findall(r"pack (\d+) blocks", driver.log())]
+        assert max(counts) > 2
+
+
 @needs_kernels
 @simulated
 def test_layers_of_other_sizes_and_distances_are_staged_too(driver: Driver) -> None:
@@ -575,7 +593,7 @@ def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> No
     )
 
 
-@pytest.mark.parametrize("staging", [MIB, 32 * MIB])
+@pytest.mark.parametrize("staging", [MIB, 32 * MIB, 256 * MIB])
 @pytest.mark.parametrize("fragment", [7, 48, 656, 8192, 18432, 3 * MIB])
 @pytest.mark.gpu
 def test_every_byte_arrives_on_a_gpu(fragment: int, staging: int) -> None:
