@@ -7,6 +7,18 @@
 namespace kvswap {
 namespace {
 
+// Of the error of a source, in the error of a job.
+constexpr size_t kMaxSourceError = 1000;
+
+// The error of a source. A long chain of jobs that failed one after another loses those in the
+// middle: what failed first is at the end.
+std::string error_of(const Job& source) {
+  std::string text = source.error.c_str();
+  if (text.size() <= kMaxSourceError) return text;
+  const size_t cut = text.rfind(": ", text.size() - kMaxSourceError);
+  return cut == std::string::npos ? text : "..." + text.substr(cut);
+}
+
 bool has_ended_without_success(const Job& job) { return job.has_ended() && !job.has_succeeded(); }
 
 // Whether a job that reads what `source` writes must fail. A store with rejected blocks has written
@@ -87,7 +99,7 @@ Reason JobTable::because_of(const Job& source, const Job& job, size_t i) const n
     }
     const std::string problem = source_name(job, i) + remedy + source.name();
     if (source.state == State::kCancelled) return problem + " was cancelled";
-    return problem + " failed: " + source.error.c_str();
+    return problem + " failed: " + error_of(source);
   };
   return Reason(text, "a job that writes what this one reads has failed; out of host memory",
                 Reason::Kind::kSourceFailed);

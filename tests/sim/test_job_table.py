@@ -276,6 +276,23 @@ def test_an_error_names_the_first_page_that_is_invalid(driver: Driver, failed: s
 
 
 @simulated
+def test_the_error_of_a_long_chain_of_failures_ends_with_the_first_and_stays_short(
+    driver: Driver,
+) -> None:
+    with SimulatedCache(driver) as sim:
+        first = fails(sim, "store", 1, 1)
+        for _ in range(100):  # the pages stay invalid, although all is polled
+            load = sim.load(1, 2)
+            store = sim.store(2, 1)
+            sim.finish()
+        assert error(load).startswith("page 1 (page_ids[0]) must be stored again: store ")
+        assert error(store).startswith("GPU block 2 (gpu_block_ids[0]) must be loaded again")
+        for job in (load, store):
+            assert error(job).endswith(reason(first))
+            assert len(error(job)) < 2000
+
+
+@simulated
 def test_an_error_names_the_group_of_an_invalid_page(driver: Driver) -> None:
     driver.set_mode("manual")
     caches = [cache(driver), cache(driver)]

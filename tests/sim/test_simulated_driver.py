@@ -398,12 +398,13 @@ def test_letting_memory_go_that_pending_work_uses_is_told(driver):
 @simulated
 def test_the_call_that_was_to_fail_fails_and_does_nothing(driver):
     src, dst = sides(driver)
-    driver.fail("cuMemcpyAsync", nth=2, code=999)
+    driver.cuda.copy(dst[:4], src[:4], 42)
+    assert driver.fail("cuMemcpyAsync", nth=2, code=999) == 3
     driver.cuda.copy(dst[:4], src[:4], 42)
     assert code_of(driver.cuda.copy, dst[4:8], src[4:8], 42) == 999
     driver.cuda.copy(dst[8:], src[8:], 42)
     assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 8
-    assert driver.calls("cuMemcpyAsync") == 3
+    assert driver.calls("cuMemcpyAsync") == 4
     with pytest.raises(AssertionError, match="the simulated driver has no cuMemcpyAsink"):
         driver.fail("cuMemcpyAsink")
 

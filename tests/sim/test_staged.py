@@ -10,7 +10,7 @@ import pytest
 import torch
 from drained import drain
 from expecttest import assert_expected_inline
-from simulated_cache import CURRENT, needs_kernels, run_until
+from simulated_cache import CURRENT, Stream, needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
 from torch import Tensor
 
@@ -71,6 +71,24 @@ def test_every_byte_arrives_and_no_other_changes(
         expect(handler, before, [3, 11, 0, 7, 8], [4, 0, 8, 2, 3])
         assert handler.metrics().stores.jobs_by_copy_method["staged"] == 1
         assert handler.metrics().loads.jobs_by_copy_method["staged"] == 1
+
+
+@pytest.mark.parametrize("fragment", [5 * MIB + 24, 9 * MIB - 512])
+@needs_kernels
+@simulated
+def test_a_piece_may_begin_in_one_block_and_end_in_another_with_whole_blocks_between(
+    driver: Driver, fragment: int
+) -> None:
+    whole = numbers(2, 9, fragment)
+    before = list(whole.clone())
+    layout = on_device(driver, whole)
+    with OffloadHandler(
+        layout, HostPool(layout, num_pages=9), copy_method="staged", staging_bytes=256 * MIB
+    ) as handler:
+        driver.log()
+        expect(handler, before, [3, 8, 0, 7, 1, 4, 6], [4, 0, 8, 2, 3, 6, 1])
+        counts = [int(count) for count in re.findall(r"pack (\d+) blocks", driver.log())]
+        assert max(counts) > 2
 
 
 @needs_kernels
@@ -427,6 +445,62 @@ def test_a_store_is_packed_after_what_it_and_the_stores_before_it_wait_for(
     assert torch.equal(stored, new.flatten())
 
 
+@pytest.mark.parametrize("layer_groups", [1, 2])
+@pytest.mark.parametrize(
+    "held", [("load",), ("expedited",), ("load", "expedited"), ("load", "current")], ids="+".join
+)
+@needs_kernels
+@simulated
+def test_a_store_is_packed_after_the_loads_of_its_blocks_and_its_stream(
+    driver: Driver, held: tuple[str, ...], layer_groups: int
+) -> None:
+    """Each time that one of them goes on, a block that is packed too early has old bytes."""
+    for last in held:
+        whole = numbers(2, 12, 4096)
+        layout = on_device(driver, whole)
+        pool = HostPool(layout, num_pages=12)
+        pool.pages.random_(256)
+        driver.set_stream(0, CURRENT)
+        copies = driver.cuda.create_stream()
+        streams = {"load": copies + 3, "expedited": copies + 5, "current": CURRENT}
+        blocks = {"load": 1, "expedited": 2, "current": 3}
+        with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=MIB) as handler:
+            driver.set_mode("manual")
+            holds = {name: driver.hold(streams[name]) for name in held}
+            wanted = {}
+            for name in held:
+                block = blocks[name]
+                if name == "current":
+                    new = numbers(2, 4096)
+                    for layer in (0, 1):
+                        driver.cuda.copy(whole[layer, block], new[layer], CURRENT)
+                    wanted[block] = new.flatten()
+                else:
+                    expedited = name == "expedited"
+                    handler.load(
+                        page_ids=[block],
+                        gpu_block_ids=[block],
+                        after=(),
+                        expedited=expedited,
+                        layer_groups=layer_groups,
+                    )
+                    wanted[block] = pool.pages[block, 0].clone()
+            handler.store(
+                gpu_block_ids=list(wanted),
+                page_ids=[block + 6 for block in wanted],
+                after=Stream(CURRENT) if "current" in held else (),
+            )
+            for name in held:
+                if name != last:
+                    driver.release(holds[name])
+            driver.run()
+            driver.release(holds[last])
+            driver.set_mode("immediate")
+            drain(handler)
+            for block, bytes_of_it in wanted.items():
+                assert torch.equal(pool.pages[block + 6, 0], bytes_of_it), (last, block)
+
+
 @needs_kernels
 @simulated
 def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
@@ -519,7 +593,7 @@ def test_a_pageable_pool_and_too_little_memory_are_refused(driver: Driver) -> No
     )
 
 
-@pytest.mark.parametrize("staging", [MIB, 32 * MIB])
+@pytest.mark.parametrize("staging", [MIB, 32 * MIB, 256 * MIB])
 @pytest.mark.parametrize("fragment", [7, 48, 656, 8192, 18432, 3 * MIB])
 @pytest.mark.gpu
 def test_every_byte_arrives_on_a_gpu(fragment: int, staging: int) -> None:

@@ -297,8 +297,7 @@ class Simulated(Device):
     def fail_sometime(self, rng: random.Random) -> None:
         if not self.holds and self.alone:
             name, nth = rng.choice(HURTS_A_JOB), rng.randint(1, 8)
-            self.driver.fail(name, nth)
-            self.planned.setdefault(name, []).append(self.driver.calls(name) + nth)
+            self.planned.setdefault(name, []).append(self.driver.fail(name, nth))
 
     def faults(self) -> tuple[int, bool]:
         calls = {name: self.driver.calls(name) for name in self.planned}

@@ -156,10 +156,13 @@ class Driver:
 
     # What goes wrong.
 
-    def fail(self, name: str, nth: int = 1, code: int = 1) -> None:
-        """The nth call of the driver function from now on does nothing but return the code."""
+    def fail(self, name: str, nth: int = 1, code: int = 1) -> int:
+        """The nth call of the driver function from now on does nothing but return the code.
+
+        Returns its number, as calls() counts: other threads may call meanwhile.
+        """
         self._check(name)
-        self.library.simulated_fail(name.encode(), nth, code)
+        return self.library.simulated_fail(name.encode(), nth, code)
 
     def fail_copy(self, index: int) -> None:
         self.library.simulated_fail_copy(index)

@@ -111,9 +111,9 @@ void simulated_add(uint64_t address, uint64_t bytes, unsigned type, int ordinal)
   device().memory.add({address, address + bytes, type, ordinal, simulated::Range::kAdopted});
 }
 
-void simulated_fail(const char* name, int nth, int code) {
+int simulated_fail(const char* name, int nth, int code) {
   const Lock lock(device().mutex);
-  device().faults.fail(name, nth, code);
+  return device().faults.fail(name, nth, code);
 }
 void simulated_fail_copy(int index) {
   const Lock lock(device().mutex);

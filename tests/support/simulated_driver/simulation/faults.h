@@ -10,8 +10,11 @@ namespace simulated {
 // What the tests want to go wrong, and how often each function was called.
 class Faults {
  public:
-  void fail(const std::string& name, int nth, int code) {
-    planned_[name][calls_[name] + nth] = code;
+  // Returns the number of the call that will fail, as calls() counts.
+  int fail(const std::string& name, int nth, int code) {
+    const int number = calls_[name] + nth;
+    planned_[name][number] = code;
+    return number;
   }
   void fail_copy(int index) { copies_left_ = index; }
   void lose(int code) { lost_ = code; }
