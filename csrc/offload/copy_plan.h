@@ -15,7 +15,7 @@ namespace kvswap {
 // Chooses the copy method of a group's blocks: of those available, the one predicted to be fastest.
 class MethodChooser {
  public:
-  // available: the device's methods; the first one is chosen if none has figures.
+  // available: the device's methods; the first one is chosen if none has costs.
   MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
@@ -28,9 +28,9 @@ class MethodChooser {
     bool is_crowded = false;  // other kernels keep the GPU busy
   };
   CopyMethod choose(const GroupCopy& copy) const;
-  // Predicted seconds; infinite for a copy method without figures.
+  // Predicted seconds; infinite for a copy method without costs.
   double seconds(CopyMethod method, const GroupCopy& copy) const;
-  // Predicted seconds that a thread takes to submit it; 0 for a copy method without figures.
+  // Predicted seconds that a thread takes to submit it; 0 for a copy method without costs.
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
   // How many pieces of the largest size these blocks have when they are staged.
   size_t full_pieces(int group, size_t blocks) const;
