@@ -92,8 +92,8 @@ struct kvswap_ready_range {
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces.
   int64_t chunk_blocks;
-  int64_t
-      own_end;  // this process has the pages before it; those from end_page on are not ready yet
+  // This process has the pages before own_end; those from end_page on are not ready yet.
+  int64_t own_end;
 };
 // Lets jobs use the pages before `end_page`. A thread that reads end_page with acquire order, as
 // each submission does, also sees these pages registered and this chunk_blocks. A plain store from
@@ -318,8 +318,8 @@ struct kvswap_histogram {
 struct kvswap_metrics {
   uint64_t submitted, done, failed, cancelled;  // jobs
   uint64_t bytes, link_bytes;                   // of the jobs that are done
-  // Of the jobs that are done, or failed because some blocks were rejected: all blocks, those of
-  // encoded groups, and those that were rejected.
+  // Blocks of the jobs that are done, or failed because some blocks were rejected. Encoded ones are
+  // in groups with encoded pages.
   uint64_t blocks, encoded_blocks, rejected_blocks;
   uint64_t queued, running;                           // jobs: in software, on the device
   uint64_t transfers;                                 // copies submitted to the device

@@ -27,8 +27,8 @@ class StagingBuffer {
   ~StagingBuffer() { destroy(); }
 
   // Copies whole pieces from byte `begin` on, until they have `bytes` bytes or more. Returns where
-  // they end. A load starts after the work in streams.copies so far and ends on
-  // streams.kernels, a store the other way round.
+  // they end. A load starts after the work in streams.copies so far and ends on streams.kernels, a
+  // store the other way round.
   uint64_t copy(const PackedCopy& copy, uint64_t begin, uint64_t bytes,
                 const StagedStreams& streams, const cuda::Kernels& kernels,
                 const BatchOptions& options);

@@ -51,16 +51,6 @@ bool is_by_kernels(CopyMethod method) {
   return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
 }
 
-// Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
-// full_pieces: of a staged copy.
-size_t queue_entries(CopyMethod method, const Group& group, size_t blocks, size_t full_pieces) {
-  if (method == CopyMethod::kStrided) return blocks * group.runs.size();
-  if (method == CopyMethod::kStaged) return blocks + kSmallPieces + kEntriesPerPiece * full_pieces;
-  if (method == CopyMethod::kGeneric) return blocks;
-  if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
-  return 1 + blocks * group.gpu.count() / kFragmentsPerEntry;
-}
-
 // The copies that a block is made of, as CopyMethodCosts in copy_method.py counts them.
 size_t copies_per_block(CopyMethod method, const Group& group) {
   if (method == CopyMethod::kStrided) return group.runs.size();
@@ -344,8 +334,7 @@ void CopyPlanner::plan(Job& job) const noexcept {
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
     work.is_staged &= method == CopyMethod::kStaged;
-    const size_t full_pieces = chooser_.full_pieces(part.group, part.count);
-    work.entries += static_cast<uint32_t>(queue_entries(method, group, part.count, full_pieces));
+    work.entries += static_cast<uint32_t>(queue_entries(method, part.group, part.count));
     seconds += group.host_is_pageable
                    ? kPageableSeconds
                    : chooser_.submit_seconds(method, {part.group, job.channel, part.count});
@@ -410,11 +399,21 @@ size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
   size_t entries = 0;
   for (const TransferPart& part : parts) {
-    const size_t blocks = part.blocks.size();
-    const size_t full_pieces = chooser_.full_pieces(part.group, blocks);
-    entries += queue_entries(part.method, groups_[part.group], blocks, full_pieces);
+    entries += queue_entries(part.method, part.group, part.blocks.size());
   }
   return entries;
+}
+
+// Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
+size_t CopyPlanner::queue_entries(CopyMethod method, int group, size_t blocks) const {
+  const Group& of = groups_[group];
+  if (method == CopyMethod::kStrided) return blocks * of.runs.size();
+  if (method == CopyMethod::kStaged) {
+    return blocks + kSmallPieces + kEntriesPerPiece * chooser_.full_pieces(group, blocks);
+  }
+  if (method == CopyMethod::kGeneric) return blocks;
+  if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
+  return 1 + blocks * of.gpu.count() / kFragmentsPerEntry;
 }
 
 void CopyPlanner::leak() noexcept {

@@ -107,6 +107,7 @@ class CopyPlanner {
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
   size_t unstaged_blocks(int group, int channel) const;
+  size_t queue_entries(CopyMethod method, int group, size_t blocks) const;
 
   std::vector<Group>& groups_;
   Device& device_;

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "offload/argument_names.h"
+
 namespace kvswap {
 namespace {
 
@@ -75,15 +77,16 @@ std::string JobTable::source_name(const Job& job, size_t i) const {
   const Work& work = *job.work;
   size_t in_part = i;
   const int group = part_of(work, in_part).group;
-  const std::string list = work.is_grouped ? "[" + std::to_string(group) + "][" : "[";
+  const ArgumentNames names{work.is_grouped, group};
+  const auto position = static_cast<int64_t>(in_part);
   if (job.channel == kStores) {
-    return "GPU block " + std::to_string(work.blocks()[i]) + " (gpu_block_ids" + list +
-           std::to_string(in_part) + "])";
+    return "GPU block " + std::to_string(work.blocks()[i]) + " (" +
+           item_of(names.list("gpu_block_ids"), position) + ")";
   }
   const int64_t per_page = blocks_per_page_[group], *slots = work.slots();
   const int64_t first_block = slots[i - in_part] % per_page;
-  return "page " + std::to_string(slots[i] / per_page) + " (page_ids" + list +
-         std::to_string((first_block + static_cast<int64_t>(in_part)) / per_page) + "])";
+  return "page " + std::to_string(slots[i] / per_page) + " (" +
+         item_of(names.list("page_ids"), (first_block + position) / per_page) + ")";
 }
 
 // Why a job fails whose i-th block `source` was to write.

@@ -12,10 +12,6 @@ std::string count_of(int64_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
-std::string item_of(const std::string& list, int64_t position) {
-  return list + "[" + std::to_string(position) + "]";
-}
-
 [[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun) {
   const std::string there = count_of(limit, noun);
   if (limit == 1) fail<IndexError>(name, " is ", id, "; there is ", there, ", 0");
@@ -84,10 +80,6 @@ RequestReader::RequestReader(const std::vector<Group>& groups) {
   }
 }
 
-std::string RequestReader::Names::list(const char* name) const {
-  return grouped ? std::string(name) + "[" + std::to_string(group) + "]" : name;
-}
-
 JobRef RequestReader::read(const kvswap_request& request, const std::vector<Group>& groups) {
   JobRef job(new Job);
   job->work = std::make_unique<Work>();
@@ -102,7 +94,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   for (size_t g = 0; g < groups.size(); ++g) total += counts[3 * g];
   work.ids.reserve(2 * total);
   for (size_t g = 0; g < groups.size(); ++g, counts += 3) {
-    const Names names{request.grouped != 0, static_cast<int>(g)};
+    const ArgumentNames names{request.grouped != 0, static_cast<int>(g)};
     if (counts[0] != 0 || counts[1] != 0) {
       add_part(*job, groups[g], names, blocks, pages, counts);
     }
@@ -122,7 +114,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   return job;
 }
 
-void RequestReader::add_part(Job& job, const Group& group, const Names& names,
+void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& names,
                              const int64_t* blocks, const int64_t* pages, const int64_t* counts) {
   const int64_t num_blocks = counts[0], num_pages = counts[1], first_block = counts[2];
   const int64_t per_page = group.blocks_per_page;
@@ -131,7 +123,7 @@ void RequestReader::add_part(Job& job, const Group& group, const Names& names,
   check_pages(page_list, pages, num_pages, group);
   if (first_block < 0 || first_block >= per_page) {
     fail<ValueError>(names.list("first_block"), "=", first_block,
-                     " is no slot of the first page: ", "with blocks_per_page=", per_page,
+                     " is no slot of the first page: with blocks_per_page=", per_page,
                      " a page has ",
                      per_page == 1 ? "slot 0 only" : "slots 0 to " + std::to_string(per_page - 1));
   }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "capi.h"
+#include "offload/argument_names.h"
 #include "offload/group.h"
 #include "offload/job.h"
 
@@ -25,14 +26,7 @@ class RequestReader {
   JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
 
  private:
-  // Names arguments in errors.
-  struct Names {
-    bool grouped;
-    int group;
-    // "gpu_block_ids", or "gpu_block_ids[1]" in group 1 of several.
-    std::string list(const char* name) const;
-  };
-  void add_part(Job& job, const Group& group, const Names& names, const int64_t* blocks,
+  void add_part(Job& job, const Group& group, const ArgumentNames& names, const int64_t* blocks,
                 const int64_t* pages, const int64_t* counts);
   static void add_encoded(Work& work, const std::string& page_list, int64_t num_blocks);
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,

@@ -47,7 +47,7 @@ from torch_kvswap.host_pool.pinning import (
     Progress,
     read_pinning,
 )
-from torch_kvswap.host_pool.shared import PoolHandle, check_handle
+from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle, check_handle
 from torch_kvswap.layout import PagedLayout
 
 
@@ -274,8 +274,7 @@ class HostPool(NotCopyable):
         shape = check_handle(handle).num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
-        advice = "attach with a layout of the cache that the pool was made for"
-        kept.slot_bytes(layout, advice, is_width_open=False)
+        kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages, layout)
         pinning = read_pinning(

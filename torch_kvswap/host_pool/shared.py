@@ -20,6 +20,8 @@ from torch_kvswap.layout import PagedLayout
 # The last number is that of the slabs, whose sizes follow.
 _NUMBERS = struct.Struct("=8q")
 _READ_BYTES = 1 << 16
+# What to do if a pool cannot hold the blocks of a layout with which a process attaches to it.
+ATTACH_ADVICE = "attach with a layout of the cache that the pool was made for"
 
 
 class PoolHandle(NotCopyable):
@@ -161,14 +163,13 @@ class PoolHandle(NotCopyable):
                 shrink.
             RuntimeError: the handle is closed.
         """
-        advice = "attach with a layout of the cache that the pool was made for"
         if pages.size != self.page_bytes:
             raise ValueError(
                 f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
-                f"{pages.size}; {advice}"
+                f"{pages.size}; {ATTACH_ADVICE}"
             )
         if self.replicated:
-            layout.check_same_blocks(self.slab_sizes, advice)
+            layout.check_same_blocks(self.slab_sizes, ATTACH_ADVICE)
         nbytes, size = self.num_pages * self.page_bytes, os.fstat(self.fd).st_size
         try:
             is_fixed = fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
