@@ -72,6 +72,7 @@ struct JobPart {
 
 // The number of a job in each channel; -1 for none.
 using JobNumbers = std::array<int64_t, kChannels>;
+constexpr JobNumbers kNoJobs{-1, -1, -1};
 
 // What a job needs only until it has ended.
 struct Work {
@@ -90,7 +91,7 @@ struct Work {
   Gate* gate = nullptr;          // the gate that was closed for this job; null: none
 
   // The latest jobs that must not overlap with this one, because they share a block or a slot.
-  JobNumbers runs_after{-1, -1, -1};
+  JobNumbers runs_after = kNoJobs;
   std::vector<JobSource> sources;
 
   std::shared_ptr<Transfer> transfer;  // while the state is kRunning

@@ -47,19 +47,18 @@ JobTable::JobTable(const std::vector<Group>& groups) {
   }
   first_slot_.push_back(0);
   for (const int64_t count : slots) first_slot_.push_back(first_slot_.back() + count);
-  for (Latest& latest : latest_) {
-    for (const int64_t count : blocks) latest.of_blocks.emplace_back(count, -1);
-    for (const int64_t count : slots) latest.of_slots.emplace_back(count, -1);
-  }
+  for (const int64_t count : blocks) latest_at_block_.emplace_back(count, kNoJobs);
+  for (const int64_t count : slots) latest_at_slot_.emplace_back(count, kNoJobs);
   invalid_.resize(first_slot_.back());
 }
 
 template <typename Visit>
-void JobTable::for_each(const Work& work, const Visit& visit) const {
-  size_t i = 0;
+void JobTable::for_each(const Work& work, const Visit& visit) noexcept {
+  const int64_t *block = work.blocks(), *slot = work.slots();
   for (const JobPart& part : work.parts) {
-    const int blocks = block_space_[part.group], slots = slot_space_[part.group];
-    for (const size_t end = i + part.count; i < end; ++i) visit(blocks, slots, i);
+    std::vector<JobNumbers>& at_block = latest_at_block_[block_space_[part.group]];
+    std::vector<JobNumbers>& at_slot = latest_at_slot_[slot_space_[part.group]];
+    for (size_t i = 0; i < part.count; ++i) visit(at_block[*block++], at_slot[*slot++]);
   }
 }
 
@@ -109,13 +108,12 @@ Reason JobTable::because_of(const Job& source, const Job& job, size_t i) const n
 }
 
 int64_t JobTable::latest_store(const Work& work, size_t i) const noexcept {
-  return latest_[kStores].of_slots[slot_space_[group_of(work, i)]][work.slots()[i]];
+  return latest_at_slot_[slot_space_[group_of(work, i)]][work.slots()[i]][kStores];
 }
 
 int64_t JobTable::latest_load(const Work& work, size_t i) const noexcept {
-  const int space = block_space_[group_of(work, i)];
-  return std::max(latest_[kLoads].of_blocks[space][work.blocks()[i]],
-                  latest_[kExpedited].of_blocks[space][work.blocks()[i]]);
+  const JobNumbers& latest = latest_at_block_[block_space_[group_of(work, i)]][work.blocks()[i]];
+  return std::max(latest[kLoads], latest[kExpedited]);
 }
 
 int64_t JobTable::slot_number(const Work& work, size_t i) const noexcept {
@@ -134,19 +132,18 @@ Reason JobTable::prepare(Job& job) {
 }
 
 // Sets `runs_after`.
-void JobTable::find_overlaps(Work& work, int channel) const noexcept {
-  for (int other = 0; other < kChannels; ++other) {
-    const Latest& latest = latest_[other];
-    const bool both_store = channel == kStores && other == kStores;
-    const bool both_load = channel != kStores && other != kStores;
-    int64_t last = -1;
-    for_each(work, [&](int blocks, int slots, size_t i) {
+void JobTable::find_overlaps(Work& work, int channel) noexcept {
+  JobNumbers latest = kNoJobs;
+  for_each(work, [&](const JobNumbers& at_block, const JobNumbers& at_slot) {
+    for (int other = 0; other < kChannels; ++other) {
       // Two stores may read one block, two loads one slot.
-      if (!both_store) last = std::max(last, latest.of_blocks[blocks][work.blocks()[i]]);
-      if (!both_load) last = std::max(last, latest.of_slots[slots][work.slots()[i]]);
-    });
-    work.runs_after[other] = last;
-  }
+      const bool both_store = channel == kStores && other == kStores;
+      const bool both_load = channel != kStores && other != kStores;
+      if (!both_store) latest[other] = std::max(latest[other], at_block[other]);
+      if (!both_load) latest[other] = std::max(latest[other], at_slot[other]);
+    }
+  });
+  work.runs_after = latest;
 }
 
 // Sets `sources`. Returns why the job cannot succeed, if one of them has failed already.
@@ -182,11 +179,8 @@ void JobTable::add(const JobRef& job) noexcept {
   jobs_[job->id - first_id_] = job;
   if (job->channel == kStores && num_invalid_ > 0) make_valid(*job);
   ++metrics_[job->channel].submitted;
-  const Work& work = *job->work;
-  Latest& latest = latest_[job->channel];
-  for_each(work, [&](int blocks, int slots, size_t i) {
-    latest.of_blocks[blocks][work.blocks()[i]] = job->id;
-    latest.of_slots[slots][work.slots()[i]] = job->id;
+  for_each(*job->work, [&](JobNumbers& at_block, JobNumbers& at_slot) {
+    at_block[job->channel] = at_slot[job->channel] = job->id;
   });
 }
 
@@ -273,28 +267,23 @@ void JobTable::make_valid(const Job& store) noexcept {
 }
 
 JobTable::BlockRecords JobTable::make_block_records(const std::vector<Group>& groups) const {
-  BlockRecords blocks;
-  for (int channel = 0; channel < kChannels; ++channel) {
-    blocks.latest[channel] = latest_[channel].of_blocks;
-  }
+  BlockRecords blocks{{}, latest_at_block_};
   std::vector<int64_t> counts;  // by space
   for (const Group& group : groups) {
     blocks.spaces.push_back(group.block_space);
     counts.resize(std::max<size_t>(counts.size(), group.block_space + 1));
     counts[group.block_space] = std::max(counts[group.block_space], group.num_blocks);
   }
-  for (auto& latest : blocks.latest) {
-    latest.resize(counts.size());
-    for (size_t space = 0; space < counts.size(); ++space) latest[space].resize(counts[space], -1);
+  blocks.latest.resize(counts.size());
+  for (size_t space = 0; space < counts.size(); ++space) {
+    blocks.latest[space].resize(counts[space], kNoJobs);
   }
   return blocks;
 }
 
 void JobTable::rebind(BlockRecords blocks) noexcept {
   block_space_.swap(blocks.spaces);
-  for (int channel = 0; channel < kChannels; ++channel) {
-    latest_[channel].of_blocks.swap(blocks.latest[channel]);
-  }
+  latest_at_block_.swap(blocks.latest);
 }
 
 }  // namespace kvswap

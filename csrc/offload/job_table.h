@@ -17,7 +17,7 @@ namespace kvswap {
 // Overlap. A store reads blocks and writes slots, a load reads slots and writes blocks. Two jobs
 // must not overlap if they share a block or a slot that at least one of them writes. The jobs of a
 // channel run in the order of their numbers, so a job only has to wait for the latest such job of
-// each channel. The table therefore keeps, for each channel, one number per block and per slot.
+// each channel. The table therefore keeps, for each block and each slot, one number per channel.
 //
 // Failures. A job's sources are the jobs that write what it reads. It fails if one of them failed
 // or was cancelled. A slot that a failed store should have written stays invalid until it is stored
@@ -76,21 +76,16 @@ class JobTable {
 
   // What the table keeps of GPU blocks, for new groups. Made first, so that rebind() cannot fail.
   struct BlockRecords {
-    std::vector<int> spaces;                                   // block_space, by group
-    std::vector<std::vector<int64_t>> latest[kChannels] = {};  // by space, then by id
+    std::vector<int> spaces;                      // block_space, by group
+    std::vector<std::vector<JobNumbers>> latest;  // by space, then by id
   };
   BlockRecords make_block_records(const std::vector<Group>& groups) const;
   void rebind(BlockRecords blocks) noexcept;
 
  private:
-  // The latest job of a channel at each GPU block and at each slot of a host page; -1 for none.
-  struct Latest {
-    std::vector<std::vector<int64_t>> of_blocks, of_slots;  // by space, then by id
-  };
-
-  // Calls visit(block_space, slot_space, i) for the work's i-th block.
+  // Calls visit(of_block, of_slot) with the latest jobs at each GPU block and slot of the work.
   template <typename Visit>
-  void for_each(const Work& work, const Visit& visit) const;
+  void for_each(const Work& work, const Visit& visit) noexcept;
   static const JobPart& part_of(const Work& work, size_t& i);
   // The group of the work's i-th block.
   static int group_of(const Work& work, size_t i);
@@ -105,7 +100,7 @@ class JobTable {
 
   // The job with this number; null when it was reported.
   Job* find(int64_t id) const;
-  void find_overlaps(Work& work, int channel) const noexcept;
+  void find_overlaps(Work& work, int channel) noexcept;
   Reason find_sources(Job& job) const;
   void invalidate_slots(Job& job) noexcept;
   void make_valid(const Job& store) noexcept;
@@ -113,7 +108,8 @@ class JobTable {
   std::vector<int> block_space_, slot_space_;  // by group; see Group
   std::vector<int64_t> blocks_per_page_;       // by group
   std::vector<int64_t> first_slot_;            // by slot space: the number of its first slot
-  Latest latest_[kChannels];
+  // The latest job of each channel at each GPU block and at each slot of a host page.
+  std::vector<std::vector<JobNumbers>> latest_at_block_, latest_at_slot_;  // by space, then by id
 
   // By number, from the oldest job that was not reported; null where a job was reported. May end
   // with a null for the job that prepare() was called for.

@@ -44,7 +44,7 @@ CopyMethod method_of(const Transfer& transfer, CopyMethod planned) {
 
 // The latest jobs of other channels that these jobs must not overlap with.
 JobNumbers latest_before(const JobList& jobs) {
-  JobNumbers latest{-1, -1, -1};
+  JobNumbers latest = kNoJobs;
   for (const Job& job : jobs) {
     for (int channel = 0; channel < kChannels; ++channel) {
       if (channel == job.channel) continue;

@@ -35,7 +35,7 @@ struct Transfer {
   size_t entries = 0;        // of the driver's queue
   SlotStates::Range states;  // of all parts
   // The latest jobs of other channels that its jobs must not overlap with: it waits for them.
-  JobNumbers runs_after{-1, -1, -1};
+  JobNumbers runs_after = kNoJobs;
   bool has_begun = false;  // some of its bytes may have been copied
   int layer_group = 0;     // the first one that is not enqueued completely
   CopyPosition next;       // what to enqueue next of it
