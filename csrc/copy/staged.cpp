@@ -78,10 +78,11 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
   const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
   const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
   const cuda::Driver& driver = cuda::driver();
-  const uint64_t all = copy.bytes(), first_byte = begin, unit = unit_of(copy, bytes_ / 2);
+  const uint64_t all = copy.bytes(), first_byte = begin, unit = unit_of(copy, half());
   while (begin < all && begin - first_byte < bytes) {
     const bool gives_all = bytes - (begin - first_byte) >= all - begin;
-    const uint64_t max_bytes = gives_all ? bytes_ / 2 : std::min(bytes_ / 2, kMaxBegunPieceBytes);
+    const uint64_t room = room_for(unit);
+    const uint64_t max_bytes = gives_all ? room : std::min(room, kMaxBegunPieceBytes);
     const uint64_t in_piece =
         piece_bytes(copy.before + begin, all - begin + copy.after, unit, max_bytes, copy.to_host);
     const uint64_t end = std::min(begin + in_piece, all);
@@ -102,6 +103,13 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
     begin = end;
   }
   return begin;
+}
+
+uint64_t StagingBuffer::room_for(uint64_t unit) noexcept {
+  const uint64_t left = half() - next_ % half();
+  if (left >= std::min(half(), std::max(unit, kMinPieceBytes))) return left;
+  next_ += left;
+  return half();
 }
 
 StagingBuffer::Piece& StagingBuffer::allocate(uint64_t bytes, cuda::Stream stream) {

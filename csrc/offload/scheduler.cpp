@@ -25,7 +25,7 @@ constexpr double kSmallSeconds = 50e-6;
 
 // The thread that calls store() or load() begins a larger job that is staged with so many bytes:
 // enough to keep the link busy until the worker has woken up.
-constexpr uint64_t kBegunBytes = 2 << 20;
+constexpr uint64_t kBegunBytes = 3 << 20;
 
 // Limits of what is joined into one copy. More jobs are joined while a thread waits for them.
 constexpr size_t kJoinedBytes = size_t{32} << 20, kJoinedEntries = 200;

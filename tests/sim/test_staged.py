@@ -354,41 +354,92 @@ def test_pieces_have_half_of_the_buffer_at_most(driver: Driver) -> None:
     assert sizes == {"store": [4, 4, 4, 4, 4, 3], "load": [4, 4, 4, 4, 4, 3]}
 
 
+def waits_for_earlier_pieces(steps: str, first: str, second: str) -> list[int]:
+    """For each piece that waits for an earlier one to leave its place: how many pieces earlier.
+
+    first, second: the streams on which pieces are filled and drained.
+    """
+    filled, drained, waits = 0, 0, []
+    drained_by: dict[str, int] = {}
+    waits_for: int | None = None
+    for action, event, stream in re.findall(r"(record|wait for) event (\d+) on (\w+)", steps):
+        if action == "wait for" and stream == first:
+            waits_for = drained_by[event]
+        elif action == "record" and stream == first:
+            if waits_for is not None:
+                waits.append(filled - waits_for)
+            waits_for = None
+            filled += 1
+        elif action == "record" and stream == second:
+            drained_by[event] = drained
+            drained += 1
+    return waits
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_no_piece_waits_for_the_one_before_it(driver: Driver, kind: str) -> None:
+    whole = numbers(5, 44, MIB // 4)
+    # No edge is copied where the blocks lie in so many runs.
+    layout = on_device(driver, whole, [whole[0], whole[1], whole[3], whole[4]])
+    pool = HostPool(layout, num_pages=44)
+    # A buffer of 8 blocks of 1 MiB for each direction.
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=16 * MIB) as handler:
+        submit = handler.store if kind == "store" else handler.load
+        # From here on the pieces of a transfer begin somewhere in the buffer.
+        handler.synchronize(submit(gpu_block_ids=[0, 1, 2], page_ids=[0, 1, 2], after=()))
+        driver.log()
+        ids = list(range(3, 44))
+        handler.synchronize(submit(gpu_block_ids=ids, page_ids=ids, after=()))
+        start, *pieces, end = steps(driver).splitlines()
+        assert re.fullmatch(r"record event \d+ on copies", start)
+        assert re.fullmatch(r"record event \d+ on \w+", end)
+        sides = ("kernels", "copies") if kind == "store" else ("copies", "kernels")
+        waits = waits_for_earlier_pieces("\n".join(pieces), *sides)
+    assert len(waits) > 8
+    assert min(waits) == 2
+
+
 @needs_kernels
 @simulated
 def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
     driver: Driver,
 ) -> None:
-    block = 32 << 10
-    tensors = 5
-    whole = numbers(13, 64, block // 4 // tensors * 4)
-    size = whole.shape[2] * tensors
-    # No edge is copied where the blocks lie in so many runs.
-    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
-    pool = HostPool(layout, num_pages=64)
-    pool.pages.random_(256)
-    # A buffer of 20 blocks and some bytes for loads.
-    staging = 2 * (20 * size + size // 2)
-    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=staging) as handler:
+    tensors = (0, 1, 3, 7, 12)  # no edge is copied where the blocks lie in so many runs
+    small, large = numbers(13, 120, 6560), numbers(13, 8, 153600)  # 32,800 and 768,000 bytes
+    layouts = [on_device(driver, whole, [whole[i] for i in tensors]) for whole in (small, large)]
+    pools = [HostPool(layout, layout.num_blocks) for layout in layouts]
+    for pool in pools:
+        pool.pages.random_(256)
+    half = 8008 * 256  # of the buffer for loads
+    with OffloadHandler(layouts, pools, copy_method="staged", staging_bytes=4 * half) as handler:
         driver.set_mode("manual")
         base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
         driver.log()
-        # In the buffer: 0 to 8, 8 to 16, 16 to 20, 0 to 8, 8 to 14, and 0 to 7 again, while the
-        # oldest that is not known to be over is that from 16 to 20.
-        first = 0
-        for count in (8, 8, 4, 8, 6, 7):
-            ids = list(range(first, first + count))
+        # Two small pieces in the first half and a third behind them, in place of which no large
+        # one fits; two large ones in the second half; then two small ones over the first two, and
+        # a large one over the first large one, while the third small piece is the oldest that is
+        # not known to be over.
+        first = [0, 0]
+        for group, count in ((0, 30), (0, 16), (0, 8), (1, 1), (1, 1), (0, 30), (0, 16), (1, 1)):
+            ids: list[list[int]] = [[], []]
+            ids[group] = list(range(first[group], first[group] + count))
             handler.load(page_ids=ids, gpu_block_ids=ids, after=())
-            first += count
-        assert steps(driver).count("unpack") == 6  # each is one piece
+            first[group] += count
+        log = steps(driver)
         while driver.run(base + 103):  # the copies are as early as they may be
             pass
         driver.run()
         drain(handler)
-        slots = pool.pages[:, 0].view(64, tensors, -1)
-        for number, tensor in enumerate(layout.tensors):
-            assert torch.equal(tensor[:first], slots[:first, number])
+        for layout, pool, count in zip(layouts, pools, first, strict=True):
+            slots = pool.pages[:, 0].view(layout.num_blocks, len(tensors), -1)
+            for number, tensor in enumerate(layout.tensors):
+                assert torch.equal(tensor[:count], slots[:count, number])
         driver.set_mode("immediate")
+    drained = re.findall(r"unpack .*\nrecord event (\d+) on kernels", log)
+    assert len(drained) == 8  # each is one piece
+    assert re.findall(r"wait for event (\d+) on copies", log) == [*drained[:2], drained[3]]
 
 
 @needs_kernels
