@@ -41,7 +41,8 @@ class CopyMethodCosts:
         submit_start (float): seconds that a thread takes to submit any transfer, in addition to
             what the call takes if another thread submits it.
         submit_copy (float): seconds that it takes for each copy of the transfer: a fragment
-            ("batch"), a block's run of equidistant slabs ("strided") or a block (other methods).
+            ("batch"), a block's run of equidistant slabs ("strided") or a block (other methods),
+            in each layer group.
         fragment (Mapping[int, float]): seconds per fragment, by fragment size in bytes; at least
             one size. Interpolated in the logarithm of the size; proportional to the size above the
             largest entry, constant below the smallest.

@@ -116,6 +116,10 @@ class Copier {
   // Blocks until all that was enqueued has run. False when the device is lost.
   virtual bool synchronize() noexcept = 0;
 
+  // How many fragments, of a transfer with many, take one entry in the queue of the channel's
+  // stream.
+  virtual size_t fragments_per_entry() const { return 1; }
+
   // How many streams and events the copier has, not counting the channel's own.
   virtual size_t num_streams() const { return 0; }
   virtual size_t num_events() const { return 0; }

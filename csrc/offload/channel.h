@@ -39,6 +39,7 @@ class Channel {
   // The newest transfer in flight that has a job with this number or a lower one; null for none.
   std::shared_ptr<Transfer> newest_until(int64_t id) const;
 
+  size_t fragments_per_entry() const { return copier_->fragments_per_entry(); }
   // Whether a transfer that takes this many entries may be submitted now.
   bool has_room_for(size_t entries) const;
   // Whether there are states for this many blocks of encoded groups more. Else they must wait.

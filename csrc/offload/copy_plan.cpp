@@ -12,9 +12,6 @@
 namespace kvswap {
 namespace {
 
-// The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
-// the driver blocks the submitting thread (H200).
-constexpr size_t kFragmentsPerEntry = 25;
 // A staged transfer has fewer small pieces. Each of its full pieces is a copy with its events.
 constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
 // A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
@@ -49,13 +46,6 @@ constexpr size_t kMaxUnstagedRuns = 2;
 
 bool is_by_kernels(CopyMethod method) {
   return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
-}
-
-// The copies that a block is made of, as CopyMethodCosts in copy_method.py counts them.
-size_t copies_per_block(CopyMethod method, const Group& group) {
-  if (method == CopyMethod::kStrided) return group.runs.size();
-  if (method == CopyMethod::kBatch) return group.gpu.count();
-  return 1;
 }
 
 // The blocks from `first` on, as a part of their own.
@@ -101,16 +91,16 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
     fitted.host_is_pageable = group.host_is_pageable;
     fitted.is_encoded = group.format != nullptr;
     fitted.block_bytes = static_cast<double>(group.block_bytes);
-    const auto slabs = static_cast<double>(group.gpu.count());
+    fitted.slabs = group.gpu.count();
+    fitted.runs = group.runs.size();
+    const auto slabs = static_cast<double>(fitted.slabs);
     for (int direction = 0; direction < 2; ++direction) {
       for (int method = 0; method < KVSWAP_COPY_METHODS; ++method) {
         kvswap_copy_method_costs costs = options.costs[direction][method];
         const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
-        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(group.runs.size());
+        if (calls_for_each_run) costs.block_seconds *= static_cast<double>(fitted.runs);
         costs.block_seconds +=
             slabs * fragment_seconds(costs.fragment_seconds, fitted.block_bytes / slabs);
-        costs.submit_copy_seconds *=
-            static_cast<double>(copies_per_block(static_cast<CopyMethod>(method), group));
         fitted.costs[direction][method] = costs;
       }
     }
@@ -130,15 +120,24 @@ double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) c
   const int direction = copy.channel == kStores ? 0 : 1;
   const kvswap_copy_method_costs& costs =
       groups_[copy.group].costs[direction][static_cast<int>(method)];
-  const size_t starts =
-      method == CopyMethod::kStaged ? 1 + full_pieces(copy.group, copy.blocks) : 1;
+  // Each group of layers is a start of its own.
+  size_t starts = copy.layer_groups;
+  if (method == CopyMethod::kStaged) starts += full_pieces(copy.group, copy.blocks);
   return static_cast<double>(starts) * costs.submit_start_seconds +
-         static_cast<double>(copy.blocks) * costs.submit_copy_seconds;
+         static_cast<double>(copies(method, copy)) * costs.submit_copy_seconds;
 }
 
 size_t MethodChooser::full_pieces(int group, size_t blocks) const {
   const double bytes = static_cast<double>(blocks) * groups_[group].block_bytes;
   return static_cast<size_t>(bytes / max_piece_bytes_);
+}
+
+size_t MethodChooser::copies(CopyMethod method, const GroupCopy& copy) const {
+  const GroupCosts& group = groups_[copy.group];
+  if (method == CopyMethod::kBatch) return copy.blocks * group.slabs;
+  // The layers of a group are copied by themselves, so that runs may be cut.
+  if (method == CopyMethod::kStrided) return copy.blocks * (group.runs + copy.layer_groups - 1);
+  return copy.blocks * copy.layer_groups;
 }
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
@@ -196,6 +195,7 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     : groups_(groups),
       device_(device),
       options_(options),
+      fragments_per_entry_(channels[kStores]->fragments_per_entry()),
       chooser_(options, device.copy_methods(), groups),
       stream_(channels[kStores]->stream()) {
   check_forced_method();
@@ -321,7 +321,8 @@ MethodChooser CopyPlanner::prepare(std::vector<Group>& groups) const {
 CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
   const bool is_crowded = options_.copy_method < 0 && crowded_until_ > job.work->submitted_at;
   const bool may_launch = groups_[group].table != nullptr && !job.work->copy_engines_only;
-  return chooser_.choose({group, job.channel, blocks, may_launch, staging_ != 0, is_crowded});
+  return chooser_.choose(
+      {group, job.channel, blocks, job.layer_groups, may_launch, staging_ != 0, is_crowded});
 }
 
 void CopyPlanner::plan(Job& job) const noexcept {
@@ -334,10 +335,9 @@ void CopyPlanner::plan(Job& job) const noexcept {
     const CopyMethod method = choose(job, part.group, part.count);
     if (&part == &work.parts.front()) job.copy_method = method;
     work.is_staged &= method == CopyMethod::kStaged;
-    work.entries += static_cast<uint32_t>(queue_entries(method, part.group, part.count));
-    seconds += group.host_is_pageable
-                   ? kPageableSeconds
-                   : chooser_.submit_seconds(method, {part.group, job.channel, part.count});
+    const MethodChooser::GroupCopy copy{part.group, job.channel, part.count, job.layer_groups};
+    work.entries += static_cast<uint32_t>(queue_entries(method, copy));
+    seconds += group.host_is_pageable ? kPageableSeconds : chooser_.submit_seconds(method, copy);
   }
   work.predicted_submit_seconds = static_cast<float>(seconds);
 }
@@ -349,8 +349,8 @@ void CopyPlanner::record_duration(const Transfer& transfer, double seconds) noex
     const bool is_encoded = groups_[part.group].format != nullptr;  // only kernels can copy it
     launched |= is_by_kernels(part.method) && !is_encoded;
     const int channel = transfer.jobs.front().channel;
-    const MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size(),
-                                           true,       true,    true};
+    MethodChooser::GroupCopy crowded{part.group, channel, part.blocks.size()};
+    crowded.is_crowded = true;
     predicted += chooser_.seconds(chooser_.choose(crowded), crowded);
   }
   if (!launched || seconds < kMinGain * predicted) return;
@@ -396,24 +396,25 @@ size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
   return each > 0 ? static_cast<size_t>(std::ceil(kUnstagedSeconds / each)) : 1;
 }
 
-size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts) const {
+size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts, int layer_groups) const {
   size_t entries = 0;
   for (const TransferPart& part : parts) {
-    entries += queue_entries(part.method, part.group, part.blocks.size());
+    entries += queue_entries(part.method, {part.group, 0, part.blocks.size(), layer_groups});
   }
   return entries;
 }
 
 // Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
-size_t CopyPlanner::queue_entries(CopyMethod method, int group, size_t blocks) const {
-  const Group& of = groups_[group];
-  if (method == CopyMethod::kStrided) return blocks * of.runs.size();
+size_t CopyPlanner::queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const {
+  const size_t copies = chooser_.copies(method, copy), groups = copy.layer_groups;
   if (method == CopyMethod::kStaged) {
-    return blocks + kSmallPieces + kEntriesPerPiece * chooser_.full_pieces(group, blocks);
+    const size_t full_pieces = chooser_.full_pieces(copy.group, copy.blocks);
+    return kSmallPieces + kEntriesPerPiece * (full_pieces + groups - 1) +
+           copies / fragments_per_entry_;
   }
-  if (method == CopyMethod::kGeneric) return blocks;
-  if (method == CopyMethod::kKernel) return 1 + blocks / kPackBlocks;
-  return 1 + blocks * of.gpu.count() / kFragmentsPerEntry;
+  if (method == CopyMethod::kKernel) return groups * (1 + copy.blocks / kPackBlocks);
+  if (method == CopyMethod::kBatch) return groups + copies / fragments_per_entry_;
+  return copies;
 }
 
 void CopyPlanner::leak() noexcept {

@@ -19,10 +19,12 @@ class MethodChooser {
   MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
-  // The blocks of one group in a transfer.
+  // The blocks of one group in a transfer. layer_groups: the transfer copies its layers in so many
+  // groups, one after another.
   struct GroupCopy {
     int group, channel;
     size_t blocks;
+    int layer_groups = 1;
     bool may_launch = true;   // kernels may copy
     bool may_stage = true;    // the channel has a staging buffer
     bool is_crowded = false;  // other kernels keep the GPU busy
@@ -34,6 +36,8 @@ class MethodChooser {
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
   // How many pieces of the largest size these blocks have when they are staged.
   size_t full_pieces(int group, size_t blocks) const;
+  // How many copies, as CopyMethodCosts in copy_method.py counts them.
+  size_t copies(CopyMethod method, const GroupCopy& copy) const;
 
   // Whether this copy method would be chosen for some number of blocks.
   bool may_choose(CopyMethod method) const;
@@ -47,7 +51,8 @@ class MethodChooser {
   struct GroupCosts {
     bool host_is_pageable, is_encoded;
     double block_bytes;
-    // For a block, block_seconds includes all fragments, and submit_copy_seconds all copies.
+    size_t slabs, runs;
+    // For a block, block_seconds includes all fragments.
     kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];
   };
 
@@ -86,7 +91,7 @@ class CopyPlanner {
 
   // The parts of a transfer of these jobs. is_alone: no other is in flight in the channel.
   std::vector<TransferPart> parts_of(const JobList& jobs, bool is_alone) const;
-  size_t entries_of(const std::vector<TransferPart>& parts) const;
+  size_t entries_of(const std::vector<TransferPart>& parts, int layer_groups) const;
 
   // To be called with the time that each transfer took on the device. If one with kernels was much
   // slower than predicted for a GPU that other kernels keep busy, methods are chosen for such a GPU
@@ -107,11 +112,12 @@ class CopyPlanner {
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
   size_t unstaged_blocks(int group, int channel) const;
-  size_t queue_entries(CopyMethod method, int group, size_t blocks) const;
+  size_t queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const;
 
   std::vector<Group>& groups_;
   Device& device_;
   const kvswap_copy_method_options options_;
+  const size_t fragments_per_entry_;
   MethodChooser chooser_;
   std::string missing_methods_;
   double crowded_until_ = 0;  // until then other kernels keep the GPU busy

@@ -268,9 +268,9 @@ std::vector<std::shared_ptr<Transfer>> Scheduler::transfers_before(
 
 Transfers Scheduler::make_transfer(Queue& queue, const JobList& jobs) {
   std::vector<TransferPart> parts = planner_.parts_of(jobs, queue.channel.is_idle());
-  const size_t entries = planner_.entries_of(parts);
-  Transfers made =
-      queue.channel.make_transfer(jobs.front().layer_groups, std::move(parts), groups_);
+  const int layer_groups = jobs.front().layer_groups;
+  const size_t entries = planner_.entries_of(parts, layer_groups);
+  Transfers made = queue.channel.make_transfer(layer_groups, std::move(parts), groups_);
   made.front()->entries = entries;
   return made;
 }

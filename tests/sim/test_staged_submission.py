@@ -162,7 +162,7 @@ def test_the_caller_begins_with_few_blocks_however_large_pieces_may_be(
         with driver.stopped(sim.worker):
             job = sim.submit()
             blocks = sum(int(count) for count in re.findall(r"pack (\d+) blocks", driver.log()))
-        # 2 MiB or more, and 8 MiB at most in a piece.
+        # 3 MiB or more, and 8 MiB at most in a piece.
         assert blocks == {"store": 7 + 32, "load": 32}[kind]
         assert in_time(job.query)
         assert sim.is_right()
@@ -195,7 +195,7 @@ def test_the_caller_only_begins_a_job_of_one_block_in_many_pieces(
         launches = Launches(driver)
         submit = handler.store if kind == "store" else handler.load
         job = submit(gpu_block_ids=[1], page_ids=[0], after=())
-        assert launches.now()[0] == 8  # 2 MiB
+        assert launches.now()[0] == 12  # 3 MiB
         job.synchronize()
         assert launches.now()[1] == 16
 
@@ -212,6 +212,67 @@ def test_all_pieces_count_for_the_entries_in_the_queue_of_the_driver(driver: Dri
             # Each of its 16 pieces takes three entries.
             assert in_time(lambda: handler.metrics().stores.running == 12)
             assert handler.metrics().stores.queued == 8
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")
+
+
+@pytest.mark.parametrize("batch", ["1", "0"])
+@needs_kernels
+@simulated
+def test_the_pages_of_a_staged_job_count_as_the_driver_takes_them(
+    driver: Driver, batch: str
+) -> None:
+    whole = torch.randint(256, (13, 2 * 96, 64), dtype=torch.uint8)
+    # No block is copied where it lies, which would take an entry too, in so many runs.
+    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 7, 12)])
+    pages = pool(driver, layout, 2 * 96)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_BATCH", batch)
+        handler = OffloadHandler(layout, pages, copy_method="staged", staging_bytes=1 << 20)
+    driver.set_mode("manual")
+    with handler:
+        hold = driver.hold(SIDE)
+        try:
+            every_second = range(0, 2 * 96, 2)
+            for _ in range(80):
+                handler.store(gpu_block_ids=every_second, page_ids=every_second, after=Stream(SIDE))
+            # 8 entries, and one for each page, or for each 25 pages of a batch.
+            running = {"1": 700 // (8 + 96 // 25), "0": 700 // (8 + 96)}[batch]
+            now = handler.metrics().stores
+            assert (now.running, now.queued) == (running, 80 - running)
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")
+
+
+@needs_kernels
+@simulated
+def test_layer_groups_count_as_the_pieces_that_they_are(driver: Driver) -> None:
+    groups = 32
+    tensors = torch.randint(256, (groups, 2, 64 << 10), dtype=torch.uint8)
+    layout = on_device(driver, tensors)
+    pages = pool(driver, layout, 2)
+    with ManyPieces(layout, pages, copy_method="staged", staging_bytes=64 << 20) as handler:
+        launches = Launches(driver)
+        handler.synchronize(handler.load(page_ids=[1], gpu_block_ids=[0], after=()))
+        assert launches.now() == (1, 1)  # predicted to take 6 us
+        job = handler.load(page_ids=[0, 1], gpu_block_ids=[1, 0], after=(), layer_groups=groups)
+        here, _ = launches.now()
+        assert here < 1 + groups  # predicted to take 224 us
+        job.synchronize()
+        assert launches.now()[1] == 1 + groups
+        driver.set_mode("manual")
+        hold = driver.hold(SIDE)
+        try:
+            for _ in range(20):
+                handler.load(
+                    page_ids=[0], gpu_block_ids=[1], after=Stream(SIDE), layer_groups=groups
+                )
+            # 8 entries, three for each further group, and one for 32 parts of a page.
+            running = 700 // (8 + 3 * (groups - 1) + groups // 25)
+            assert in_time(lambda: handler.metrics().loads.running == running)
+            assert handler.metrics().loads.queued == 20 - running
         finally:
             driver.release(hold)
             driver.set_mode("immediate")
@@ -640,7 +701,7 @@ class BegunJobs:
 
     def _submit(self, handler: Any, gate: Gate | None) -> None:
         rng = self.rng
-        count = rng.choice([1, 2, 12, 24, 48]) if self.jobs else 48  # 2 MiB are 8
+        count = rng.choice([1, 2, 12, 24, 48]) if self.jobs else 48  # 3 MiB are 12
         of_gpu, of_host = (rng.sample(ALL, count) for _ in range(2))
         kind = rng.choice(["store", "store", "load", "load", "expedited", "gate", "layers"])
         if kind == "store":
