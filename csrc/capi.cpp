@@ -351,8 +351,8 @@ void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layer
   return handler;
 }
 
-const char* kvswap_handler_missing_methods(void* handler) {
-  return handler_at(handler).missing_methods().c_str();
+const char* kvswap_handler_slower_copies(void* handler) {
+  return handler_at(handler).slower_copies().c_str();
 }
 
 bool kvswap_handler_check_open(void* handler) {

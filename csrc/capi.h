@@ -146,8 +146,8 @@ struct kvswap_copy_method_options {
 KVSWAP_API void* kvswap_handler_create(const kvswap_group* groups, int count, int64_t layers,
                                        int device_kind, int device, bool submit_thread,
                                        const kvswap_copy_method_options* options);
-// Why copy methods that would be chosen are not available, or "". Valid as long as the handler.
-KVSWAP_API const char* kvswap_handler_missing_methods(void* handler);
+// Why some copies are slower than they could be, or "". Valid as long as the handler.
+KVSWAP_API const char* kvswap_handler_slower_copies(void* handler);
 // False, with the error, if the handler is closed or its device lost.
 KVSWAP_API bool kvswap_handler_check_open(void* handler);
 // After kvswap_handler_close.
@@ -437,5 +437,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 10
+#define KVSWAP_ABI_VERSION 11
 KVSWAP_API int kvswap_abi_version();

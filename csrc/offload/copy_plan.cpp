@@ -48,6 +48,13 @@ bool is_by_kernels(CopyMethod method) {
   return method == CopyMethod::kStaged || method == CopyMethod::kKernel;
 }
 
+// A piece, a quarter of the memory at most, has whole slots.
+uint64_t least_staging_bytes(const Group& group) {
+  constexpr uint64_t kUnit = 2 * kStagingAlignment;
+  const uint64_t slot = group.format == nullptr ? 0 : group.format->slot_bytes();
+  return std::max(CopyPlanner::kMinStagingBytes, 4 * ((slot + kUnit - 1) / kUnit * kUnit));
+}
+
 // The blocks from `first` on, as a part of their own.
 TransferPart cut(TransferPart& part, size_t first, const Group& group) {
   TransferPart rest{part.group, part.method, {}, {}};
@@ -214,7 +221,8 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
   } catch (const std::exception& error) {
     close();
     has_kernels_ = false;
-    missing_methods_ = error.what();
+    slower_copies_ = std::string("kernels would speed up some transfers, but are not available: ") +
+                     error.what() + "; the copy engines do all transfers";
     if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
@@ -260,13 +268,11 @@ void CopyPlanner::check_encoded(const Group& group) const {
                      "copy_method='auto', 'staged' or 'kernel', or make the pool with "
                      "encoding='raw'");
   }
-  // A piece, a quarter of the memory at most, has whole slots.
-  constexpr uint64_t kUnit = 2 * kStagingAlignment;
-  const uint64_t slot = group.format->slot_bytes();
-  const uint64_t least = std::max(kMinStagingBytes, 4 * ((slot + kUnit - 1) / kUnit * kUnit));
+  const uint64_t least = least_staging_bytes(group);
   if (options_.staging_bytes < least && !chooser_.forces(CopyMethod::kKernel)) {
-    fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ", slot,
-                     " bytes with encoding='lossless'; give it ", least, " or more");
+    fail<ValueError>("staging_bytes=", options_.staging_bytes, " is too little for slots of ",
+                     group.format->slot_bytes(), " bytes with encoding='lossless'; give it ", least,
+                     " or more");
   }
 }
 
@@ -296,10 +302,34 @@ void CopyPlanner::set_up(const Channels& channels) {
   if (!stages) return;
   KVSWAP_CHECK(options_.staging_bytes >= kMinStagingBytes, "staging_bytes=", options_.staging_bytes,
                " is too little; give it ", kMinStagingBytes, " or more");
-  staging_ = kernels->allocate_staging(options_.staging_bytes);
+  allocate_staging(*kernels);
   const uint64_t half = options_.staging_bytes / 512 * 256;  // aligned
   channels[kStores]->use_staging(*kernels, staging_, half);
   channels[kLoads]->use_staging(*kernels, staging_ + half, half);
+}
+
+// Less than was asked for where the GPU has no more: with a little of it copies are much faster
+// than with none.
+void CopyPlanner::allocate_staging(PackKernels& kernels) {
+  const uint64_t wanted = options_.staging_bytes;
+  uint64_t least = kMinStagingBytes;
+  for (const Group& group : groups_) least = std::max(least, least_staging_bytes(group));
+  while (staging_ == 0) {
+    try {
+      staging_ = kernels.allocate_staging(options_.staging_bytes);
+    } catch (const std::exception& error) {
+      if (options_.staging_bytes / 2 < least) throw;
+      options_.staging_bytes /= 2;
+      if (slower_copies_.empty()) slower_copies_ = error.what();
+    }
+  }
+  if (options_.staging_bytes == wanted) return;
+  slower_copies_ = "transfers beside long kernels are slower with the " +
+                   std::to_string(options_.staging_bytes) +
+                   " bytes of GPU memory for staging that "
+                   "could be had: " +
+                   slower_copies_;
+  chooser_ = MethodChooser(options_, device_.copy_methods(), groups_);
 }
 
 void CopyPlanner::make_tables(std::vector<Group>& groups) const {

@@ -77,8 +77,8 @@ class CopyPlanner {
               const Channels& channels);
   ~CopyPlanner() { close(); }
 
-  // Why copy methods that would be chosen are not available, or "".
-  const std::string& missing_methods() const { return missing_methods_; }
+  // Why some copies are slower than they could be, and how they are made, or "".
+  const std::string& slower_copies() const { return slower_copies_; }
 
   // The part of rebinding that may throw: gives the new groups their tables, and returns a chooser
   // for them, for rebind().
@@ -108,6 +108,7 @@ class CopyPlanner {
   void check_forced_method() const;
   void check_encoded(const Group& group) const;
   void set_up(const Channels& channels);
+  void allocate_staging(PackKernels& kernels);
   void set_up_states(const Channels& channels);
   void make_tables(std::vector<Group>& groups) const;
   CopyMethod choose(const Job& job, int group, size_t blocks) const;
@@ -116,10 +117,10 @@ class CopyPlanner {
 
   std::vector<Group>& groups_;
   Device& device_;
-  const kvswap_copy_method_options options_;
+  kvswap_copy_method_options options_;  // staging_bytes: what could be allocated
   const size_t fragments_per_entry_;
   MethodChooser chooser_;
-  std::string missing_methods_;
+  std::string slower_copies_;
   double crowded_until_ = 0;  // until then other kernels keep the GPU busy
   bool has_kernels_ = false;
   const Stream stream_;  // to upload tables

@@ -81,7 +81,7 @@ class Handler {
   void on_context_error(const Reason& error);
 
   // Why copy methods that would be chosen are not available, or "". Never changes.
-  const std::string& missing_methods() const { return scheduler_.missing_methods(); }
+  const std::string& slower_copies() const { return scheduler_.slower_copies(); }
 
   Device& device() const { return scheduler_.device(); }
 

@@ -51,7 +51,7 @@ class Scheduler {
   // Need no lock: they never change.
   Device& device() const { return device_; }
   // Why copy methods that would be chosen are not available, or "".
-  const std::string& missing_methods() const { return planner_.missing_methods(); }
+  const std::string& slower_copies() const { return planner_.slower_copies(); }
 
   Lock lock() { return Lock(mutex_); }
 

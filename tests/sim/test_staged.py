@@ -10,6 +10,7 @@ import pytest
 import torch
 from drained import drain
 from expecttest import assert_expected_inline
+from logged import logged
 from simulated_cache import CURRENT, Stream, needs_kernels, run_until
 from simulated_driver import Driver, on_device, simulated
 from torch import Tensor
@@ -623,6 +624,37 @@ def test_without_memory_for_it_the_choice_goes_on_without(driver: Driver) -> Non
         handler.synchronize(job)
         assert job.result is not None
         assert job.result.copy_method == "strided"
+
+
+@needs_kernels
+@simulated
+def test_with_less_memory_than_was_asked_for_it_stages_through_what_there_is(
+    driver: Driver,
+) -> None:
+    whole = numbers(2, 24, MIB // 4)
+    layout = on_device(driver, whole)
+    before = list(whole.clone())
+    driver.limit_allocations(5 * MIB)
+    with (
+        logged() as messages,
+        OffloadHandler(
+            layout,
+            HostPool(layout, num_pages=24),
+            copy_method="staged",
+            staging_bytes=32 * MIB,
+        ) as handler,
+    ):
+        driver.log()
+        expect(handler, before, list(range(12)), list(range(12, 24)))
+        log = driver.log()
+    (message,) = messages
+    assert_expected_inline(
+        message,
+        """transfers beside long kernels are slower with the 4194304 bytes of GPU memory for staging that could be had: cuMemAlloc of 33554432 bytes for staging (staging_bytes): CUDA_ERROR_SIMULATED (2): made up by the simulated driver (docs/copy_methods.md)""",
+    )
+    blocks = [int(count) for count in re.findall(r"pack (\d+) blocks", log)]
+    assert max(blocks) == 2, "a piece has 1 MiB at most"
+    assert f"free {4 * MIB} bytes" in driver.log()
 
 
 @needs_kernels

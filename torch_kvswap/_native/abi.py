@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -281,7 +281,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_cache_moved": (_Bool, _Pointer),
     "kvswap_cache_release": (None, _Pointer),
     "kvswap_handler_create": (_Pointer, _Pointer, _Int, _Long, _Int, _Int, _Bool, _Pointer),
-    "kvswap_handler_missing_methods": (_Text, _Pointer),
+    "kvswap_handler_slower_copies": (_Text, _Pointer),
     "kvswap_handler_check_open": (_Bool, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),

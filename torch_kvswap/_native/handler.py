@@ -57,12 +57,8 @@ class NativeHandler(NotCopyable):
         return abi.CUDA, self.device.index
 
     def _warn_of_slower_copies(self) -> None:
-        if problem := _native.kvswap_handler_missing_methods(self._pointer).decode():
-            log.warning(
-                "kernels would speed up some transfers, but are not available: %s; the copy "
-                "engines do all transfers (docs/copy_methods.md)",
-                problem,
-            )
+        if why := _native.kvswap_handler_slower_copies(self._pointer).decode():
+            log.warning("%s (docs/copy_methods.md)", why)
         if self.device.type == "cuda" and not _native.kvswap_driver_has_batch():
             missing, remedy = (
                 ("HIP runtime is older than ROCm 7.1 and has no hipMemcpyBatchAsync", "ROCm")

@@ -167,6 +167,10 @@ class Driver:
     def fail_copy(self, index: int) -> None:
         self.library.simulated_fail_copy(index)
 
+    def limit_allocations(self, nbytes: int) -> None:
+        """From now on larger allocations of device memory fail, as on a GPU that is nearly full."""
+        self.library.simulated_limit_allocations(nbytes)
+
     def lose(self, code: int = 700) -> None:
         """From now on all but destroying fails; what is pending is dropped."""
         self.library.simulated_lose(code)

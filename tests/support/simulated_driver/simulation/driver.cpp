@@ -119,6 +119,10 @@ void simulated_fail_copy(int index) {
   const Lock lock(device().mutex);
   device().faults.fail_copy(index);
 }
+void simulated_limit_allocations(size_t bytes) {
+  const Lock lock(device().mutex);
+  device().faults.limit_allocations(bytes);
+}
 void simulated_lose(int code) {
   const Lock lock(device().mutex);
   device().lose(code);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <map>
 #include <string>
 
@@ -17,6 +18,7 @@ class Faults {
     return number;
   }
   void fail_copy(int index) { copies_left_ = index; }
+  void limit_allocations(size_t bytes) { largest_allocation_ = bytes; }
   void lose(int code) { lost_ = code; }
   int lost() const { return lost_; }
   int calls(const std::string& name) { return calls_[name]; }
@@ -33,6 +35,7 @@ class Faults {
     return found == planned.end() ? kSuccess : found->second;
   }
 
+  bool has_memory(size_t bytes) const { return bytes <= largest_allocation_; }
   bool copy_fails() { return copies_left_ >= 0 && copies_left_-- == 0; }
 
  private:
@@ -49,6 +52,7 @@ class Faults {
   std::map<std::string, int> calls_;
   std::map<std::string, std::map<int, int>> planned_;  // number of the call to what it returns
   int copies_left_ = -1, lost_ = kSuccess;
+  size_t largest_allocation_ = std::numeric_limits<size_t>::max();
 };
 
 }  // namespace simulated

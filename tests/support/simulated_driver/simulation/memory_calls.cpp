@@ -48,6 +48,7 @@ int allocate_device(unsigned long long* address, size_t bytes) {
   const Call call("cuMemAlloc");
   if (call.result) return call.result;
   if (bytes == 0) return kInvalidValue;
+  if (!device().faults.has_memory(bytes)) return kOutOfMemory;
   *address = allocate(bytes, kDeviceMemory);
   return kSuccess;
 }
