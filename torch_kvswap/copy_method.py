@@ -300,7 +300,7 @@ def copy_method_options(
     Args:
         copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, which defaults to
             "auto".
-        staging_bytes (int): GPU memory for staged copies.
+        staging_bytes (int): device memory for copies, as in OffloadHandler.
         device (torch.device): the device of the cache.
         costs (Costs | None): those of this device; None reads them. A cache on the CPU has none.
 
@@ -312,10 +312,12 @@ def copy_method_options(
     options = abi.CopyMethodOptions()
     name = "copy_method"
     if copy_method is None:
-        name, options.from_environment = "KVSWAP_COPY_METHOD", True
+        name = "KVSWAP_COPY_METHOD"
         copy_method = os.environ.get(name) or AUTO
+    setting = f"{name}={copy_method!r}"
     if copy_method not in CHOICES:
-        raise ValueError(f"{name}={copy_method!r}; expected one of {', '.join(CHOICES)}")
+        raise ValueError(f"{setting}; expected one of {', '.join(CHOICES)}")
+    options.copy_method_setting = setting.encode()
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":

@@ -113,11 +113,11 @@ class QueuedHandler(NativeHandler):
 
 def _choose_generic(groups: Groups, options: abi.CopyMethodOptions) -> None:
     """Keeps pages that are not pinned from a vendor's batched copies."""
+    if options.copy_method == _BATCH:
+        setting = options.copy_method_setting.decode()
+        raise ValueError(f"{setting} needs pinned host pages; leave it out, or pin the pages")
     warn_once(
         f"host pages for {groups.device} are not pinned: their copies are synchronous, and delay "
         "other transfers of the device"
     )
-    if options.copy_method == _BATCH:
-        name = "KVSWAP_COPY_METHOD" if options.from_environment else "copy_method"
-        raise ValueError(f"{name}='batch' needs pinned host pages; leave it out, or pin the pages")
     options.copy_method = _GENERIC
