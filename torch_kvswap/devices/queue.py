@@ -147,7 +147,7 @@ class DeviceQueue:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # unused pinned ids, ids on the device
         self._last_token = 0
         self._happened_at = 0.0
-        self._turn: Any = threading.RLock()  # re-entrant only to know its owner; never taken twice
+        self._turn: Any = threading.RLock()  # taken again only by _lose()
         self._callers: torch.Stream | None = None  # waits for the callers' events
         self._callers_lock = threading.Lock()
         self._process = ForkGuard()
@@ -521,24 +521,26 @@ class DeviceQueue:
             with self._callers_lock:
                 self._callers_stream().query()
         except Exception:
-            with self._turn:  # the thread that has it uses what _lose() drops
-                if self.lost is None:
-                    self._lose(_text_of(error))
+            self._lose(_text_of(error))
         self.check()
 
     def _lose(self, error: str) -> None:
         """Ends all jobs of the device, now and from now on.
 
-        The memory of the copies is never freed: what was enqueued may still use it.
+        Takes the turn, because the thread that has it uses what is dropped here. The memory of the
+        copies is never freed: what was enqueued may still use it.
         """
-        self.lost = error
-        _native.kvswap_queue_lose(self.pointer, error.encode())
-        self.records.clear()
-        _leaked.append((*self._streams.values(), *self._buffers))
-        self._streams.clear()
-        self._buffers.clear()
-        for waiting in list(self._waiting.values()):
-            waiting.is_done = True
+        with self._turn:
+            if self.lost is not None:
+                return
+            self.lost = error
+            _native.kvswap_queue_lose(self.pointer, error.encode())
+            self.records.clear()
+            _leaked.append((*self._streams.values(), *self._buffers))
+            self._streams.clear()
+            self._buffers.clear()
+            for waiting in list(self._waiting.values()):
+                waiting.is_done = True
 
     def check(self) -> None:
         """Raises DeviceLostError if the device is lost, and RuntimeError in a forked child."""
