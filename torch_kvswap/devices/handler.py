@@ -91,7 +91,7 @@ class QueuedHandler(NativeHandler):
         finally:
             self._queue.forget(token)
         if waiting.error is not None:
-            self._queue.lose_if_dead(waiting.error)
+            self._queue.raise_if_dead(waiting.error)
             raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
 
     def rebind(self, groups: Groups) -> None:
