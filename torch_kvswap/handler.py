@@ -444,11 +444,11 @@ class OffloadHandler(NotCopyable):
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
-        warn_of_unified_memory(groups.device)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool._register_user(self)
+        warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:
         groups = self._native.groups
