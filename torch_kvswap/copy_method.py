@@ -144,7 +144,7 @@ def read_costs(gpu: str) -> MeasuredCosts:
     with a warning in the log.
 
     Args:
-        gpu (str): the GPU's name.
+        gpu (str): the GPU's name; "" if it is not known.
 
     Raises:
         ValueError: the file named by KVSWAP_COPY_METHOD_COSTS cannot be opened, or a file is
@@ -321,7 +321,7 @@ def copy_method_options(
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":
-        measured = costs_of(device)
+        measured = read_costs(gpu_name(device))
         costs = measured.costs
         if measured.is_of_other_gpu and copy_method == AUTO:
             warn_once(
@@ -333,11 +333,6 @@ def copy_method_options(
             found = costs[direction].get(of_method) if costs else None
             native[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
     return options
-
-
-def costs_of(device: torch.device) -> MeasuredCosts:
-    """The costs for a device; those of REFERENCE_GPU if torch sees no GPU."""
-    return read_costs(gpu_name(device))
 
 
 def gpu_name(device: torch.device) -> str:

@@ -80,9 +80,10 @@ class QueuedHandler(NativeHandler):
         return super().poll(read)
 
     def wait(self, job: int, layer_group: int, stream: object) -> None:
-        """See NativeHandler. Returns when the stream was told to wait."""
+        """See NativeHandler."""
         token, waiting = self._queue.make_waiting(stream)
         try:
+            # The token stands for the stream's handle, which only torch has.
             loader.call("kvswap_job_wait", self.pointer, job, layer_group, token, 0)
             # A job that has ended needs no wait, and may have got no command.
             self._queue.run_until(
