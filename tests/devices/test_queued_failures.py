@@ -336,6 +336,24 @@ def test_a_thread_that_fails_ends_all_jobs_while_no_other_carries_out_commands(
         threading.excepthook = hook
 
 
+@on_queued_device
+def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
+    accelerator: Accelerator,
+) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+
+    def fail(command: object) -> None:
+        raise MemoryError
+
+    queue.work = lambda: 3600.0  # type: ignore[method-assign]  # so that the caller carries it out
+    queue._carry_out = fail  # type: ignore[method-assign]
+    job = rows.store(3, 0)
+    with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
+        job.synchronize(PATIENCE)
+    assert [result.job_id for result in rows.handler.poll()] == [job.id]
+
+
 # Cancelling, rebinding, closing
 
 

@@ -284,7 +284,8 @@ class DeviceQueue:
     def run_briefly(self) -> None:
         """Carries out some commands, and asks the device which events have happened.
 
-        Does nothing if another thread has the turn: that one does it.
+        Does nothing if another thread has the turn: that one does it. Raises nothing, because the
+        caller may have submitted a job: what fails here ends all jobs, as in the queue's thread.
         """
         if self.is_running_here or not _is_plain_thread():
             return
@@ -294,6 +295,8 @@ class DeviceQueue:
                 if self._has_events:
                     # The queue's thread was woken for the commands, and may have found none left.
                     _native.kvswap_queue_wake(self.pointer)
+        except Exception as error:
+            self._on_failed_thread(error)
         finally:  # Ctrl-C may come at any point
             if self._turn._is_owned():
                 self._turn.release()
@@ -562,6 +565,10 @@ class DeviceQueue:
             for waiting in list(self._waiting.values()):
                 waiting.is_done = True
 
+    def _on_failed_thread(self, error: BaseException) -> None:
+        """Loses the device, because the command that failed would never be carried out."""
+        self._lose(f"the thread that gives it commands has failed: {error!r}")
+
     def check(self) -> None:
         """Raises DeviceLostError if the device is lost, and RuntimeError in a forked child."""
         self._process.check("device queue")
@@ -669,8 +676,8 @@ def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
             return
         try:
             pause = owner.work()
-        except BaseException as error:  # also MemoryError: else the jobs would never end
-            owner._lose(f"the thread that gives it commands has failed: {error!r}")
+        except BaseException as error:
+            owner._on_failed_thread(error)
             raise
         del owner  # the queue may be dropped while this thread waits
 
