@@ -135,9 +135,11 @@ struct kvswap_copy_method_costs {
   double fragment_seconds[KVSWAP_FRAGMENT_SIZES];
 };
 struct kvswap_copy_method_options {
-  int32_t copy_method;       // for all transfers; -1: the one predicted to be fastest
-  int32_t from_environment;  // KVSWAP_COPY_METHOD says so, not the argument; for errors
-  uint64_t staging_bytes;    // GPU memory
+  int32_t copy_method;  // for all transfers; -1: the one predicted to be fastest
+  // How the user has asked for it, for the errors of kvswap_handler_create: copy_method='batch' or
+  // KVSWAP_COPY_METHOD='batch'.
+  const char* copy_method_setting;
+  uint64_t staging_bytes;                                  // GPU memory
   kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];  // of stores, of loads
 };
 

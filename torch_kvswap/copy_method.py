@@ -23,7 +23,7 @@ AUTO = "auto"
 CHOICES = (AUTO, *(method for method in COPY_METHODS if method != "host"))
 DIRECTIONS = ("store", "load")
 SHIPPED = Path(__file__).with_name("copy_method_costs.json")
-GENERIC = "NVIDIA H200"  # GPU whose shipped costs are used for a GPU without costs of its own
+REFERENCE_GPU = "NVIDIA H200"  # its shipped costs are used for GPUs without costs of their own
 SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 256 << 20
 _MAX_MICROSECONDS = 1e12
@@ -128,23 +128,23 @@ class MeasuredCosts:
     Attributes:
         costs (Costs): by direction, then by copy method.
         source (str): where the costs are from, for messages.
-        is_generic (bool): whether they were measured on another GPU than the given one.
+        is_of_other_gpu (bool): whether they were measured on another GPU than the given one.
     """
 
     costs: Costs
     source: str
-    is_generic: bool = False
+    is_of_other_gpu: bool = False
 
 
 def read_costs(gpu: str) -> MeasuredCosts:
     """Reads the costs for a GPU from the first source that exists.
 
     The sources are: the file named by KVSWAP_COPY_METHOD_COSTS, the user's cache, the shipped costs
-    for this GPU, the shipped costs for GENERIC. An unreadable cache file is skipped with a warning
-    in the log.
+    for this GPU, the shipped costs for REFERENCE_GPU. A cache file that cannot be opened is skipped
+    with a warning in the log.
 
     Args:
-        gpu (str): the GPU's name.
+        gpu (str): the GPU's name; "" if it is not known.
 
     Raises:
         ValueError: the file named by KVSWAP_COPY_METHOD_COSTS cannot be opened, or a file is
@@ -172,9 +172,9 @@ def read_costs(gpu: str) -> MeasuredCosts:
 
 
 def shipped_costs(gpu: str) -> MeasuredCosts:
-    """The costs that the package has for a GPU, otherwise those for GENERIC."""
+    """The costs that the package has for a GPU, otherwise those for REFERENCE_GPU."""
     shipped = json.loads(SHIPPED.read_text())
-    name = gpu if gpu in shipped else GENERIC
+    name = gpu if gpu in shipped else REFERENCE_GPU
     return MeasuredCosts(
         _parse(shipped[name]), f"{SHIPPED.name}, {name}", bool(gpu) and name != gpu
     )
@@ -300,7 +300,7 @@ def copy_method_options(
     Args:
         copy_method (str | None): one of CHOICES; None reads KVSWAP_COPY_METHOD, which defaults to
             "auto".
-        staging_bytes (int): GPU memory for staged copies.
+        staging_bytes (int): device memory for copies, as in OffloadHandler.
         device (torch.device): the device of the cache.
         costs (Costs | None): those of this device; None reads them. A cache on the CPU has none.
 
@@ -312,30 +312,27 @@ def copy_method_options(
     options = abi.CopyMethodOptions()
     name = "copy_method"
     if copy_method is None:
-        name, options.from_environment = "KVSWAP_COPY_METHOD", True
+        name = "KVSWAP_COPY_METHOD"
         copy_method = os.environ.get(name) or AUTO
+    setting = f"{name}={copy_method!r}"
     if copy_method not in CHOICES:
-        raise ValueError(f"{name}={copy_method!r}; expected one of {', '.join(CHOICES)}")
+        raise ValueError(f"{setting}; expected one of {', '.join(CHOICES)}")
+    options.copy_method_setting = setting.encode()
     options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
     options.staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":
-        measured = costs_of(device)
+        measured = read_costs(gpu_name(device))
         costs = measured.costs
-        if measured.is_generic and copy_method == AUTO:
+        if measured.is_of_other_gpu and copy_method == AUTO:
             warn_once(
-                f"the copy method is chosen by the costs on an {GENERIC}: none are known for this "
-                "GPU; `python -m torch_kvswap calibrate` measures them"
+                f"the copy method is chosen by the costs on an {REFERENCE_GPU}: none are known for "
+                "this GPU; `python -m torch_kvswap calibrate` measures them"
             )
     for direction, native in zip(DIRECTIONS, options.costs, strict=True):
         for number, of_method in enumerate(COPY_METHODS):
             found = costs[direction].get(of_method) if costs else None
             native[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
     return options
-
-
-def costs_of(device: torch.device) -> MeasuredCosts:
-    """The costs for a device; the generic ones if torch sees no GPU."""
-    return read_costs(gpu_name(device))
 
 
 def gpu_name(device: torch.device) -> str:

@@ -63,18 +63,17 @@ _STATES: dict[int, State] = {
     abi.FAILED: "failed",
     abi.CANCELLED: "cancelled",
 }
-# Looked up here because __del__ may run at exit, when the loader module is gone.
-_release = loader.library().kvswap_job_release
-
-# A share of rejected blocks above this one is warned of, from this many encoded blocks on.
-_COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
-
 _ERRORS: dict[int, type[TransferError]] = {
     abi.OTHER_ERROR: TransferError,
     abi.DEVICE_LOST: DeviceLostError,
     abi.SOURCE_FAILED: SourceFailedError,
     abi.REJECTED: BlocksRejectedError,
 }
+# Looked up here because __del__ may run at exit, when the loader module is gone.
+_release = loader.library().kvswap_job_release
+
+# A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
+_COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
 
 
 @dataclass(frozen=True)
@@ -246,6 +245,7 @@ class Gate(NotCopyable):
         Raises:
             IndexError: the gate has no such layer group.
             TypeError: stream is not a torch.cuda.Stream.
+            RuntimeError: the driver refuses, or this is a forked child.
         """
         layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
         self._handler.check_process()
@@ -283,12 +283,12 @@ class Job(NotCopyable):
     def __repr__(self) -> str:
         try:
             answer = self.handler._native.job(self._native)
-            name = "queued" if answer.state == abi.QUEUED else "running"
-            name = "cancelling" if answer.is_cancelling else _STATES.get(answer.state, name)
+            unended = {abi.QUEUED: "queued", abi.RUNNING: "running"}
+            state = "cancelling" if answer.is_cancelling else {**unended, **_STATES}[answer.state]
         except RuntimeError:  # a fork has nothing of the handler
-            name = "unknown"
+            state = "unknown"
         tag = "" if self.tag is None else f", tag={self.tag!r}"
-        return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={name}{tag})"
+        return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={state}{tag})"
 
     def __del__(self) -> None:
         if hasattr(self, "_native"):  # False if __init__ did not run
@@ -444,11 +444,11 @@ class OffloadHandler(NotCopyable):
         options = copy_method_options(copy_method, staging_bytes, groups.device, self._costs)
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
-        warn_of_unified_memory(groups.device)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
         for pool in groups.pools:
             pool._register_user(self)
+        warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:
         groups = self._native.groups
@@ -616,7 +616,7 @@ class OffloadHandler(NotCopyable):
         return self._take_results()
 
     def _take_results(self) -> list[Result]:
-        """poll(), for the engine too."""
+        """poll() without its check for an engine, which calls this."""
         results = self._native.poll(result_of)
         for result in results:
             self._ranges.end(result.job_id)
@@ -696,7 +696,10 @@ class OffloadHandler(NotCopyable):
             layer_groups (int): 1 to the number of tensors of the cache.
 
         Raises:
+            TypeError: layer_groups is not an integer.
             ValueError: layer_groups is out of range, or the cache is not on a CUDA device.
+            RuntimeError: the handler is closed, or the driver refuses.
+            DeviceLostError: the device is lost.
         """
         return Gate(self._native, layer_groups)
 
@@ -715,12 +718,13 @@ class OffloadHandler(NotCopyable):
         Raises:
             TypeError: gpu is no layout, or no list of as many layouts as before.
             ValueError: the new cache does not match the pools, or is on another device.
-            RuntimeError: the handler is closed, another thread submits meanwhile, or the driver
-                refuses what the new cache needs.
+            RuntimeError: the handler is closed, a tensor of the new cache has moved, another thread
+                submits meanwhile, or the driver refuses what the new cache needs.
         """
         self._native.check_open()
+        moved = self._native.groups.moved_to(gpu)
         self._native.synchronize(None, None)
-        self._native.rebind(self._native.groups.moved_to(gpu))
+        self._native.rebind(moved)
 
     def close(self) -> None:
         """Refuses new jobs, waits for all jobs, and frees threads, streams and events.
@@ -802,7 +806,13 @@ class OffloadHandler(NotCopyable):
         gate: Gate | None = None,
         expedited: bool = False,
     ) -> Job:
-        """store() and load(), for the engine too."""
+        """store() and load() without their check for an engine, which calls this.
+
+        Args:
+            channel (int): abi.STORES or abi.LOADS.
+            ids: gpu_block_ids, page_ids and first_block.
+            after, copy_engines_only, tag, layer_groups, gate, expedited: see load().
+        """
         try:
             # True and False need no call, which takes microseconds when it is not in the caches.
             if expedited is not False and expedited is not True:

@@ -226,16 +226,9 @@ CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
     if (has_encoded) fail<ValueError>("encoding='lossless' cannot be had: ", error.what());
     for (const CopyMethod method : {CopyMethod::kStaged, CopyMethod::kKernel}) {
       if (!chooser_.forces(method)) continue;
-      fail<ValueError>(forced_method(), " cannot be had: ", error.what());
+      fail<ValueError>(options_.copy_method_setting, " cannot be had: ", error.what());
     }
   }
-}
-
-// What the caller or the environment asks for, as errors call it.
-std::string CopyPlanner::forced_method() const {
-  const auto forced = static_cast<CopyMethod>(options_.copy_method);
-  return std::string(options_.from_environment ? "KVSWAP_COPY_METHOD" : "copy_method") + "='" +
-         copy_method_name(forced) + "'";
 }
 
 void CopyPlanner::check_forced_method() const {
@@ -246,8 +239,8 @@ void CopyPlanner::check_forced_method() const {
     // The method of host memory cannot be asked for.
     if (method != CopyMethod::kHost) choices += std::string(", ") + copy_method_name(method);
   }
-  fail<ValueError>(forced_method(), " is no copy method of ", device_.name(), "; it can be ",
-                   choices);
+  fail<ValueError>(options_.copy_method_setting, " is no copy method of ", device_.name(),
+                   "; it can be ", choices);
 }
 
 void CopyPlanner::check_encoded(const Group& group) const {
@@ -263,8 +256,8 @@ void CopyPlanner::check_encoded(const Group& group) const {
   if (device_.pack_kernels() == nullptr) return;
   for (const CopyMethod method : {CopyMethod::kStrided, CopyMethod::kBatch}) {
     if (!chooser_.forces(method)) continue;
-    fail<ValueError>("copy_method='", copy_method_name(method),
-                     "' cannot encode host pages with encoding='lossless'; pass "
+    fail<ValueError>(options_.copy_method_setting,
+                     " cannot encode host pages with encoding='lossless'; pass "
                      "copy_method='auto', 'staged' or 'kernel', or make the pool with "
                      "encoding='raw'");
   }

@@ -104,7 +104,6 @@ class CopyPlanner {
   void leak() noexcept;
 
  private:
-  std::string forced_method() const;
   void check_forced_method() const;
   void check_encoded(const Group& group) const;
   void set_up(const Channels& channels);

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +38,23 @@ def error_text(*call: Any, **options: Any) -> str:
 
 
 # Registering
+
+
+@contextmanager
+def entry_point(load: Callable[[], object]) -> Iterator[None]:
+    """A package declares a backend for the device type, which `load` returns."""
+
+    def entry_points(group: str, name: str) -> list[Any]:
+        assert (group, name) == ("torch_kvswap.device_backends", DEVICE_TYPE)
+        return [SimpleNamespace(load=load, value="vendor.copies:backend")]
+
+    before, metadata.entry_points = metadata.entry_points, entry_points  # type: ignore[assignment]
+    backends._entry_points_read.clear()
+    try:
+        yield
+    finally:
+        metadata.entry_points = before
+        backends._entry_points_read.clear()
 
 
 @on_queued_device
@@ -71,18 +91,8 @@ def test_a_package_can_bring_a_backend(accelerator: Accelerator, works: bool) ->
             return made
         raise ImportError("libvendor.so is missing")
 
-    def entry_points(group: str, name: str) -> list[Any]:
-        assert (group, name) == ("torch_kvswap.device_backends", DEVICE_TYPE)
-        return [SimpleNamespace(load=load, value="vendor.copies:backend")]
-
-    before, metadata.entry_points = metadata.entry_points, entry_points  # type: ignore[assignment]
-    backends._entry_points_read.clear()
-    try:
-        with logged() as messages:
-            rows = Rows()
-    finally:
-        metadata.entry_points = before
-        backends._entry_points_read.clear()
+    with entry_point(load), logged() as messages:
+        rows = Rows()
     rows.store(3, 0).synchronize(PATIENCE)
     assert rows.page(0) == {3}
     assert rows.handler.poll()[0].copy_method == ("batch" if works else "generic")
@@ -94,6 +104,24 @@ def test_a_package_can_bring_a_backend(accelerator: Accelerator, works: bool) ->
             "libvendor.so is missing; blocks are copied with torch's operations"
         ]
     )
+
+
+@on_queued_device
+def test_a_thread_that_asks_while_another_one_loads_the_backend_gets_it(
+    accelerator: Accelerator,
+) -> None:
+    made, found = Backend(accelerator), []
+    other = threading.Thread(target=lambda: found.append(backends.find_device_backend(DEVICE_TYPE)))
+
+    def load() -> object:
+        other.start()
+        other.join(0.2)  # it ends here if it does not wait
+        return made
+
+    with entry_point(load):
+        found.append(backends.find_device_backend(DEVICE_TYPE))
+        other.join(PATIENCE)
+    assert found == [made, made]
 
 
 # Copying

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -303,9 +304,17 @@ def test_waiting_for_a_job_of_a_lost_device_ends(accelerator: Accelerator) -> No
 
 
 @on_queued_device
-def test_a_thread_that_fails_ends_all_jobs(accelerator: Accelerator) -> None:
+def test_a_thread_that_fails_ends_all_jobs_while_no_other_carries_out_commands(
+    accelerator: Accelerator,
+) -> None:
     rows = Rows()
     queue = queue_of(rows.handler)
+    had_turn = []
+
+    class Records(dict[int, Any]):
+        def clear(self) -> None:
+            had_turn.append(queue.is_running_here)
+            super().clear()
 
     def fail(command: object) -> None:
         raise MemoryError
@@ -314,14 +323,35 @@ def test_a_thread_that_fails_ends_all_jobs(accelerator: Accelerator) -> None:
     try:
         queue._turn.acquire()  # so that the queue's thread carries out the command
         queue._carry_out = fail  # type: ignore[method-assign]
+        queue.records = Records(queue.records)
         other = threading.Thread(target=rows.store, args=(3, 0))
         other.start()
         other.join(PATIENCE)
         queue._turn.release()
         with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
             rows.handler.synchronize(timeout=PATIENCE)
+        assert in_time(lambda: bool(had_turn))
+        assert had_turn == [True]
     finally:
         threading.excepthook = hook
+
+
+@on_queued_device
+def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
+    accelerator: Accelerator,
+) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+
+    def fail(command: object) -> None:
+        raise MemoryError
+
+    queue.work = lambda: 3600.0  # type: ignore[method-assign]  # so that the caller carries it out
+    queue._carry_out = fail  # type: ignore[method-assign]
+    job = rows.store(3, 0)
+    with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
+        job.synchronize(PATIENCE)
+    assert [result.job_id for result in rows.handler.poll()] == [job.id]
 
 
 # Cancelling, rebinding, closing

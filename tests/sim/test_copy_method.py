@@ -45,7 +45,7 @@ def test_auto_is_the_default_and_forces_nothing(monkeypatch: pytest.MonkeyPatch)
     assert copy_method_options("auto", 7, GPU).staging_bytes == 7
 
 
-def test_a_path_is_forced_by_its_name_or_by_the_environment(
+def test_a_method_is_forced_by_its_name_or_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for copy_method in CHOICES[1:]:
@@ -77,14 +77,14 @@ kernel, generic""",
     )
 
 
-def test_a_path_without_figures_is_unknown_to_the_native_side() -> None:
+def test_a_method_without_costs_is_unknown_to_the_native_side() -> None:
     options = copy_method_options("auto", 0, GPU)
     for of_direction in options.costs:
         assert of_direction[COPY_METHODS.index("strided")].start_seconds > 0
         assert of_direction[COPY_METHODS.index("host")].start_seconds < 0
 
 
-def test_a_cache_on_the_cpu_needs_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_on_the_cpu_needs_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSWAP_COPY_METHOD_COSTS", "/nowhere")
     assert copy_method_options("auto", 0, CPU).costs[0][0].start_seconds < 0
     layout = PagedLayout([torch.zeros(4, 8)])
@@ -118,6 +118,7 @@ def test_a_method_that_no_gpu_has_is_refused_with_nothing_left(driver: Driver) -
     groups = Groups(layout, pool)
     options = copy_method_options("auto", 1 << 20, GPU)
     options.copy_method = COPY_METHODS.index("host")
+    options.copy_method_setting = b"copy_method='host'"
     before = driver.live("streams")
     with pytest.raises(ValueError, match="copy_method") as refusal:
         NativeHandler(groups, False, options)
@@ -128,20 +129,20 @@ def test_a_method_that_no_gpu_has_is_refused_with_nothing_left(driver: Driver) -
     assert driver.live("streams") == before
 
 
-# The choice, by figures that a test makes up: milliseconds of the start, a block and a fragment.
+# The choice, by costs that a test makes up: milliseconds of the start, a block and a fragment.
 # On the simulated driver's clock each call that copies takes one.
 
 
 @contextmanager
-def figures(
+def costs(
     folder: Path,
     *,
     submit_store: tuple[float, float] = (0, 1),
     submit_load: tuple[float, float] = (0, 1),
-    **of_paths: tuple[float, float, float],
+    **of_methods: tuple[float, float, float],
 ) -> Iterator[None]:
     """submit_store, submit_load: microseconds to submit any transfer, and each of its copies."""
-    costs = {
+    content = {
         direction: {
             copy_method: {
                 "start_us": 1000 * start,
@@ -150,18 +151,18 @@ def figures(
                 "submit_copy_us": submit[1],
                 "fragment_us": {"512": 1000 * fragment},
             }
-            for copy_method, (start, block, fragment) in of_paths.items()
+            for copy_method, (start, block, fragment) in of_methods.items()
         }
         for direction, submit in (("store", submit_store), ("load", submit_load))
     }
     file = folder / "costs.json"
-    file.write_text(json.dumps(costs))
+    file.write_text(json.dumps(content))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_COPY_METHOD_COSTS", str(file))
         yield
 
 
-def paths_taken(
+def methods_taken(
     driver: Driver, layers: int, fragment: int = 512, counts: tuple[int, ...] = (1, 4, 16)
 ) -> str:
     """Of stores, loads, expedited loads and loads in the background, by blocks."""
@@ -186,9 +187,9 @@ def paths_taken(
 
 @simulated
 def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
-    with figures(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
+    with costs(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
         assert_expected_inline(
-            paths_taken(driver, layers=4),
+            methods_taken(driver, layers=4),
             """\
 1: strided strided strided strided
 4: strided strided strided strided
@@ -203,7 +204,7 @@ def test_pageable_memory_is_copied_by_batches_whatever_would_be_faster(
     """Pinned memory is the control."""
     layout = on_device(driver, torch.zeros(4, 4, 512, dtype=torch.uint8))
     taken = []
-    with figures(tmp_path, strided=(1, 0, 0), batch=(10, 0, 0)):
+    with costs(tmp_path, strided=(1, 0, 0), batch=(10, 0, 0)):
         for pinned in (True, False):
             for copy_method in ("auto", "strided"):
                 pool = HostPool(layout, 4, pinned=pinned)
@@ -220,7 +221,7 @@ def test_layers_without_an_order_cost_a_strided_call_each(driver: Driver, tmp_pa
     whole = torch.zeros(11, 20, 512, dtype=torch.uint8)
     driver.adopt(whole.view(-1), DEVICE)
     taken = []
-    with figures(tmp_path, strided=(0, 1, 0), batch=(2.5, 0, 0)):
+    with costs(tmp_path, strided=(0, 1, 0), batch=(2.5, 0, 0)):
         for layers in ([0, 1, 2, 3], [0, 1, 3, 6, 10]):  # one distance; three pairs
             layout = PagedLayout([whole[layer] for layer in layers])
             layout.device = GPU
@@ -277,8 +278,8 @@ def calls_that_submit(
 def test_the_caller_submits_as_many_copies_as_take_50_us(
     driver: Driver, tmp_path: Path, copy_method: str, layers: list[int], expected: str
 ) -> None:
-    costs = {copy_method: (1.0, 0.0, 0.0), "strided": (2.0, 0.0, 0.0)}
-    with figures(tmp_path, submit_store=(10.5, 1), submit_load=(10.5, 2), **costs):
+    of_methods = {copy_method: (1.0, 0.0, 0.0), "strided": (2.0, 0.0, 0.0)}
+    with costs(tmp_path, submit_store=(10.5, 1), submit_load=(10.5, 2), **of_methods):
         assert calls_that_submit(driver, layers, copy_method) == expected
 
 
@@ -286,16 +287,16 @@ def test_the_caller_submits_as_many_copies_as_take_50_us(
 def test_the_caller_submits_nothing_where_any_submission_takes_longer(
     driver: Driver, tmp_path: Path
 ) -> None:
-    with figures(tmp_path, submit_store=(51, 0), submit_load=(49, 0), strided=(1, 0, 0)):
+    with costs(tmp_path, submit_store=(51, 0), submit_load=(49, 0), strided=(1, 0, 0)):
         taken = calls_that_submit(driver, [0, 1, 2, 3])
     assert taken == "store 0, load 100, expedited 100"
 
 
 @simulated
-def test_the_caller_submits_by_a_method_without_figures_and_never_pageable_memory(
+def test_the_caller_submits_by_a_method_without_costs_and_never_pageable_memory(
     driver: Driver, tmp_path: Path
 ) -> None:
-    with figures(tmp_path, strided=(1, 0, 0)):
+    with costs(tmp_path, strided=(1, 0, 0)):
         taken = calls_that_submit(driver, [0, 1, 2, 3], "batch")
         assert taken == "store 100, load 100, expedited 100"
         taken = calls_that_submit(driver, [0, 1, 2, 3], "batch", pinned=False)
@@ -306,9 +307,9 @@ def test_the_caller_submits_by_a_method_without_figures_and_never_pageable_memor
 @simulated
 def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path) -> None:
     fast = {"kernel": (1.0, 0.0, 2.0), "staged": (12.0, 0.0, 0.1)}
-    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), **fast):
+    with costs(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), **fast):
         assert_expected_inline(
-            paths_taken(driver, layers=4),
+            methods_taken(driver, layers=4),
             """\
 1: kernel kernel kernel strided
 4: staged staged kernel strided
@@ -321,8 +322,8 @@ def test_kernels_are_chosen_where_they_are_faster(driver: Driver, tmp_path: Path
 def test_a_large_load_is_left_to_a_kernel_only_if_it_is_expedited(
     driver: Driver, tmp_path: Path
 ) -> None:
-    with figures(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
-        taken = paths_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
+    with costs(tmp_path, strided=(0, 0, 9), batch=(0, 0, 9), kernel=(0, 0, 1)):
+        taken = methods_taken(driver, layers=4, fragment=64 << 10, counts=(16, 17))
     assert_expected_inline(
         taken,
         """\
@@ -343,7 +344,7 @@ def test_a_large_expedited_load_ends_while_a_staged_load_waits(
     copies = driver.cuda.create_stream() + 3
     first, second = list(range(17)), list(range(20, 37))  # more bytes than a kernel loads otherwise
     with (
-        figures(tmp_path, strided=(0, 0, 9), staged=(1, 0, 0), kernel=(1, 0, 0)),
+        costs(tmp_path, strided=(0, 0, 9), staged=(1, 0, 0), kernel=(1, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 40)) as handler,
     ):
         handler.synchronize(handler.store(gpu_block_ids=first + second, page_ids=first + second))
@@ -373,11 +374,11 @@ def test_a_large_expedited_load_ends_while_a_staged_load_waits(
 @needs_kernels
 @simulated
 def test_what_no_transfer_would_take_gets_no_memory(driver: Driver, tmp_path: Path) -> None:
-    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5)):
-        paths_taken(driver, layers=4)
+    with costs(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5)):
+        methods_taken(driver, layers=4)
     assert driver.calls("cuMemAlloc") == 0
-    with figures(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
-        paths_taken(driver, layers=4)
+    with costs(tmp_path, strided=(1, 1, 1), batch=(5, 5, 5), staged=(99, 0, 0)):
+        methods_taken(driver, layers=4)
     assert driver.calls("cuMemAlloc") == 2  # the table of slabs and the buffer
 
 
@@ -413,7 +414,7 @@ def test_where_kernels_are_held_up_the_copy_engines_take_over_for_a_while(
     layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
     copies = driver.cuda.create_stream() + 1
     with (
-        figures(tmp_path, strided=(1.5, 0, 0), staged=(1, 0, 0)),
+        costs(tmp_path, strided=(1.5, 0, 0), staged=(1, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 4)) as handler,
     ):
         taken: list[str] = []
@@ -435,20 +436,20 @@ def taken_by_two(
     folder: Path,
     slow_one: Callable[[Driver, OffloadHandler, int], Result],
     stream: int,
-    **of_paths: tuple[float, float, float],
+    **of_methods: tuple[float, float, float],
 ) -> list[str]:
     """The copy methods of two transfers that are held up, of a new handler: it knows of no other.
 
     Args:
         slow_one: slow_store or slow_load.
         stream: of the channel's copies, counted from the first that the handler makes.
-        of_paths: see figures().
+        of_methods: see costs().
     """
     layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
     while True:
         copies = driver.cuda.create_stream() + stream
         with (
-            figures(folder, **of_paths),
+            costs(folder, **of_methods),
             OffloadHandler(layout, HostPool(layout, 4)) as handler,
         ):
             began = time.monotonic()
@@ -465,20 +466,20 @@ def taken_by_two(
 def test_where_kernels_are_held_up_they_are_predicted_to_wait_a_millisecond(
     driver: Driver, tmp_path: Path, strided_ms: float, takes_over: bool, held_up: str
 ) -> None:
-    costs = {"strided": (strided_ms, 0, 0), held_up: (1, 0, 0)}
-    taken = taken_by_two(driver, tmp_path, slow_load, 3, **costs)
+    of_methods = {"strided": (strided_ms, 0, 0), held_up: (1, 0, 0)}
+    taken = taken_by_two(driver, tmp_path, slow_load, 3, **of_methods)
     assert taken == [held_up, "strided" if takes_over else held_up]
 
 
 @needs_kernels
 @simulated
-def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
+def test_a_method_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     driver: Driver, tmp_path: Path
 ) -> None:
     layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
     copies = driver.cuda.create_stream() + 1
     with (
-        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        costs(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 4), copy_method="staged") as handler,
     ):
         taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
@@ -493,7 +494,7 @@ def test_the_copy_engines_do_not_take_over_where_they_would_be_as_slow(
     layout = on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8))
     copies = driver.cuda.create_stream() + 1
     with (
-        figures(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
+        costs(tmp_path, strided=(170_000, 0, 0), staged=(10, 0, 0)),
         OffloadHandler(layout, HostPool(layout, 4)) as handler,
     ):
         taken = [slow_store(driver, handler, copies).copy_method for _ in range(2)]
@@ -506,10 +507,10 @@ def test_where_kernels_cannot_be_had_a_warning_says_why_and_the_copy_engines_do_
 ) -> None:
     driver.limit_allocations(1 << 19)
     with (
-        figures(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
+        costs(tmp_path, strided=(2, 0, 0), staged=(1, 0, 0)),
         logged() as messages,
     ):
-        taken = paths_taken(driver, layers=4, counts=(1,))
+        taken = methods_taken(driver, layers=4, counts=(1,))
     assert taken == "1: strided strided strided strided"
     (message,) = messages
     if loader.library().kvswap_kernel_version():
@@ -581,8 +582,8 @@ cuStreamSynchronize: copy_method='staged' cannot be had: cuMemcpyAsync of the ta
 
 @simulated
 def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) -> None:
-    with figures(tmp_path):
-        taken = paths_taken(driver, layers=4, counts=(1,))
+    with costs(tmp_path):
+        taken = methods_taken(driver, layers=4, counts=(1,))
     assert_expected_inline(taken, """1: strided strided strided strided""")
 
 
@@ -592,6 +593,6 @@ def test_without_any_figures_blocks_are_strided(driver: Driver, tmp_path: Path) 
 def test_copy_engines_take_over_only_if_they_promise_half_the_time(
     driver: Driver, tmp_path: Path, ms: float, then: str
 ) -> None:
-    costs = {"strided": (10.5, 0, 0), "staged": (10, 0, 0)}
-    taken = taken_by_two(driver, tmp_path, partial(slow_store, ms=ms), 1, **costs)
+    of_methods = {"strided": (10.5, 0, 0), "staged": (10, 0, 0)}
+    taken = taken_by_two(driver, tmp_path, partial(slow_store, ms=ms), 1, **of_methods)
     assert taken == ["staged", then]

@@ -707,14 +707,19 @@ def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, 
 
 
 @pytest.mark.parametrize("method", ["strided", "batch"])
+@pytest.mark.parametrize("given", ["argument", "environment"])
 @needs_kernels
 @simulated
-def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str) -> None:
-    with pytest.raises(ValueError, match="copy_method") as refusal:
-        EncodedCache(driver, copy_method=method)
+def test_a_method_that_cannot_encode_is_refused(driver: Driver, method: str, given: str) -> None:
+    argument = method if given == "argument" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSWAP_COPY_METHOD", "auto" if argument else method)
+        with pytest.raises(ValueError, match="lossless") as refusal:
+            EncodedCache(driver, copy_method=argument)
     assert str(refusal.value) == (
-        f"copy_method='{method}' cannot encode host pages with encoding='lossless'; pass "
-        "copy_method='auto', 'staged' or 'kernel', or make the pool with encoding='raw'"
+        f"{'copy_method' if argument else 'KVSWAP_COPY_METHOD'}='{method}' cannot encode host "
+        "pages with encoding='lossless'; pass copy_method='auto', 'staged' or 'kernel', or make "
+        "the pool with encoding='raw'"
     )
 
 

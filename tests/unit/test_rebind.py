@@ -107,6 +107,14 @@ TypeError: gpu is a HostPool; rebind() takes a PagedLayout for this handler""",
         handler.synchronize(handler.store(gpu_block_ids=[0], page_ids=[0]))
 
 
+def test_another_kind_of_cache_is_refused_without_waiting_for_jobs() -> None:
+    layout = PagedLayout([make_cache("cpu", 1)])
+    wider = PagedLayout([torch.zeros(6, 41, dtype=torch.uint8)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler, pytest.MonkeyPatch.context() as to:
+        to.setattr(handler._native, "synchronize", lambda *_: pytest.fail("it waits"))
+        assert "41 bytes in slab 0" in error_text(handler.rebind, wider)
+
+
 def test_a_hybrid_cache_is_rebound_to_as_many_layouts() -> None:
     layouts = [PagedLayout([make_cache("cpu", number)]) for number in (1, 2)]
     with OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts]) as handler:

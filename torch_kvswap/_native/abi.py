@@ -93,7 +93,7 @@ class CopyMethodOptions(ctypes.Structure):
 
     _fields_ = (
         ("copy_method", ctypes.c_int32),
-        ("from_environment", ctypes.c_int32),
+        ("copy_method_setting", ctypes.c_char_p),
         ("staging_bytes", ctypes.c_uint64),
         ("costs", (CopyMethodCosts * len(COPY_METHODS)) * 2),  # of stores, of loads
     )

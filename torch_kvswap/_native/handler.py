@@ -32,7 +32,8 @@ _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals b
 class NativeHandler(NotCopyable):
     """Owns the native handler and the memory of the groups.
 
-    Every method raises RuntimeError in a forked child.
+    Any thread may call any method. In a forked child every method raises RuntimeError, except
+    release_gate() and destroy(), which do nothing there.
     """
 
     def __init__(self, groups: Groups, submit_thread: bool, options: abi.CopyMethodOptions) -> None:
@@ -72,8 +73,8 @@ class NativeHandler(NotCopyable):
 
     @property
     def pointer(self) -> int:
-        """The native handler; raises RuntimeError if it was destroyed."""
-        self._process.check("handler")
+        """The native handler; raises RuntimeError if it was destroyed, or in a forked child."""
+        self.check_process()
         if self._pointer is None:
             raise RuntimeError("the handler was destroyed")
         return self._pointer
@@ -87,7 +88,10 @@ class NativeHandler(NotCopyable):
         self._process.check("handler")
 
     def submit(self, request: Request) -> int:
-        """Submits a request and returns the native job. Sets id and nbytes in request.numbers."""
+        """Submits a request and returns the native job, a reference that kvswap_job_release ends.
+
+        Sets id and nbytes in request.numbers.
+        """
         # Each Python function that this path calls costs 5 us when it is not in the caches.
         address = request.numbers.buffer_info()[0]
         job: int | None = _submit(self._pointer or self.pointer, address)
@@ -165,6 +169,8 @@ class NativeHandler(NotCopyable):
     def wait(self, job: int, layer_group: int, stream: object) -> None:
         """Makes a stream wait for a layer group of a job; group -1 is all of it.
 
+        Returns when the stream was told to wait, which takes as long as submitting a queued job.
+
         Args:
             job (int): the native job.
             layer_group (int): the group.
@@ -183,7 +189,7 @@ class NativeHandler(NotCopyable):
         return gate
 
     def release_gate(self, gate: int) -> None:
-        """Releases a gate that is no longer used. Does nothing in a forked child."""
+        """Releases a gate that is no longer used."""
         if self._process.is_current:
             _release_gate(gate)
 
@@ -192,7 +198,7 @@ class NativeHandler(NotCopyable):
         return bool(loader.call("kvswap_handler_metrics", self.pointer, channel, out))
 
     def rebind(self, groups: Groups) -> None:
-        """Replaces the groups while no job is outstanding."""
+        """Replaces the groups. Raises RuntimeError, with nothing changed, if a job is running."""
         count = len(groups.structures)
         loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
         self.groups = groups

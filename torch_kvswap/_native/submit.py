@@ -182,7 +182,7 @@ def _from_numpy(name: str, ids: npt.NDArray[Any]) -> array[int]:
 
 
 class Request:
-    """One checked submission.
+    """One checked submission. To be kept until it was submitted.
 
     Args:
         groups: the groups of the handler.
@@ -193,12 +193,13 @@ class Request:
 
     Attributes:
         numbers (array[int]): laid out like abi.Request and the counts that follow it, but faster to
-            make. They point to copies of the ids.
+            make. They point to copies of the ids, which this object holds.
         channel, layer_groups: see above.
 
     Raises:
         TypeError, ValueError, IndexError: an argument is wrong.
-        RuntimeError: a tensor of the cache has moved.
+        RuntimeError: a tensor of the cache has moved, or `after` cannot be recorded.
+        DeviceLostError: a device that torch drives is lost.
     """
 
     __slots__ = ("_held", "channel", "layer_groups", "numbers")

@@ -54,7 +54,7 @@ class DeviceBackend(Protocol):
         ...
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # of loading; re-entrant, because what is loaded may ask for a backend
 _registered: dict[str, DeviceBackend] = {}
 _entry_points_read: set[str] = set()
 
@@ -88,31 +88,31 @@ def register_device_backend(device_type: str, backend: DeviceBackend) -> None:
         )
     if device_type in _WITHOUT_BACKEND:
         raise ValueError(f"{device_type!r} needs no backend: torch_kvswap drives it itself")
-    with _lock:
-        if _registered.setdefault(device_type, backend) is not backend:
-            raise ValueError(f"{device_type!r} has a backend already; register one, once")
+    if _registered.setdefault(device_type, backend) is not backend:  # atomic
+        raise ValueError(f"{device_type!r} has a backend already; register one, once")
 
 
 def find_device_backend(device_type: str) -> DeviceBackend | None:
     """The backend of a device type, registered or from an entry point; None if there is none."""
     if device_type in _WITHOUT_BACKEND:
         return None
-    with _lock:
-        found = _registered.get(device_type)
-        if found is not None or device_type in _entry_points_read:
-            return found
-        _entry_points_read.add(device_type)
-    for entry_point in metadata.entry_points(group=ENTRY_POINTS, name=device_type):
-        try:
-            register_device_backend(device_type, entry_point.load())
-        except Exception as error:
-            log.warning(
-                "the backend for %s of %s cannot be used: %s: %s; blocks are copied with torch's "
-                "operations",
-                *(device_type, entry_point.value, type(error).__name__, error),
-            )
-    with _lock:
-        return _registered.get(device_type)
+    with _lock:  # a thread that asks while another one loads the backend waits for it
+        if device_type not in _registered and device_type not in _entry_points_read:
+            _entry_points_read.add(device_type)
+            for entry_point in metadata.entry_points(group=ENTRY_POINTS, name=device_type):
+                _load(device_type, entry_point)
+    return _registered.get(device_type)
+
+
+def _load(device_type: str, entry_point: metadata.EntryPoint) -> None:
+    try:
+        register_device_backend(device_type, entry_point.load())
+    except Exception as error:
+        log.warning(
+            "the backend for %s of %s cannot be used: %s: %s; blocks are copied with torch's "
+            "operations",
+            *(device_type, entry_point.value, type(error).__name__, error),
+        )
 
 
 def most_copies(backend: DeviceBackend) -> int:

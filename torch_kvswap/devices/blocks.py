@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ids = npt.NDArray[np.int64]
+from torch_kvswap._native.abi import Int64Array
+
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +34,7 @@ class GroupTensors:
         self,
         tensors: Sequence[Tensor],
         block_dim: int,
-        tensor_of_slab: Ids,
+        tensor_of_slab: Int64Array,
         host: Tensor,
         is_pinned: bool,
     ) -> None:
@@ -56,7 +56,9 @@ class GroupTensors:
         first, last = self._tensors_of(first_slab, last_slab)
         return int(self._offsets[last] - self._offsets[first]) * self._word_bytes
 
-    def store(self, slabs: tuple[int, int], slots: Ids, ids: Tensor, staging: Tensor) -> None:
+    def store(
+        self, slabs: tuple[int, int], slots: Int64Array, ids: Tensor, staging: Tensor
+    ) -> None:
         """Copies blocks to host slots.
 
         Args:
@@ -72,7 +74,7 @@ class GroupTensors:
         for host, part in self._runs(first, last, slots, rows):
             host.copy_(part, non_blocking=self.is_pinned)
 
-    def load(self, slabs: tuple[int, int], slots: Ids, ids: Tensor, staging: Tensor) -> None:
+    def load(self, slabs: tuple[int, int], slots: Int64Array, ids: Tensor, staging: Tensor) -> None:
         """Copies host slots to blocks: store() in the other direction."""
         first, last = self._tensors_of(*slabs)
         rows = self._rows(first, last, len(slots), staging)
@@ -101,7 +103,7 @@ class GroupTensors:
             yield place.movedim(0, self._block_dim), view
 
     def _runs(
-        self, first: int, last: int, slots: Ids, rows: Tensor
+        self, first: int, last: int, slots: Int64Array, rows: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Host memory in one piece, and its part of the rows; adjacent slots together."""
         begin, end = self._offsets[first], self._offsets[last]

@@ -80,9 +80,10 @@ class QueuedHandler(NativeHandler):
         return super().poll(read)
 
     def wait(self, job: int, layer_group: int, stream: object) -> None:
-        """See NativeHandler. Returns when the stream was told to wait."""
+        """See NativeHandler."""
         token, waiting = self._queue.make_waiting(stream)
         try:
+            # The token stands for the stream's handle, which only torch has.
             loader.call("kvswap_job_wait", self.pointer, job, layer_group, token, 0)
             # A job that has ended needs no wait, and may have got no command.
             self._queue.run_until(
@@ -91,7 +92,7 @@ class QueuedHandler(NativeHandler):
         finally:
             self._queue.forget(token)
         if waiting.error is not None:
-            self._queue.lose_if_dead(waiting.error)
+            self._queue.raise_if_dead(waiting.error)
             raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
 
     def rebind(self, groups: Groups) -> None:
@@ -113,11 +114,11 @@ class QueuedHandler(NativeHandler):
 
 def _choose_generic(groups: Groups, options: abi.CopyMethodOptions) -> None:
     """Keeps pages that are not pinned from a vendor's batched copies."""
+    if options.copy_method == _BATCH:
+        setting = options.copy_method_setting.decode()
+        raise ValueError(f"{setting} needs pinned host pages; leave it out, or pin the pages")
     warn_once(
         f"host pages for {groups.device} are not pinned: their copies are synchronous, and delay "
         "other transfers of the device"
     )
-    if options.copy_method == _BATCH:
-        name = "KVSWAP_COPY_METHOD" if options.from_environment else "copy_method"
-        raise ValueError(f"{name}='batch' needs pinned host pages; leave it out, or pin the pages")
     options.copy_method = _GENERIC

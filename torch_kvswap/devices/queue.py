@@ -12,19 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
+from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.errors import DeviceLostError
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
 from torch_kvswap.devices.blocks import GroupTensors
-
-Ids = npt.NDArray[np.int64]
 
 _native = loader.library()
 _first, _done = _native.kvswap_queue_first, _native.kvswap_queue_done
@@ -43,7 +41,7 @@ _FOREVER = float("inf")
 
 
 class Point:
-    """An event that a job starts after, on a stream of the caller. Native until it is dropped."""
+    """An event that a job starts after, for the native side. To be kept until it is submitted."""
 
     __slots__ = ("_queue", "handle")
     _destroy = _native.kvswap_queue_destroy_event  # here, because __del__ may run at exit
@@ -66,7 +64,9 @@ class _Record:
 
     Attributes:
         event: None if it could not be recorded; it has then happened when its stream is idle.
-        error: why what comes before it has failed; None if it has not.
+        error: why something before it on its stream has failed; None if nothing has. Never None
+            without an event.
+        is_timed: the event measures time.
         transfer: the record of the start of the transfer that this one ends.
         buffers: memory that is in use until it has happened.
     """
@@ -103,7 +103,12 @@ class _Stream:
 
 
 class Waiting:
-    """A stream of the caller that is to wait for a job."""
+    """A stream of the caller that is to wait for a job.
+
+    Attributes:
+        is_done: the stream was told to wait, or cannot be, or the device is lost.
+        error: why the stream cannot wait.
+    """
 
     def __init__(self, stream: torch.Stream) -> None:
         self.stream = stream
@@ -126,7 +131,9 @@ class DeviceQueue:
 
     Attributes:
         backend (DeviceBackend | None): what its vendor has added.
+        is_timed (bool): events of the device measure time.
         groups: the tensors of the handlers' groups, by number.
+        pointer (int): the native queue.
         records: the latest record of each event, by number.
         stop: ends the queue's thread.
         lost (str | None): why the device cannot be used any more.
@@ -147,7 +154,7 @@ class DeviceQueue:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # unused pinned ids, ids on the device
         self._last_token = 0
         self._happened_at = 0.0
-        self._turn: Any = threading.RLock()  # re-entrant only to know its owner; never taken twice
+        self._turn: Any = threading.RLock()  # taken again only by _lose()
         self._callers: torch.Stream | None = None  # waits for the callers' events
         self._callers_lock = threading.Lock()
         self._process = ForkGuard()
@@ -180,7 +187,7 @@ class DeviceQueue:
         try:
             event = self._event_after(after)
         except Exception as error:
-            self.lose_if_dead(error)
+            self.raise_if_dead(error)
             raise
         if event is None:
             return abi.AFTER_NOTHING, None, None
@@ -231,13 +238,26 @@ class DeviceQueue:
         return event
 
     def _callers_stream(self) -> torch.Stream:
-        """The stream that waits for the callers' events. Call it with _callers_lock."""
+        """The stream that waits for the callers' events. The caller holds _callers_lock."""
         if self._callers is None:
             self._callers = torch.Stream(device=self.device)
         return self._callers
 
     def make_waiting(self, stream: object) -> tuple[int, Waiting]:
-        """Prepares a command that lets a stream of the caller wait. To be ended with forget()."""
+        """Prepares a command that lets a stream of the caller wait.
+
+        Args:
+            stream: of the device of the cache; None is the current stream.
+
+        Returns:
+            tuple[int, Waiting]: a token that stands for the stream in the command, to be given to
+                forget(), and what becomes of the command.
+
+        Raises:
+            TypeError: stream is no stream of torch.
+            ValueError: it is on another device.
+            DeviceLostError: the device is lost.
+        """
         self.check()
         waiting = Waiting(self._stream_of(stream, "stream"))
         with self._callers_lock:
@@ -261,30 +281,32 @@ class DeviceQueue:
         """Whether the calling thread is carrying out commands, which a finalizer interrupts."""
         return bool(self._turn._is_owned())
 
-    def run(self, seconds: float) -> None:
-        """Carries out commands for about this long, unless another thread does so already."""
+    def run_briefly(self) -> None:
+        """Carries out some commands, and asks the device which events have happened.
+
+        Does nothing if another thread has the turn: that one does it. Raises nothing, because the
+        caller may have submitted a job: what fails here ends all jobs, as in the queue's thread.
+        """
         if self.is_running_here or not _is_plain_thread():
             return
         try:
             if self._turn.acquire(blocking=False):
-                self._run(time.perf_counter() + seconds)
+                self._run(time.perf_counter() + _SUBMIT_SECONDS)
                 if self._has_events:
                     # The queue's thread was woken for the commands, and may have found none left.
                     _native.kvswap_queue_wake(self.pointer)
+        except Exception as error:
+            self._on_failed_thread(error)
         finally:  # Ctrl-C may come at any point
             if self._turn._is_owned():
                 self._turn.release()
 
     def run_until(self, is_over: Callable[[], bool]) -> None:
-        """Carries out commands, or lets another thread do so, until something has come about."""
+        """Carries out commands, or lets another thread do so, until is_over() says so."""
         while not is_over():
-            self.run(_SUBMIT_SECONDS)
+            self.run_briefly()
             if not is_over():
                 time.sleep(_SHORTEST_PAUSE)
-
-    def run_briefly(self) -> None:
-        """Carries out some commands, and asks the device which events have happened."""
-        self.run(_SUBMIT_SECONDS)
 
     def work(self) -> float:
         """For the queue's thread: carries out all commands, and looks at the events in flight.
@@ -363,7 +385,7 @@ class DeviceQueue:
             event.record(stream.stream)
         except Exception as problem:
             error, event = _text_of(problem), None
-            self._check_alive(stream, error)
+            self._lose_if_dead(stream.stream, error)
         record = _Record(command.event, command.record, event, error)
         record.is_timed = bool(command.timed) and self.is_timed
         record.transfer = stream.transfer
@@ -382,7 +404,7 @@ class DeviceQueue:
             stream.stream.wait_event(record.event)
         except Exception as error:
             stream.error = _text_of(error)
-            self._check_alive(stream, stream.error)
+            self._lose_if_dead(stream.stream, stream.error)
 
     def _let_caller_wait(self, command: abi.Command) -> None:
         waiting = self._waiting.get(command.stream)
@@ -409,7 +431,7 @@ class DeviceQueue:
                     self._copy_blocks(command, stream)
         except Exception as error:
             transfer.error = _text_of(error)
-            self._check_alive(stream, transfer.error)
+            self._lose_if_dead(stream.stream, transfer.error)
 
     def _copy_batch(self, command: abi.Command, stream: _Stream) -> None:
         assert self.backend is not None
@@ -424,7 +446,7 @@ class DeviceQueue:
     def _copy_blocks(self, command: abi.Command, stream: _Stream) -> None:
         group = self.groups[command.group]
         blocks, slots = _numbers(command, 0), _numbers(command, 1)
-        if not (slots[1:] > slots[:-1]).all():  # then neighbours are copied as one
+        if not (slots[1:] > slots[:-1]).all():  # adjacent slots in order are copied at once
             order = np.argsort(slots)
             blocks, slots = blocks[order], slots[order]
         ids = self._send_ids(blocks, stream)
@@ -437,7 +459,7 @@ class DeviceQueue:
             of_piece = slice(begin, begin + most)
             copy(slabs, slots[of_piece], ids[of_piece], staging)
 
-    def _send_ids(self, blocks: Ids, stream: _Stream) -> Tensor:
+    def _send_ids(self, blocks: Int64Array, stream: _Stream) -> Tensor:
         """The ids in memory of the device, until the transfer has ended."""
         count = len(blocks)
         for at, (host, _) in enumerate(self._buffers):
@@ -497,19 +519,20 @@ class DeviceQueue:
             try:
                 stream.seconds += stream.timed.elapsed_time(record.event) / 1e3
             except Exception as error:
-                self._check_alive(stream, _text_of(error))
+                self._lose_if_dead(stream.stream, _text_of(error))
         stream.timed = record.event
         return stream.seconds
 
     # When the device fails.
 
-    def _check_alive(self, stream: _Stream, error: str) -> None:
+    def _lose_if_dead(self, stream: torch.Stream, error: str) -> None:
+        """Loses the device, because of this error, if it cannot be asked any more."""
         try:
-            stream.stream.query()
+            stream.query()
         except Exception:
             self._lose(error)
 
-    def lose_if_dead(self, error: BaseException) -> None:
+    def raise_if_dead(self, error: BaseException) -> None:
         """For the thread of a caller, whose call has failed with this error.
 
         A stream of the caller says too little: it may only be in a state in which it refuses calls.
@@ -521,24 +544,30 @@ class DeviceQueue:
             with self._callers_lock:
                 self._callers_stream().query()
         except Exception:
-            with self._turn:  # the thread that has it uses what _lose() drops
-                if self.lost is None:
-                    self._lose(_text_of(error))
+            self._lose(_text_of(error))
         self.check()
 
     def _lose(self, error: str) -> None:
         """Ends all jobs of the device, now and from now on.
 
-        The memory of the copies is never freed: what was enqueued may still use it.
+        Takes the turn, because the thread that has it uses what is dropped here. The memory of the
+        copies is never freed: what was enqueued may still use it.
         """
-        self.lost = error
-        _native.kvswap_queue_lose(self.pointer, error.encode())
-        self.records.clear()
-        _leaked.append((*self._streams.values(), *self._buffers))
-        self._streams.clear()
-        self._buffers.clear()
-        for waiting in list(self._waiting.values()):
-            waiting.is_done = True
+        with self._turn:
+            if self.lost is not None:
+                return
+            self.lost = error
+            _native.kvswap_queue_lose(self.pointer, error.encode())
+            self.records.clear()
+            _leaked.append((*self._streams.values(), *self._buffers))
+            self._streams.clear()
+            self._buffers.clear()
+            for waiting in list(self._waiting.values()):
+                waiting.is_done = True
+
+    def _on_failed_thread(self, error: BaseException) -> None:
+        """Loses the device, because the command that failed would never be carried out."""
+        self._lose(f"the thread that gives it commands has failed: {error!r}")
 
     def check(self) -> None:
         """Raises DeviceLostError if the device is lost, and RuntimeError in a forked child."""
@@ -628,7 +657,7 @@ def _pinned(count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
-def _numbers(command: abi.Command, which: int) -> Ids:
+def _numbers(command: abi.Command, which: int) -> Int64Array:
     """A copy of the command's list."""
     array = (ctypes.c_int64 * command.count).from_address(command.numbers[which])
     return np.array(array, np.int64)
@@ -647,8 +676,8 @@ def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
             return
         try:
             pause = owner.work()
-        except BaseException as error:  # also MemoryError: else the jobs would never end
-            owner._lose(f"the thread that gives it commands has failed: {error!r}")
+        except BaseException as error:
+            owner._on_failed_thread(error)
             raise
         del owner  # the queue may be dropped while this thread waits
 

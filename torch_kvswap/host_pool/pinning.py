@@ -21,6 +21,7 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
 from torch_kvswap.host_pool.system import advice
@@ -254,6 +255,7 @@ def _text_of(error: BaseException) -> str:
 
 def read_pinning(
     layout: PagedLayout,
+    encoding: Encoding,
     pinned: bool | None,
     in_background: bool,
     on_progress: Progress | None,
@@ -264,8 +266,8 @@ def read_pinning(
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option needs pinned pages but the cache is on the CPU, or a number is out of
-            range.
+        ValueError: an option needs pinned pages but the cache is on the CPU, encoded pages are to
+            be pageable, or a number is out of range.
     """
     pinned = read_optional_switch("pinned", pinned)
     in_background = read_switch("pin_in_background", in_background)
@@ -285,4 +287,9 @@ def read_pinning(
                     f"{given} needs a cache on a device, this one is on {layout.device}, where "
                     "pages are not pinned; leave it out"
                 )
+    elif pinned is False and encoding is not RAW:
+        raise ValueError(
+            f"encoding='lossless' needs pinned pages for {layout.device}, because kernels encode "
+            "and decode them; leave pinned=False out"
+        )
     return PinningOptions(pinned, in_background, on_progress, numa_node, chunk_bytes)

@@ -137,8 +137,8 @@ class HostPool(NotCopyable):
             Pages become usable from the front (num_ready_pages, wait_ready()). A job with a page
             that is not ready raises IndexError. Refused for a cache on the CPU.
         on_progress: called as `on_progress(ready_pages, all_pages)` after each chunk, in the thread
-            that pins. Held until all pages are pinned. If it raises, pinning stops and wait_ready()
-            raises.
+            that pins. Held until all pages are pinned. If it raises, pinning stops, and this call
+            raises or, if it has returned, wait_ready(). Not called for pageable memory.
         huge_pages (bool | None): None uses transparent huge pages if the kernel offers them; True
             uses reserved huge pages; False uses none. `huge_bytes` is the result. Ignored, but True
             is refused, if PyTorch pins.
@@ -185,9 +185,8 @@ class HostPool(NotCopyable):
         pages = Pages(layout, num_pages, blocks_per_page, encoding=kept)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
-            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        _check_encoded_pinning(layout.device, kept, pinning)
         mapping = _map_private(layout.device, pages, pinning, huge_pages)
         self._open(layout, pages, mapping, kept, pinning, None)
 
@@ -230,13 +229,12 @@ class HostPool(NotCopyable):
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
-            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        sharing = pages.world, pages.replicated, huge_pages is not False
-        pool = cls.__new__(cls)
-        _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
         mapping = map_new(pages.nbytes, huge_pages, shared=True, page_bytes=pages.size)
+        sharing = pages.world, pages.replicated, huge_pages is not False
+        pool = cls.__new__(cls)
         pool._open(layout, pages, mapping, kept, pinning, sharing)
         return pool
 
@@ -271,14 +269,15 @@ class HostPool(NotCopyable):
                 range.
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
-        shape = check_handle(handle).num_pages, handle.blocks_per_page
+        check_handle(handle)
+        shape = handle.num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
         pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
         handle.check(pages, layout)
         pinning = read_pinning(
-            layout, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
+            layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
         if pages.replicated:
             if numa_node is not None:
@@ -287,11 +286,11 @@ class HostPool(NotCopyable):
                     "placed its pages; leave it out, or give it to create_shared()"
                 )
             pinning = pinning._replace(places=False)
-        _check_encoded_pinning(layout.device, kept, pinning)
         _check_shared_pinning(layout.device, pinning)
+        mapping = map_handle(handle, pages.nbytes)
         sharing = pages.world, pages.replicated, handle.huge_pages
         pool = cls.__new__(cls)
-        pool._open(layout, pages, map_handle(handle, pages.nbytes), kept, pinning, sharing)
+        pool._open(layout, pages, mapping, kept, pinning, sharing)
         return pool
 
     @staticmethod
@@ -330,7 +329,7 @@ class HostPool(NotCopyable):
         Args:
             layout (PagedLayout): the cache.
             pages (Pages): the shape of the pool.
-            mapping (Mapping): the memory.
+            mapping (Mapping | TorchMemory): the memory.
             encoding (Encoding): how blocks are kept.
             pinning (PinningOptions): the pinning options.
             sharing (tuple[int, bool, bool] | None): world, replicated and huge_pages of a
@@ -371,7 +370,7 @@ class HostPool(NotCopyable):
         return (
             f"HostPool(num_pages={self.num_pages}, blocks_per_page={self.blocks_per_page}, "
             f"page_bytes={self.page_bytes}, {encoding}device={self.device}, "
-            f"{f'{self._num_pinned_pages} of {pages} pages ready' if is_open else 'closed'})"
+            f"{f'{self._count_ready_pages()} of {pages} pages ready' if is_open else 'closed'})"
         )
 
     def share(self) -> PoolHandle:
@@ -500,8 +499,7 @@ class HostPool(NotCopyable):
         """The pages that can be used now, as the native side reads them; shared by all views."""
         return self._memory._ready_range
 
-    @property
-    def _num_pinned_pages(self) -> int:
+    def _count_ready_pages(self) -> int:
         """num_ready_pages, also of a closed pool."""
         return int(self._ready_range.end_page - self._ready_range.first_page)
 
@@ -512,7 +510,7 @@ class HostPool(NotCopyable):
         Raises RuntimeError if the pool is closed.
         """
         self._memory.check_open()
-        return self._num_pinned_pages
+        return self._count_ready_pages()
 
     @property
     def is_ready(self) -> bool:
@@ -550,7 +548,7 @@ class HostPool(NotCopyable):
     def is_pinned(self) -> bool:
         """Whether the driver reports all of local_pages as pinned."""
         memory = self._memory
-        if memory.pages is None or self._num_pinned_pages < len(self.local_pages):
+        if memory.pages is None or self._count_ready_pages() < len(self.local_pages):
             return False
         if memory.pinning is not None:
             return memory.pinning.registration.is_known()
@@ -643,17 +641,6 @@ def _map_private(
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
         return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
-
-
-def _check_encoded_pinning(
-    device: torch.device, encoding: Encoding, pinning: PinningOptions
-) -> None:
-    """Refuses pageable slots that kernels could not read."""
-    if encoding is not RAW and device.type != "cpu" and pinning.pinned is False:
-        raise ValueError(
-            f"encoding='lossless' needs pinned pages for {device}, because kernels encode and "
-            "decode them; leave pinned=False out"
-        )
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

@@ -207,14 +207,13 @@ def _receive_rest(
     return message
 
 
-def check_handle(handle: object) -> PoolHandle:
-    """Returns the handle; raises TypeError if it is not a PoolHandle."""
+def check_handle(handle: object) -> None:
+    """Raises TypeError if this is not a PoolHandle."""
     if not isinstance(handle, PoolHandle):
         raise TypeError(
             f"handle is {kind_of(handle)}; it must be the PoolHandle that share() or "
             "receive() returned"
         )
-    return handle
 
 
 def _check_connection(connection: object) -> None:

@@ -185,18 +185,18 @@ def check_room(nbytes: int, reserved: bool, page_bytes: int | None = None) -> No
         rooms.append(available)
     if nbytes <= min(rooms, default=nbytes):
         return
-    fewer = _fewer_pages(min(rooms), page_bytes)
+    smaller = _smaller_pool(min(rooms), page_bytes)
     if available is not None and nbytes > available:
         raise ValueError(
             f"the pages need {bytes_text(nbytes)} of host memory, of which "
-            f"{bytes_text(available)} are available (MemAvailable in /proc/meminfo); {fewer}, or "
+            f"{bytes_text(available)} are available (MemAvailable in /proc/meminfo); {smaller}"
             "end what uses the memory"
         )
     limit = next(limit for limit in limits if nbytes > limit.left)
     raise ValueError(
         f"the pages need {bytes_text(nbytes)} of host memory, and the control group of this "
         f"process has {bytes_text(max(limit.left, 0))} left of {bytes_text(limit.allowed)} "
-        f"({limit.file}); {fewer}, or raise the memory limit of the container or service"
+        f"({limit.file}); {smaller}raise the memory limit of the container or service"
     )
 
 
@@ -208,18 +208,20 @@ def _check_huge_pages(nbytes: int, page_bytes: int | None) -> None:
         raise ValueError(
             f"the pages need {count_of(needed, 'reserved huge page')} of {pages.size} bytes, of "
             f"which {pages.free} {'is' if pages.free == 1 else 'are'} free "
-            f"(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages={more}), "
-            f"{_fewer_pages(pages.free * pages.size, page_bytes)}, or leave huge_pages=True out"
+            f"(HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages={more}), or "
+            f"{_smaller_pool(pages.free * pages.size, page_bytes)}leave huge_pages=True out"
         )
 
 
-def _fewer_pages(room: int, page_bytes: int | None) -> str:
-    """The advice for a pool that does not fit into this many bytes."""
+def _smaller_pool(room: int, page_bytes: int | None) -> str:
+    """The advice to ask for what fits into this many bytes, and "or"; "" if nothing does."""
+    if room <= 0:
+        return ""
     if page_bytes is None:
-        return "ask for fewer pages"
+        return "ask for fewer pages, or "
     if room < page_bytes:
-        return f"ask for smaller pages (one has {bytes_text(page_bytes)})"
-    return f"ask for fewer pages (num_pages={room // page_bytes} fits)"
+        return f"ask for smaller pages (one has {bytes_text(page_bytes)}), or "
+    return f"ask for fewer pages (num_pages={room // page_bytes} fits), or "
 
 
 def advice(nbytes: int) -> str:

@@ -60,7 +60,7 @@ class _Pools:
 
     @property
     def ready(self) -> list[int]:
-        """How many of these pages are pinned by now, per pool."""
+        """How many of these pages are ready by now, per pool."""
         return [pool.num_ready_pages for pool in self._pools]
 
     def in_pools(self, pages: Any) -> Int64Array | list[Int64Array]:
@@ -98,7 +98,7 @@ class _Pools:
         return list(dict.fromkeys(pages))
 
     def read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """The digests of each pool, and the GPU blocks."""
+        """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
         split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
         digests = [
             read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
@@ -125,19 +125,19 @@ class _Pools:
             return value
         return [value if index == group else [] for index in range(len(self._pools))]
 
-    def name(self, group: int) -> str:
-        """The argument with the GPU blocks of a group, for error messages."""
+    def name_of_blocks(self, group: int) -> str:
+        """What errors call the argument with the GPU blocks of a group."""
         return f"gpu_block_ids[{group}]" if self._is_list else "gpu_block_ids"
 
     def _split(self, **arguments: Any) -> list[tuple[Any, ...]]:
         """For each pool: the pool, the name of its GPU blocks, and its part of each argument."""
         if not self._is_list:
-            return [(self._pools[0], self.name(0), *arguments.values())]
+            return [(self._pools[0], self.name_of_blocks(0), *arguments.values())]
         count = len(self._pools)
         for name, of_pools in arguments.items():
             if not isinstance(of_pools, Sequence) or len(of_pools) != count:
                 raise ValueError(f"{name} must be a list with an entry for each of {count} groups")
-        names = map(self.name, range(count))
+        names = map(self.name_of_blocks, range(count))
         return list(zip(self._pools, names, *arguments.values(), strict=True))
 
     def _join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
@@ -157,6 +157,7 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
 
 
 def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
+    """Raises IndexError if one of the blocks is none of the cache's `count` blocks."""
     numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
     if len(numbers) and numbers.max() >= count:
         at = int(np.argmax(numbers >= count))
@@ -166,6 +167,7 @@ def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
+    """The GPU blocks of the keys with these indices."""
     numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
     slots = np.asarray(key_indices, np.int64)[:, None] * per_page + np.arange(per_page)
     selected: Int64Array = numbers[slots[slots < len(numbers)]]
@@ -259,16 +261,15 @@ class OffloadEngine(NotCopyable):
             clock=clock,
         )
         pools = handler.pools if store_policy == "lazy" else ()
-        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]
-        self._lock = threading.Lock()
-        # By job id, since the tag of a job is the caller's.
-        self._open: dict[int, _Open] = {}
+        self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]  # empty if eager
+        self._lock = threading.Lock()  # of _lazy, _open and _started
+        self._open: dict[int, _Open] = {}  # by job id, since the tag of a job is the caller's
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
     def __repr__(self) -> str:
         return (
-            f"OffloadEngine(store_policy={'lazy' if self._lazy else 'eager'!r}, "
+            f"OffloadEngine(store_policy='{'lazy' if self._lazy else 'eager'}', "
             f"handler={self.handler!r}, manager={self.manager!r})"
         )
 
@@ -372,12 +373,8 @@ class OffloadEngine(NotCopyable):
             self._record_computed(keys, gpu_block_ids)
             return None
         digests, blocks = self._read(keys, gpu_block_ids)
-        self._grow()
-        store = self.manager.prepare_store(self._pools.keys(digests))
-        if store is None or store.id == 0:
-            return None
-        return self._submit(
-            store, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
+        return self._store(
+            digests, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
         )
 
     def evict(
@@ -418,19 +415,14 @@ class OffloadEngine(NotCopyable):
                     chains = lazy.chains_of(leaving[group])
                 for chain in chains:
                     keys, ids = (self._pools.only(group, its) for its in chain)
-                    digests, blocks = self._pools.read(keys, ids)
-                    self._grow()
-                    store = self.manager.prepare_store(self._pools.keys(digests))
-                    if store is not None and store.id:
-                        jobs.append(
-                            self._submit(
-                                store,
-                                blocks,
-                                after=after,
-                                copy_engines_only=copy_engines_only,
-                                tag=None,
-                            )
-                        )
+                    job = self._store(
+                        *self._pools.read(keys, ids),
+                        after=after,
+                        copy_engines_only=copy_engines_only,
+                        tag=None,
+                    )
+                    if job is not None:
+                        jobs.append(job)
         except BaseException:
             with self._lock:
                 self._started += jobs
@@ -503,14 +495,14 @@ class OffloadEngine(NotCopyable):
     def poll(self) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
 
-        Stored blocks can be loaded from now on. Blocks of failed jobs are forgotten; of a job with
-        rejected blocks (Result.rejected) only the pages with these are, and all other blocks were
-        stored or loaded.
+        Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
+        failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
+        with these are, and all other blocks were stored or loaded.
         """
         results = self.handler._take_results()
-        for result in results:
-            with self._lock:
-                job = self._open.pop(result.job_id, None)
+        with self._lock:
+            ended = [self._open.pop(result.job_id, None) for result in results]
+        for result, job in zip(results, ended, strict=True):
             if job is None:
                 continue  # submitted before the handler got this engine
             reservation, counts = job
@@ -524,7 +516,7 @@ class OffloadEngine(NotCopyable):
         return results
 
     def _grow(self) -> None:
-        """Lets the manager use the pages that are pinned by now."""
+        """Lets the manager use the pages that are ready by now. Any thread may call."""
         if self._ready != self._pools.counts:
             self._ready = self._pools.ready
             self.manager.grow(self._ready)
@@ -545,7 +537,20 @@ class OffloadEngine(NotCopyable):
     def _check_gpu_blocks(self, several: Sequence[array[int]]) -> None:
         """Raises IndexError if a GPU block of a group does not exist."""
         for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
-            _check_blocks(self._pools.name(group), layout.num_blocks, blocks)
+            _check_blocks(self._pools.name_of_blocks(group), layout.num_blocks, blocks)
+
+    def _store(
+        self, digests: list[bytes], blocks: Sequence[array[int]], **options: Any
+    ) -> Job | None:
+        """Stores the blocks that the host does not have; None if there are none, or no room.
+
+        Args:
+            digests, blocks: of all keys, per pool.
+            **options: see _submit().
+        """
+        self._grow()
+        store = self.manager.prepare_store(self._pools.keys(digests))
+        return None if store is None or store.id == 0 else self._submit(store, blocks, **options)
 
     def _submit(
         self, reservation: Load | Store, blocks: Sequence[array[int]], **options: Any

@@ -32,7 +32,7 @@ from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, cut_digests, join_di
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
-_NONE = array("q")
+_NO_POSITIONS = array("q")
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
@@ -338,7 +338,7 @@ class BlockManager(NotCopyable):
         return self._store(keys, keep=True)
 
     def complete(self, reservation: Load | Store, rejected: Sequence[int] = ()) -> None:
-        """Ends a reservation whose copy succeeded, or a load that was cancelled.
+        """Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
 
         Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
         forgotten: a lookup finds the blocks in front of them only.
@@ -356,7 +356,7 @@ class BlockManager(NotCopyable):
         self._end(reservation, True, rejected)
 
     def fail(self, reservation: Load | Store) -> None:
-        """Ends a reservation whose copy failed, or a store that was cancelled.
+        """Ends a reservation whose copy failed, or a store that was cancelled or not submitted.
 
         Its blocks are forgotten, those of a failed load because their pages may be invalid.
 
@@ -401,10 +401,14 @@ class BlockManager(NotCopyable):
 
         Args:
             keys: keys of the blocks.
-            seconds (float): more than 0.
+            seconds (float): more than 0; infinity lasts until release().
 
         Returns:
             int | None: the lease; None if a block is not cached.
+
+        Raises:
+            TypeError: seconds is not a number.
+            ValueError: seconds is 0, negative or NaN.
         """
         seconds = read_seconds("seconds", seconds)
         if seconds == 0:
@@ -462,11 +466,12 @@ class BlockManager(NotCopyable):
         if not isinstance(reservation, Load | Store):
             raise TypeError(f"reservation is {kind_of(reservation)}; pass a Load or a Store")
         is_none = type(rejected) is tuple and not rejected  # the default, fast
-        positions = _NONE if is_none else read_ids("rejected", rejected)
+        positions = _NO_POSITIONS if is_none else read_ids("rejected", rejected)
         if reservation.id:
             self._native.end(reservation.id, succeeded, positions)
 
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
+        """prepare_store(); with `keep`, preempt()."""
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
             return None
@@ -475,6 +480,7 @@ class BlockManager(NotCopyable):
         return Store(reservation, *split, lease)
 
     def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
+        """The digests of all groups in a row, and the number of each group."""
         if not self._is_list:
             digests = read_digests("keys", keys)
             return digests, array("q", (len(digests) // DIGEST_BYTES,))
