@@ -7,16 +7,15 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
+from caller_submits import CallerSubmits
 from patience import PATIENCE, in_time
 from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
 from simulated_driver import Driver, on_device, pool, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
-from torch_kvswap.copy_method import CopyMethodCosts, Costs
 from torch_kvswap.handler import Job, TransferError
 
 BLOCKS = 1024  # more than the calling thread submits
@@ -201,18 +200,6 @@ def test_large_blocks_are_divided_so_that_the_link_is_idle_for_a_short_time(driv
         assert torch.equal(handler.pools[0].pages[0, 0], whole[0, 1])
 
 
-class SubmittedByCaller(OffloadHandler):
-    """Submitting is predicted to take no time: the caller does it, until the channel is full."""
-
-    _costs: ClassVar[Costs] = {
-        direction: dict.fromkeys(
-            ("batch", "strided", "staged", "kernel"),
-            CopyMethodCosts(0.0, 0.0, 0.0, 0.0, {512: 1e-9}),
-        )
-        for direction in ("store", "load")
-    }
-
-
 @dataclass(frozen=True)
 class Loads:
     """Equal loads of some blocks, which wait for a stream."""
@@ -264,7 +251,7 @@ def test_a_channel_gives_the_driver_about_as_much_as_its_queue_takes(
     pools = [pool(driver, layout, loads.blocks) for layout in layouts]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("KVSWAP_BATCH_LIMIT", str(loads.batch_limit))
-        handler = SubmittedByCaller(
+        handler = CallerSubmits(
             layouts, pools, copy_method=loads.method, staging_bytes=loads.staging_mib << 20
         )
     driver.set_mode("manual")
