@@ -59,14 +59,6 @@ void copy_pages(const PackedCopy& copy, uint64_t begin, uint64_t end, uint64_t p
   copy_batch(fragments, stream, options);
 }
 
-// The bytes of which a piece has a multiple. max_bytes: of a piece. An encoded block, which is not
-// divided, is not larger.
-uint64_t unit_of(const PackedCopy& copy, uint64_t max_bytes) {
-  const uint64_t block = copy.block_bytes();
-  const bool is_whole = copy.codec || block <= std::min(max_bytes, kMaxUndividedBytes);
-  return is_whole ? block : kStagingAlignment;
-}
-
 }  // namespace
 
 StagingBuffer::StagingBuffer(cuda::Address begin, uint64_t bytes)
@@ -78,7 +70,8 @@ uint64_t StagingBuffer::copy(const PackedCopy& copy, uint64_t begin, uint64_t by
   const cuda::Stream first = copy.to_host ? streams.kernels : streams.copies;
   const cuda::Stream second = copy.to_host ? streams.copies : streams.kernels;
   const cuda::Driver& driver = cuda::driver();
-  const uint64_t all = copy.bytes(), first_byte = begin, unit = unit_of(copy, half());
+  const uint64_t all = copy.bytes(), first_byte = begin;
+  const uint64_t unit = piece_unit(copy.block_bytes(), half(), copy.codec.has_value());
   while (begin < all && begin - first_byte < bytes) {
     const bool gives_all = bytes - (begin - first_byte) >= all - begin;
     const uint64_t room = room_for(unit);

@@ -9,6 +9,11 @@ constexpr uint64_t kGrowth = 7;
 
 }  // namespace
 
+uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded) {
+  const bool is_whole = is_encoded || block_bytes <= std::min(max_bytes, kMaxUndividedBytes);
+  return is_whole ? block_bytes : kStagingAlignment;
+}
+
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_bytes,
                      bool to_host) {
   // A load leaves at least the smallest piece for the end, or nothing.
@@ -18,6 +23,12 @@ uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_b
   const uint64_t least = (kMinPieceBytes + unit - 1) / unit, most = max_bytes / unit;
   const uint64_t units = std::min(std::max(grown / unit, least), std::max(most, uint64_t{1}));
   return std::min(units * unit, left);
+}
+
+size_t num_small_pieces(uint64_t bytes) {
+  size_t pieces = 1;
+  for (; bytes > 2 * kMinPieceBytes; bytes /= kGrowth + 1) ++pieces;
+  return pieces;
 }
 
 }  // namespace kvswap

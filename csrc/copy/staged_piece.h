@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvswap {
@@ -17,6 +18,10 @@ constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 // another thread to wake up and go on, and a piece has so few pages that the call returns soon.
 constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 
+// The bytes of which a piece has a multiple: a whole block, or kStagingAlignment where blocks are
+// divided. max_bytes: of a piece. An encoded block, which is not divided, is not larger.
+uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded);
+
 // The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
 // or all that is left. It has `max_bytes` at most, or one unit.
 // The first piece of a store is small, because the link is idle while it is packed. The last piece
@@ -24,5 +29,9 @@ constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 // times as fast as the link, so a store piece has seven times as many bytes as all before it
 // together, and a load piece 7/8 of the remaining bytes.
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_bytes, bool to_host);
+
+// How many pieces a copy of so many bytes, all of which fit into one, has nevertheless, because
+// piece_bytes() makes the first or the last ones small.
+size_t num_small_pieces(uint64_t bytes);
 
 }  // namespace kvswap

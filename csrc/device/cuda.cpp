@@ -167,10 +167,12 @@ void CudaCopier::order_after_unpacking() {
 
 // The queue of a waiting stream takes about 1,020 copies, or 26,000 fragments of batch calls. Then
 // the driver blocks the submitting thread (H200). HIP's batch calls are loops of copies.
+constexpr size_t kFragmentsPerEntry = 25;
+
 size_t CudaCopier::fragments_per_entry() const {
   const cuda::Driver& driver = cuda::driver();
   const bool has_batch = driver.copy_batch_async != nullptr && environment_.batch;
-  return has_batch && !driver.is_hip ? 25 : 1;
+  return has_batch && !driver.is_hip ? std::min(environment_.batch_limit, kFragmentsPerEntry) : 1;
 }
 
 bool CudaCopier::synchronize() noexcept {

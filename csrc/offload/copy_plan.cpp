@@ -12,8 +12,12 @@
 namespace kvswap {
 namespace {
 
-// A staged transfer has fewer small pieces. Each of its full pieces is a copy with its events.
+// A staged transfer has fewer small pieces in its first layer group. Each piece of full size, and
+// each of a further layer group, is a copy with its events.
 constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
+// An entry for the event at the end of each further layer group. kMaxRunning leaves room for the
+// other events of transfers.
+constexpr uint32_t more_ends(int layer_groups) { return layer_groups - 1; }
 // A kernel that waits for the link slows down the compute beside it all the while, a load of 160 x
 // 8 KiB blocks by 1.5 to 2.1 ms for each GB, as long as it takes. Staging them costs as much, but
 // leaves the SMs alone in between (H200).
@@ -91,8 +95,7 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
                              const std::vector<Group>& groups)
     : forced_(options.copy_method),
       available_(available),
-      max_piece_bytes_(
-          static_cast<double>(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes)) / 4) {
+      max_piece_bytes_(std::max(options.staging_bytes, CopyPlanner::kMinStagingBytes) / 4) {
   for (const Group& group : groups) {
     GroupCosts& fitted = groups_.emplace_back();
     fitted.host_is_pageable = group.host_is_pageable;
@@ -100,6 +103,9 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
     fitted.block_bytes = static_cast<double>(group.block_bytes);
     fitted.slabs = group.gpu.count();
     fitted.runs = group.runs.size();
+    fitted.first_layer = group.layers.front();
+    fitted.last_layer = group.layers.back();
+    num_layers_ = std::max(num_layers_, fitted.last_layer + 1);
     const auto slabs = static_cast<double>(fitted.slabs);
     for (int direction = 0; direction < 2; ++direction) {
       for (int method = 0; method < KVSWAP_COPY_METHODS; ++method) {
@@ -128,23 +134,45 @@ double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) c
   const kvswap_copy_method_costs& costs =
       groups_[copy.group].costs[direction][static_cast<int>(method)];
   // Each group of layers is a start of its own.
-  size_t starts = copy.layer_groups;
-  if (method == CopyMethod::kStaged) starts += full_pieces(copy.group, copy.blocks);
+  size_t starts = layer_groups(copy);
+  if (method == CopyMethod::kStaged) starts += full_pieces(copy);
   return static_cast<double>(starts) * costs.submit_start_seconds +
          static_cast<double>(copies(method, copy)) * costs.submit_copy_seconds;
 }
 
-size_t MethodChooser::full_pieces(int group, size_t blocks) const {
-  const double bytes = static_cast<double>(blocks) * groups_[group].block_bytes;
-  return static_cast<size_t>(bytes / max_piece_bytes_);
+size_t MethodChooser::layer_groups(const GroupCopy& copy) const {
+  const GroupCosts& group = groups_[copy.group];
+  const auto number = [&](int64_t layer) {
+    return layer_group_of(layer, copy.layer_groups, num_layers_);
+  };
+  return number(group.last_layer) - number(group.first_layer) + 1;
+}
+
+double MethodChooser::block_bytes(const GroupCopy& copy) const {
+  return groups_[copy.group].block_bytes / static_cast<double>(layer_groups(copy));
+}
+
+size_t MethodChooser::full_pieces(const GroupCopy& copy) const {
+  const GroupCosts& group = groups_[copy.group];
+  const auto block = static_cast<uint64_t>(std::ceil(block_bytes(copy)));
+  const uint64_t unit = piece_unit(block, max_piece_bytes_, group.is_encoded);
+  const uint64_t units = std::max(max_piece_bytes_ / unit, uint64_t{1});
+  const double bytes = static_cast<double>(copy.blocks) * group.block_bytes;
+  return static_cast<size_t>(bytes / static_cast<double>(units * unit));
+}
+
+size_t MethodChooser::small_pieces(const GroupCopy& copy) const {
+  const double bytes = static_cast<double>(copy.blocks) * block_bytes(copy);
+  return num_small_pieces(std::min(static_cast<uint64_t>(bytes), max_piece_bytes_));
 }
 
 size_t MethodChooser::copies(CopyMethod method, const GroupCopy& copy) const {
   const GroupCosts& group = groups_[copy.group];
   if (method == CopyMethod::kBatch) return copy.blocks * group.slabs;
   // The layers of a group are copied by themselves, so that runs may be cut.
-  if (method == CopyMethod::kStrided) return copy.blocks * (group.runs + copy.layer_groups - 1);
-  return copy.blocks * copy.layer_groups;
+  if (method == CopyMethod::kStrided)
+    return copy.blocks * std::min(group.slabs, group.runs + layer_groups(copy) - 1);
+  return copy.blocks * layer_groups(copy);
 }
 
 CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
@@ -351,7 +379,7 @@ CopyMethod CopyPlanner::choose(const Job& job, int group, size_t blocks) const {
 void CopyPlanner::plan(Job& job) const noexcept {
   Work& work = *job.work;
   work.is_staged = true;
-  work.entries = 0;
+  work.entries = more_ends(job.layer_groups);
   double seconds = 0;
   for (const JobPart& part : work.parts) {
     const Group& group = groups_[part.group];
@@ -420,7 +448,7 @@ size_t CopyPlanner::unstaged_blocks(int group, int channel) const {
 }
 
 size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts, int layer_groups) const {
-  size_t entries = 0;
+  size_t entries = more_ends(layer_groups);
   for (const TransferPart& part : parts) {
     entries += queue_entries(part.method, {part.group, 0, part.blocks.size(), layer_groups});
   }
@@ -429,10 +457,10 @@ size_t CopyPlanner::entries_of(const std::vector<TransferPart>& parts, int layer
 
 // Entries of the driver's queue that the copies take: a limit of the driver, not a cost.
 size_t CopyPlanner::queue_entries(CopyMethod method, const MethodChooser::GroupCopy& copy) const {
-  const size_t copies = chooser_.copies(method, copy), groups = copy.layer_groups;
+  const size_t copies = chooser_.copies(method, copy), groups = chooser_.layer_groups(copy);
   if (method == CopyMethod::kStaged) {
-    const size_t full_pieces = chooser_.full_pieces(copy.group, copy.blocks);
-    return kSmallPieces + kEntriesPerPiece * (full_pieces + groups - 1) +
+    const size_t more_small_pieces = (groups - 1) * chooser_.small_pieces(copy);
+    return kSmallPieces + kEntriesPerPiece * (chooser_.full_pieces(copy) + more_small_pieces) +
            copies / fragments_per_entry_;
   }
   if (method == CopyMethod::kKernel) return groups * (1 + copy.blocks / kPackBlocks);

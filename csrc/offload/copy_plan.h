@@ -34,8 +34,12 @@ class MethodChooser {
   double seconds(CopyMethod method, const GroupCopy& copy) const;
   // Predicted seconds that a thread takes to submit it; 0 for a copy method without costs.
   double submit_seconds(CopyMethod method, const GroupCopy& copy) const;
+  // How many of the transfer's layer groups have layers of these blocks.
+  size_t layer_groups(const GroupCopy& copy) const;
   // How many pieces of the largest size these blocks have when they are staged.
-  size_t full_pieces(int group, size_t blocks) const;
+  size_t full_pieces(const GroupCopy& copy) const;
+  // How many smaller ones they have in each layer group.
+  size_t small_pieces(const GroupCopy& copy) const;
   // How many copies, as CopyMethodCosts in copy_method.py counts them.
   size_t copies(CopyMethod method, const GroupCopy& copy) const;
 
@@ -46,19 +50,23 @@ class MethodChooser {
 
  private:
   CopyMethod choose_encoding(GroupCopy copy) const;
+  // In each layer group. What is staged there passes through the buffer by itself.
+  double block_bytes(const GroupCopy& copy) const;
 
   // What it takes to copy blocks of a group.
   struct GroupCosts {
     bool host_is_pageable, is_encoded;
     double block_bytes;
     size_t slabs, runs;
+    int64_t first_layer, last_layer;
     // For a block, block_seconds includes all fragments.
     kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];
   };
 
   int forced_;
   std::vector<CopyMethod> available_;
-  double max_piece_bytes_;  // of a staged copy
+  uint64_t max_piece_bytes_;  // of a staged copy
+  int64_t num_layers_ = 0;    // of the model, in all groups together
   std::vector<GroupCosts> groups_;
 };
 

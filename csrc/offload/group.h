@@ -12,6 +12,11 @@
 
 namespace kvswap {
 
+// The layer group of a layer, if the model's `num_layers` layers are divided into `layer_groups`.
+inline int64_t layer_group_of(int64_t layer, int layer_groups, int64_t num_layers) {
+  return layer * layer_groups / num_layers;
+}
+
 // A layout and its host pool, for layers that share their blocks: those of one kind of attention or
 // state. A layer group is something else: a range of the model's layers, of all groups. A host page
 // has `blocks_per_page` slots, each for one block.
@@ -37,7 +42,7 @@ struct Group {
   SlabRange slabs_of(int layer_group, int layer_groups, int64_t num_layers) const {
     const auto first_of = [&](int number) -> size_t {
       const auto is_before = [&](int64_t layer) {
-        return layer * layer_groups / num_layers < number;
+        return layer_group_of(layer, layer_groups, num_layers) < number;
       };
       return std::partition_point(layers.begin(), layers.end(), is_before) - layers.begin();
     };

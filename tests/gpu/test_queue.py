@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from caller_submits import CallerSubmits
 from gpu_cache import NEW, OLD, GpuCache, Hold, ended, only
 from patience import PATIENCE
 
@@ -90,6 +91,24 @@ def test_as_a_control_a_stream_blocks_who_gives_it_thousands_of_copies(gpu: GpuC
         for j in range(3000):
             gpu.host.pages[j % BLOCKS, 0].copy_(gpu.cache[j % BLOCKS], non_blocking=True)
     assert busy.query()
+
+
+@pytest.mark.parametrize("method", ["batch", "strided", "staged"])
+def test_loads_in_many_layer_groups_do_not_fill_the_queue_of_the_driver(method: str) -> None:
+    layers = 32
+    with (
+        GpuCache(blocks=64, layers=layers) as gpu,
+        CallerSubmits(gpu.layout, gpu.host, copy_method=method) as handler,
+    ):
+        ids = range(64)
+        handler.synchronize(handler.load(page_ids=[0], gpu_block_ids=[0]))
+        busy = gpu.slow_on(gpu.side)
+        for j in ids:
+            handler.load(page_ids=[j], gpu_block_ids=[j], after=gpu.side, layer_groups=layers)
+        assert not busy.query()
+        assert handler.metrics().loads.queued > 0
+        handler.synchronize(timeout=PATIENCE)
+        assert {only(layer) for layer in gpu.layers} == {NEW}
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

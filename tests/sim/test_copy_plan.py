@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
+from caller_submits import CallerSubmits
 from patience import PATIENCE, in_time
 from simulated_cache import CHANNELS, SIDE, SimulatedCache, Stream, needs_kernels, run_until, states
-from simulated_driver import Driver, on_device, simulated
+from simulated_driver import Driver, on_device, pool, simulated
 
 from torch_kvswap import HostPool, OffloadHandler
 from torch_kvswap.handler import Job, TransferError
@@ -194,3 +198,78 @@ def test_large_blocks_are_divided_so_that_the_link_is_idle_for_a_short_time(driv
             assert sum(sizes) == 20 << 20
             assert is_small(sizes) <= 1 << 20
         assert torch.equal(handler.pools[0].pages[0, 0], whole[0, 1])
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Equal loads of some blocks, which wait for a stream."""
+
+    method: str
+    layouts: Sequence[Sequence[int]] = (range(32),)  # which rows of a tensor are layers
+    layer_groups: int = 32
+    block_bytes: int = 64  # in each layer
+    blocks: int = 1
+    staging_mib: int = 64
+    batch_limit: int = 32
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        pytest.param(Loads("batch"), id="batches of layer groups"),
+        pytest.param(Loads("strided"), id="copies of layer groups"),
+        pytest.param(Loads("kernel"), id="kernels of layer groups"),
+        pytest.param(Loads("strided", [range(31, -1, -1)], blocks=4), id="layers at no distance"),
+        pytest.param(
+            Loads("batch", [range(i, i + 8) for i in (0, 8, 16, 24)]), id="groups of layers"
+        ),
+        pytest.param(
+            Loads("batch", [range(i, i + 8) for i in (0, 8, 16, 24)], layer_groups=8, blocks=64),
+            id="fewer layer groups than layers",
+        ),
+        pytest.param(
+            Loads("batch", layer_groups=1, blocks=32, batch_limit=4), id="batches of four"
+        ),
+        pytest.param(
+            Loads("staged", [range(4)], layer_groups=4, block_bytes=9 << 20),
+            id="layer groups in several pieces",
+        ),
+        pytest.param(
+            Loads("staged", [range(4)], 1, 33 << 10, blocks=64, staging_mib=1),
+            id="blocks that fill a piece by half",
+        ),
+    ],
+)
+@needs_kernels
+@simulated
+def test_a_channel_gives_the_driver_about_as_much_as_its_queue_takes(
+    driver: Driver, loads: Loads
+) -> None:
+    num_rows = 1 + max(row for rows in loads.layouts for row in rows)
+    whole = torch.zeros((num_rows, loads.blocks, loads.block_bytes), dtype=torch.uint8)
+    layouts = [on_device(driver, whole, [whole[i] for i in rows]) for rows in loads.layouts]
+    pools = [pool(driver, layout, loads.blocks) for layout in layouts]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_BATCH_LIMIT", str(loads.batch_limit))
+        handler = CallerSubmits(
+            layouts, pools, copy_method=loads.method, staging_bytes=loads.staging_mib << 20
+        )
+    driver.set_mode("manual")
+    ids = [list(range(loads.blocks))] * len(layouts)
+    with handler:
+        hold = driver.hold(SIDE)
+        try:
+            for _ in range(40):
+                handler.load(
+                    page_ids=ids,
+                    gpu_block_ids=ids,
+                    after=Stream(SIDE),
+                    layer_groups=loads.layer_groups,
+                )
+            assert handler.metrics().loads.queued > 0
+            entries = Counter(re.findall(r"^stream (\d+):", driver.pending(), re.MULTILINE))
+            del entries[str(SIDE)]  # 1,020 fill the queue of a stream
+            assert 450 < max(entries.values()) <= 1020
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")

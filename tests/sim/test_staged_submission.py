@@ -269,8 +269,8 @@ def test_layer_groups_count_as_the_pieces_that_they_are(driver: Driver) -> None:
                 handler.load(
                     page_ids=[0], gpu_block_ids=[1], after=Stream(SIDE), layer_groups=groups
                 )
-            # 8 entries, three for each further group, and one for 32 parts of a page.
-            running = 700 // (8 + 3 * (groups - 1) + groups // 25)
+            # 8 entries, four for each further group with its end, and one for 32 parts of a page.
+            running = 700 // (8 + 4 * (groups - 1) + groups // 25)
             assert in_time(lambda: handler.metrics().loads.running == running)
             assert handler.metrics().loads.queued == 20 - running
         finally:
