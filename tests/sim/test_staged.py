@@ -584,7 +584,9 @@ def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) ->
     layouts = [on_device(driver, whole) for whole in (odd, even)]
     pools = [HostPool(layout, num_pages=6) for layout in layouts]
     with OffloadHandler(layouts, pools, copy_method="staged") as handler:
-        handler.synchronize(handler.store(gpu_block_ids=[[1, 4, 3], [2]], page_ids=[[0, 1, 2], [5]]))
+        handler.synchronize(
+            handler.store(gpu_block_ids=[[1, 4, 3], [2]], page_ids=[[0, 1, 2], [5]])
+        )
         handler.synchronize(handler.load(page_ids=[[0, 1, 2], [5]], gpu_block_ids=[[0, 2, 5], [3]]))
     assert torch.equal(odd[:, [0, 2, 5]], before[0][:, [1, 4, 3]])
     assert torch.equal(even[:, 3], before[1][:, 2])
