@@ -45,7 +45,7 @@ class MethodChooser {
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
-  CopyMethod choose_encoding(GroupCopy copy) const;
+  CopyMethod choose_encoding(const GroupCopy& copy) const;
 
   // What it takes to copy blocks of a group.
   struct GroupCosts {
