@@ -636,6 +636,36 @@ def test_of_many_small_pieces_none_is_overwritten(driver: Driver, kind: str) -> 
         driver.set_mode("immediate")
 
 
+@pytest.mark.parametrize("held", ["store", "load"])
+@needs_kernels
+@simulated
+def test_stores_and_loads_at_once_have_parts_of_the_buffer_of_their_own(
+    driver: Driver, held: str
+) -> None:
+    whole = numbers(4, 64, MIB // 16)  # blocks of 256 KiB
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=64)
+    pool.pages.random_(256)
+    blocks, pages = whole.clone(), pool.pages.clone()
+    first, last = list(range(32)), list(range(32, 64))
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
+        driver.set_mode("manual")
+        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
+        drains = base + (101 if held == "store" else 108)  # what it fills the buffer with stays
+        hold = driver.hold(drains)
+        jobs = {
+            "store": handler.store(gpu_block_ids=first, page_ids=first, after=()),
+            "load": handler.load(page_ids=last, gpu_block_ids=last, after=()),
+        }
+        run_until(driver, jobs["load" if held == "store" else "store"].query)
+        assert not jobs[held].query()
+        driver.release(hold)
+        run_until(driver, jobs[held].query)
+        driver.set_mode("immediate")
+    assert torch.equal(pool.pages[first, 0], blocks[:, first].transpose(0, 1).reshape(32, -1))
+    assert torch.equal(whole[:, last].transpose(0, 1).reshape(32, -1), pages[last, 0])
+
+
 @needs_kernels
 @simulated
 def test_metrics_count_the_streams_and_events_of_staged_copies(driver: Driver) -> None:
