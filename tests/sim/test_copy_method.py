@@ -675,3 +675,24 @@ def test_copy_engines_take_over_only_if_they_promise_half_the_time(
     costs = {"strided": (10.5, 0, 0), "staged": (10, 0, 0)}
     taken = taken_by_two(driver, tmp_path, partial(slow_store, ms=ms), 1, **costs)
     assert taken == ["staged", then]
+
+
+@needs_kernels
+@simulated
+def test_a_copy_of_several_groups_may_take_as_long_as_all_of_them(
+    driver: Driver, tmp_path: Path
+) -> None:
+    layouts = [on_device(driver, torch.zeros(4, 20, 512, dtype=torch.uint8)) for _ in range(2)]
+    pools = [HostPool(layout, 4) for layout in layouts]
+    copies = driver.cuda.create_stream() + 1
+    taken = []
+    with (
+        figures(tmp_path, strided=(10.5, 0, 0), staged=(10, 0, 0)),
+        OffloadHandler(layouts, pools) as handler,
+    ):
+        for _ in range(2):
+            driver.set_mode("manual")
+            job = handler.store(gpu_block_ids=[[1], [1]], page_ids=[[1], [1]], after=())
+            # Less than twice as long as two groups, more than twice as long as one.
+            taken.append(slow(driver, handler, job, copies, 30).copy_method)
+    assert taken == ["staged", "staged"]
