@@ -533,6 +533,23 @@ def test_where_kernels_are_held_up_they_are_predicted_to_wait_a_millisecond(
 
 @needs_kernels
 @simulated
+def test_a_load_whose_tail_is_not_staged_shows_that_kernels_are_held_up(
+    driver: Driver, tmp_path: Path
+) -> None:
+    def slow_one(driver: Driver, handler: OffloadHandler, stream: int) -> Result:
+        driver.set_mode("manual")
+        ids = [1, 3, 0, 2]
+        return slow(
+            driver, handler, handler.load(page_ids=ids, gpu_block_ids=ids, after=()), stream, 200
+        )
+
+    taken = taken_by_two(driver, tmp_path, slow_one, 3, strided=(1.5, 0, 0), staged=(1, 0, 0))
+    assert taken == ["staged", "strided"]
+    assert "unpack 3 blocks" in driver.log()  # of four
+
+
+@needs_kernels
+@simulated
 def test_a_path_that_was_asked_for_is_taken_also_where_kernels_are_held_up(
     driver: Driver, tmp_path: Path
 ) -> None:

@@ -161,6 +161,25 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
         driver.set_mode("immediate")
 
 
+@needs_kernels
+@simulated
+def test_the_head_of_a_store_behind_another_is_not_staged(driver: Driver) -> None:
+    whole = torch.randint(256, (2, 12, 1 << 18), dtype=torch.uint8)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=24)
+    ids = list(range(12))
+    with OffloadHandler(layout, pool, copy_method="staged") as handler:
+        driver.set_mode("manual")
+        driver.log()
+        for first in (0, 12):
+            handler.store(gpu_block_ids=ids, page_ids=[first + i for i in ids], after=())
+        run_until(driver, lambda: handler.metrics().stores.done == 2)
+        assert driver.log().count("strided copy") == 2
+        assert torch.equal(pool.pages[12:], pool.pages[:12])
+        assert torch.equal(pool.pages[:12, 0], whole.transpose(0, 1).reshape(12, -1))
+        driver.set_mode("immediate")
+
+
 @pytest.mark.parametrize(
     ("staging", "stores", "loads"),
     [
