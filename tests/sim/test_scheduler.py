@@ -139,6 +139,22 @@ def test_a_job_of_more_entries_than_may_be_in_flight_runs_by_itself(
         assert sim.is_right()
 
 
+@simulated
+def test_each_layer_group_of_a_batch_takes_an_entry(driver: Driver) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_COPY_METHOD", "batch")
+        sim = SimulatedCache(driver, layers=32)
+    with sim:
+        hold = sim.held(SIDE)
+        for _ in range(30):
+            sim.load(1, 2, after=Stream(SIDE), layer_groups=32)
+        running = 700 // (32 + 1)  # and one for 32 copies
+        now = sim.metrics("load")
+        assert (now.running, now.queued) == (running, 30 - running)
+        sim.release(hold)
+        assert set(states(sim.finish())) == {"done"}
+
+
 # What is joined into one copy
 
 
