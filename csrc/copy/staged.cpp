@@ -31,7 +31,7 @@ FragmentList slot_fragments(const PackedCopy& copy, uint64_t first, uint64_t las
         fragments.add({page, buffer, bytes, index, true}, merge);
       }
     };
-    add(0, 0, metadata, i > first && copy.can_merge(i));
+    add(0, 0, metadata, copy.can_merge(i));
     add(run, metadata, size - metadata, true);
   }
   return fragments;
@@ -140,7 +140,6 @@ void StagingBuffer::order_before(cuda::Stream stream) const {
 
 void StagingBuffer::forget() noexcept {
   while (!pieces_.empty()) drop_first();
-  next_ = 0;
 }
 
 void StagingBuffer::destroy() {

@@ -21,8 +21,7 @@ uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_b
       left > 2 * kMinPieceBytes ? std::max(kMinPieceBytes, left / (kGrowth + 1)) : 0;
   const uint64_t grown = to_host ? kGrowth * done : left - last;
   const uint64_t least = (kMinPieceBytes + unit - 1) / unit, most = max_bytes / unit;
-  const uint64_t units = std::min(std::max(grown / unit, least), std::max(most, uint64_t{1}));
-  return std::min(units * unit, left);
+  return unit * std::min(std::max(grown / unit, least), std::max(most, uint64_t{1}));
 }
 
 size_t num_small_pieces(uint64_t bytes) {

@@ -23,7 +23,7 @@ constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded);
 
 // The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
-// or all that is left. It has `max_bytes` at most, or one unit.
+// which may be more than is left. It has `max_bytes` at most, or one unit.
 // The first piece of a store is small, because the link is idle while it is packed. The last piece
 // of a load is small, because the link is idle while it is unpacked. A kernel is more than seven
 // times as fast as the link, so a store piece has seven times as many bytes as all before it

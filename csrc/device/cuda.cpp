@@ -45,7 +45,6 @@ class CudaCopier : public Copier {
   CudaCopier(int device, cuda::Stream copies, bool to_host, const Environment& environment)
       : device_(device), copies_(copies), to_host_(to_host), environment_(environment) {}
   ~CudaCopier() override {
-    staging_.reset();
     if (kernels_ != nullptr) cuda::driver().destroy_stream(kernels_);
   }
 

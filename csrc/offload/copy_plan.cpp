@@ -72,15 +72,14 @@ TransferPart cut(TransferPart& part, size_t first, const Group& group) {
   return rest;
 }
 
-// Copies some blocks of a staged transfer where they lie: the first ones of a store, while the
-// first piece is packed, and the last ones of a load, while the last piece is unpacked. blocks: so
-// many.
+// Copies some blocks of a staged transfer of one part where they lie: the first ones of a store,
+// while the first piece is packed, and the last ones of a load, while the last piece is unpacked.
+// blocks: so many.
 void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, int channel,
                         size_t blocks) {
   TransferPart& all = parts.front();
   const size_t count = all.blocks.size();
-  if (parts.size() != 1 || all.method != CopyMethod::kStaged || blocks == 0 || count < 2 * blocks)
-    return;
+  if (all.method != CopyMethod::kStaged || blocks == 0 || count < 2 * blocks) return;
   const bool is_store = channel == kStores;
   parts.push_back(cut(all, is_store ? blocks : count - blocks, group));
   TransferPart& unstaged = is_store ? parts.front() : parts.back();
@@ -198,9 +197,9 @@ CopyMethod MethodChooser::choose(const GroupCopy& copy) const {
   return best;
 }
 
-// Only kernels encode and decode on a GPU, also beside others that keep it busy.
-CopyMethod MethodChooser::choose_encoding(GroupCopy copy) const {
-  copy.is_crowded = false;
+// Only kernels encode and decode on a GPU. Both methods launch them, so other kernels that keep the
+// GPU busy do not change the choice.
+CopyMethod MethodChooser::choose_encoding(const GroupCopy& copy) const {
   const auto is_available = [&](CopyMethod method) {
     return std::find(available_.begin(), available_.end(), method) != available_.end();
   };

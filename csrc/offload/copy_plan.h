@@ -49,7 +49,7 @@ class MethodChooser {
   bool forces(CopyMethod method) const { return forced_ == static_cast<int>(method); }
 
  private:
-  CopyMethod choose_encoding(GroupCopy copy) const;
+  CopyMethod choose_encoding(const GroupCopy& copy) const;
   // In each layer group. What is staged there passes through the buffer by itself.
   double block_bytes(const GroupCopy& copy) const;
 

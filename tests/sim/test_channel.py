@@ -488,6 +488,28 @@ def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_t
         assert used & events_recorded(sim, "stores")  # nobody is about to wait any more
 
 
+@simulated
+def test_events_that_were_kept_for_a_thread_go_with_the_handler(driver: Driver) -> None:
+    before = driver.live("events")
+    with SimulatedCache(driver) as sim:
+        hold, other = sim.held(SIDE), sim.held(CURRENT)
+        sim.store(1, 1, after=Stream(SIDE))
+        driver.fail_copy(0)  # so that the thread waits in the driver, behind both
+        loading = threading.Thread(
+            target=lambda: sim.submit("load", [2], [1], after=Stream(CURRENT))
+        )
+        synchronized = driver.calls("cuStreamSynchronize")
+        loading.start()
+        assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+        sim.release(hold)
+        assert run_until(driver, lambda: len(sim.handler.poll()) == 1)  # while the thread has it
+        sim.release(other)
+        driver.run()
+        loading.join(PATIENCE)
+        run_until(driver, lambda: len(sim.handler.poll()) == 1)
+    assert driver.live("events") == before
+
+
 def events_recorded(sim: SimulatedCache, stream: str) -> set[str]:
     records = [line for line in sim.log().splitlines() if line.startswith("record event")]
     return {line.split(" on ")[0] for line in records if line.endswith(f" on {stream}")}

@@ -167,11 +167,39 @@ def test_a_load_behind_another_is_staged_as_a_whole(driver: Driver) -> None:
 
 @needs_kernels
 @simulated
-def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> None:
+def test_the_head_of_a_store_behind_another_is_not_staged(driver: Driver) -> None:
+    whole = torch.randint(256, (2, 12, 1 << 18), dtype=torch.uint8)
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=24)
+    ids = list(range(12))
+    with OffloadHandler(layout, pool, copy_method="staged") as handler:
+        driver.set_mode("manual")
+        driver.log()
+        for first in (0, 12):
+            handler.store(gpu_block_ids=ids, page_ids=[first + i for i in ids], after=())
+        run_until(driver, lambda: handler.metrics().stores.done == 2)
+        assert driver.log().count("strided copy") == 2
+        assert torch.equal(pool.pages[12:], pool.pages[:12])
+        assert torch.equal(pool.pages[:12, 0], whole.transpose(0, 1).reshape(12, -1))
+        driver.set_mode("immediate")
+
+
+@pytest.mark.parametrize(
+    ("staging", "stores", "loads"),
+    [
+        (32 << 20, [21, 43, 64, 29], [64, 64, 28, 1]),  # a piece has 8 MiB at most
+        (128 << 20, [21, 136], [140, 16, 1]),
+    ],
+)
+@needs_kernels
+@simulated
+def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(
+    driver: Driver, staging: int, stores: list[int], loads: list[int]
+) -> None:
     layout = on_device(driver, torch.randint(256, (2, 160, 1 << 16), dtype=torch.uint8))
     ids = list(range(160))
     with OffloadHandler(
-        layout, HostPool(layout, num_pages=160), copy_method="staged", staging_bytes=32 << 20
+        layout, HostPool(layout, num_pages=160), copy_method="staged", staging_bytes=staging
     ) as handler:
         sizes = {}
         for kind in ("store", "load"):
@@ -179,7 +207,7 @@ def test_pieces_of_a_store_grow_and_those_of_a_load_shrink(driver: Driver) -> No
             handler.synchronize(getattr(handler, kind)(gpu_block_ids=ids, page_ids=ids, after=()))
             sizes[kind] = [int(blocks) for blocks in re.findall(r"pack (\d+) blocks", driver.log())]
     # Three blocks of each transfer are its head or tail, which is not staged.
-    assert sizes == {"store": [21, 43, 64, 29], "load": [64, 64, 28, 1]}
+    assert sizes == {"store": stores, "load": loads}
 
 
 @needs_kernels

@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,11 @@ from simulated_cache import (
 from simulated_driver import DEVICE, Driver, place, run, simulated, simulated_on_hip, without_cuda
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+from torch_kvswap.copy_method import CopyMethodCosts
 from torch_kvswap.handler import BlocksRejectedError, DeviceLostError, Job, Result
 
 METHODS = ("staged", "kernel")
+FREE = CopyMethodCosts(0, 0, 0, 0, {512: 0})
 
 
 def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
@@ -44,6 +48,14 @@ def finish(cache: EncodedCache, *jobs: Job) -> list[Result]:
 
 def outcomes(results: list[Result]) -> list[tuple[str, tuple[int, ...]]]:
     return [(result.state, result.rejected) for result in results]
+
+
+@contextlib.contextmanager
+def costs(of_methods: dict[str, CopyMethodCosts]) -> Iterator[None]:
+    """Handlers that are made meanwhile predict from these, in both directions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadHandler, "_costs", {"store": of_methods, "load": of_methods})
+        yield
 
 
 def steps(driver: Driver) -> str:
@@ -297,6 +309,47 @@ def test_a_store_encodes_what_its_stream_has_written(
         finish(cache, job)
         finish(cache, cache.load([0], [2]))
         assert cache.is_same(2, cache.block(1)) is waits
+
+
+@needs_kernels
+@simulated
+def test_two_stores_that_encode_at_once_share_no_counters(driver: Driver) -> None:
+    """The simulated driver refuses kernels of two streams that use the same ones."""
+    figures = {"staged": CopyMethodCosts(2e-3, 0, 0, 0, {512: 0}), "kernel": FREE}
+    sizes = {"blocks": 40, "pages": 40, "layers": 8, "values": 8192}
+    with costs(figures), EncodedCache(driver, **sizes) as cache:
+        before = [cache.block(block) for block in range(40)]
+        small = cache.store([0], [0])
+        large = cache.store(range(1, 40), range(1, 40))  # more bytes than a kernel stores
+        pending = driver.pending()
+        results = finish(cache, small, large)
+        assert pending.count("encode") > 1
+        assert [result.copy_method for result in results] == ["kernel", "staged"]
+        cache.clear(*range(40))
+        finish(cache, cache.load(range(40), range(40)))
+        assert all(cache.is_same(block, bits) for block, bits in enumerate(before))
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_the_caller_begins_a_job_of_slots_larger_than_the_pieces_that_it_gives(
+    driver: Driver, kind: str
+) -> None:
+    figures = {"staged": CopyMethodCosts(0, 0, 0, 100e-6, {512: 0})}
+    # A slot has more than 9 MiB.
+    options = {"blocks": 2, "pages": 2, "layers": 1, "values": 6 << 20, "staging_bytes": 64 << 20}
+    with costs(figures), EncodedCache(driver, copy_method="staged", **options) as cache:
+        driver.set_mode("immediate")
+        if kind == "load":
+            cache.handler.synchronize(cache.store([0, 1], [0, 1]))
+        before = driver.calls_here("cuLaunchKernel")
+        submit = cache.store if kind == "store" else cache.load
+        job = submit([0, 1], [0, 1])
+        begun = driver.calls_here("cuLaunchKernel") - before
+        cache.handler.synchronize(job)
+        assert job.result is not None
+        assert (job.result.ok, begun) == (True, 1)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -692,7 +745,7 @@ def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, 
     layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
     pool = HostPool(layout, 8, encoding="lossless")
     OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
-    before = driver.live("allocations"), driver.live("streams"), driver.live("events")
+    before = what_lives(driver)
     made = driver.calls(call)
     OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
     made = driver.calls(call) - made
@@ -700,7 +753,14 @@ def test_a_handler_that_cannot_be_made_leaves_nothing(driver: Driver, nth: int, 
     if nth <= made:
         with pytest.raises(ValueError, match=f"encoding='lossless' cannot be had: {call}"):
             OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES)
-    assert before == (driver.live("allocations"), driver.live("streams"), driver.live("events"))
+    assert what_lives(driver) == before
+
+
+def what_lives(driver: Driver) -> tuple[int, ...]:
+    """The last number is that of mappings that are like the handler's slot states."""
+    maps = Path("/proc/self/maps").read_text()
+    live = (driver.live(kind) for kind in ("allocations", "streams", "events"))
+    return *live, len(re.findall("rw-s .*/dev/zero", maps))
 
 
 # What is refused.

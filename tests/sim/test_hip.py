@@ -382,3 +382,20 @@ def test_errors_have_hips_names_of_all_functions_that_hip_has() -> None:
     }
     table = dict(re.findall(r'\{"(cu\w+)", "(hip\w+)"\}', (ROOT / "csrc/cuda/hip.cpp").read_text()))
     assert named - without == {*table}
+
+
+@simulated_on_hip
+def test_each_fragment_of_a_batch_counts_as_an_entry_in_the_queue(driver: Driver) -> None:
+    """A batch call of HIP is a loop of copies."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_COPY_METHOD", "batch")
+        sim = SimulatedCache(driver, blocks=99, pages=99)
+    with sim:
+        hold = sim.held(SIDE)
+        for _ in range(20):
+            sim.submit("store", range(0, 99, 2), range(0, 99, 2), after=Stream(SIDE))
+        now = sim.metrics("store")
+        assert (now.running, now.queued) == (700 // (1 + 50), 20 - 700 // (1 + 50))
+        sim.release(hold)
+        assert states(sim.finish()) == ["done"] * 20
+        assert sim.is_right()

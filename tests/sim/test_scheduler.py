@@ -121,6 +121,24 @@ def test_the_entries_of_all_copies_in_flight_are_700_at_most_time_and_again(driv
         assert sim.is_right()
 
 
+@pytest.mark.parametrize("kind", CHANNELS)
+@simulated
+def test_a_job_of_more_entries_than_may_be_in_flight_runs_by_itself(
+    driver: Driver, kind: str
+) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVSWAP_COPY_METHOD", "strided")  # an entry for each block
+        sim = SimulatedCache(driver, blocks=750, pages=750)
+    with sim:
+        first = sim.submit(kind, [0], [0])
+        job = sim.submit(kind, range(750), range(750))
+        run_until(driver, job.query)  # nobody waits for it
+        assert first.query()
+        assert job.result is not None
+        assert job.result.copy_method == "strided"
+        assert sim.is_right()
+
+
 # What is joined into one copy
 
 

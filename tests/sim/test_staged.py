@@ -4,6 +4,7 @@ copied.
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -578,6 +579,115 @@ def test_background_jobs_are_not_joined_with_others(driver: Driver) -> None:
 
 @needs_kernels
 @simulated
+def test_pieces_of_groups_begin_where_the_kernels_of_each_may(driver: Driver) -> None:
+    """The simulated driver refuses a kernel that copies what is not aligned to its words."""
+    odd, even = numbers(3, 6, 7), numbers(3, 6, 4096)  # words of 1 and of 16 bytes
+    before = [odd.clone(), even.clone()]
+    layouts = [on_device(driver, whole) for whole in (odd, even)]
+    pools = [HostPool(layout, num_pages=6) for layout in layouts]
+    with OffloadHandler(layouts, pools, copy_method="staged") as handler:
+        handler.synchronize(
+            handler.store(gpu_block_ids=[[1, 4, 3], [2]], page_ids=[[0, 1, 2], [5]])
+        )
+        handler.synchronize(handler.load(page_ids=[[0, 1, 2], [5]], gpu_block_ids=[[0, 2, 5], [3]]))
+    assert torch.equal(odd[:, [0, 2, 5]], before[0][:, [1, 4, 3]])
+    assert torch.equal(even[:, 3], before[1][:, 2])
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_small_pieces_take_a_limited_number_of_events(driver: Driver, kind: str) -> None:
+    layout = on_device(driver, numbers(3, 6, 4096))
+    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
+        submit = handler.store if kind == "store" else handler.load
+
+        def events_after(jobs: int) -> int:
+            for _ in range(jobs):  # all of them have room in the buffer
+                handler.synchronize(submit(gpu_block_ids=[1], page_ids=[2], after=()))
+            return driver.live("events")
+
+        assert events_after(50) == events_after(200)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@needs_kernels
+@simulated
+def test_of_many_small_pieces_none_is_overwritten(driver: Driver, kind: str) -> None:
+    whole, fragment = numbers(13, 56, MIB // 16), MIB // 16
+    # No edge is copied where the blocks lie in so many runs.
+    layout = on_device(driver, whole, [whole[i] for i in (0, 1, 3, 12)])
+    pool = HostPool(layout, num_pages=56)
+    pool.pages.random_(256)
+    # 38 pieces of a block fill the buffer of a direction, and all the jobs run at once.
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=20 * MIB) as handler:
+        driver.set_mode("manual")
+        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
+        filled = base + (107 if kind == "store" else 103)  # the stream that fills the buffer
+        submit = handler.store if kind == "store" else handler.load
+        for i in range(56):
+            submit(gpu_block_ids=[i], page_ids=[i], after=())
+        metrics = handler.metrics()
+        assert (metrics.stores if kind == "store" else metrics.loads).running == 56
+        while driver.run(filled):  # the buffer is filled as early as it may be
+            pass
+        run_until(driver, lambda: handler.metrics().stores.running == 0)
+        drain(handler)
+        blocks = torch.stack([layout.tensors[layer] for layer in range(4)], 1)
+        assert torch.equal(blocks, pool.pages.view(56, 4, fragment))
+        driver.set_mode("immediate")
+
+
+@pytest.mark.parametrize("held", ["store", "load"])
+@needs_kernels
+@simulated
+def test_stores_and_loads_at_once_have_parts_of_the_buffer_of_their_own(
+    driver: Driver, held: str
+) -> None:
+    whole = numbers(4, 64, MIB // 16)  # blocks of 256 KiB
+    layout = on_device(driver, whole)
+    pool = HostPool(layout, num_pages=64)
+    pool.pages.random_(256)
+    blocks, pages = whole.clone(), pool.pages.clone()
+    first, last = list(range(32)), list(range(32, 64))
+    with OffloadHandler(layout, pool, copy_method="staged", staging_bytes=4 * MIB) as handler:
+        driver.set_mode("manual")
+        base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
+        drains = base + (101 if held == "store" else 108)  # what it fills the buffer with stays
+        hold = driver.hold(drains)
+        jobs = {
+            "store": handler.store(gpu_block_ids=first, page_ids=first, after=()),
+            "load": handler.load(page_ids=last, gpu_block_ids=last, after=()),
+        }
+        run_until(driver, jobs["load" if held == "store" else "store"].query)
+        assert not jobs[held].query()
+        driver.release(hold)
+        run_until(driver, jobs[held].query)
+        driver.set_mode("immediate")
+    assert torch.equal(pool.pages[first, 0], blocks[:, first].transpose(0, 1).reshape(32, -1))
+    assert torch.equal(whole[:, last].transpose(0, 1).reshape(32, -1), pages[last, 0])
+
+
+@needs_kernels
+@simulated
+def test_metrics_count_the_streams_and_events_of_staged_copies(driver: Driver) -> None:
+    layout = on_device(driver, numbers(3, 6, 4096))
+    pool = HostPool(layout, num_pages=6)
+    before = driver.live("streams"), driver.live("events")
+    with OffloadHandler(layout, pool, copy_method="staged") as handler:
+        handler.synchronize(handler.store(gpu_block_ids=[1], page_ids=[2], after=()))
+        handler.synchronize(handler.load(page_ids=[2], gpu_block_ids=[3], after=()))
+        metrics = handler.metrics()
+        channels = (metrics.stores, metrics.loads, metrics.expedited)
+        assert [channel.streams for channel in channels] == [3, 3, 2]
+        assert driver.live("streams") - before[0] == 8
+        events = [channel.events for channel in channels]
+        assert sum(events) == driver.live("events") - before[1]
+        assert events == [4, 4, 0]
+
+
+@needs_kernels
+@simulated
 def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
     handler = OffloadHandler(
@@ -597,14 +707,19 @@ def test_the_memory_goes_with_the_handler(driver: Driver) -> None:
 @simulated
 def test_the_memory_stays_when_nobody_knows_what_still_runs(driver: Driver) -> None:
     layout = on_device(driver, numbers(2, 6, 4096))
-    with OffloadHandler(layout, HostPool(layout, num_pages=6), copy_method="staged") as handler:
+    pool = HostPool(layout, num_pages=6)  # which the load reads in the end
+    with OffloadHandler(layout, pool, copy_method="staged") as handler:
         driver.set_mode("manual")
         job = handler.load(page_ids=[1], gpu_block_ids=[1])
         driver.fail("cuEventQuery", code=700)
         with pytest.raises(TransferError, match="the device is lost"):
             handler.synchronize(job)
         driver.log()
-    assert "free" not in driver.log()
+    del handler, job  # the native handler too
+    gc.collect()
+    log = driver.log()
+    assert "destroy stream" in log
+    assert "free" not in log
     driver.set_mode("immediate")
 
 

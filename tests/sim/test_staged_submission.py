@@ -468,6 +468,80 @@ def test_the_caller_gives_no_large_job_that_is_staged_no_more_as_it_just_learns(
     assert (taken, copied_here) == (["staged", "strided"], 0)
 
 
+class TwoGroupsHandler(OffloadHandler):
+    """Blocks of one run are strided, others are staged. Each copy takes 10 us to submit."""
+
+    _costs: ClassVar[Costs] = {
+        direction: {
+            "strided": CopyMethodCosts(0.0, 1e-6, 0.0, 10e-6, {512: 1e-12}),
+            "staged": CopyMethodCosts(0.0, 2e-6, 0.0, 10e-6, {512: 1e-12}),
+        }
+        for direction in ("store", "load")
+    }
+
+
+@contextmanager
+def two_groups(driver: Driver) -> Iterator[TwoGroupsHandler]:
+    """The blocks of the first group are strided, those of the second are staged."""
+    memory = [torch.zeros(13, BLOCKS, 512, dtype=torch.uint8) for _ in range(2)]
+    layouts = [
+        on_device(driver, whole, [whole[i] for i in layers])
+        for whole, layers in zip(memory, ((0, 1), (0, 1, 3, 7, 12)), strict=True)
+    ]
+    with TwoGroupsHandler(layouts, [pool(driver, layout, BLOCKS) for layout in layouts]) as handler:
+        yield handler
+
+
+@pytest.mark.parametrize("counts", [(BLOCKS, BLOCKS), (BLOCKS, 1), (1, BLOCKS)])
+@needs_kernels
+@simulated
+def test_the_caller_gives_no_large_job_of_which_one_group_is_not_staged(
+    driver: Driver, counts: tuple[int, int]
+) -> None:
+    with two_groups(driver) as handler:
+        before = driver.calls_here(STRIDED), driver.calls_here(LAUNCH)
+        ids = [range(count) for count in counts]
+        job = handler.store(gpu_block_ids=ids, page_ids=ids, after=())
+        assert (driver.calls_here(STRIDED), driver.calls_here(LAUNCH)) == before
+        assert in_time(job.query)
+        assert driver.calls(STRIDED) > 0
+        assert driver.calls(LAUNCH) > 0
+
+
+@needs_kernels
+@simulated
+def test_a_job_that_fails_names_the_copy_method_of_its_first_group(driver: Driver) -> None:
+    with two_groups(driver) as handler:
+        driver.fail(STRIDED)
+        jobs = [handler.store(gpu_block_ids=ids, page_ids=ids) for ids in ([[0], [0]], [[], [0]])]
+        handler.poll()
+        results = [job.result for job in jobs if job.result]
+    assert [(result.ok, result.copy_method) for result in results] == [
+        (False, "strided"),
+        (True, "staged"),
+    ]
+
+
+@pytest.mark.parametrize("counts", [(BLOCKS, 1), (1, BLOCKS)])
+@needs_kernels
+@simulated
+def test_the_entries_of_all_groups_count(driver: Driver, counts: tuple[int, int]) -> None:
+    with two_groups(driver) as handler:
+        driver.set_mode("manual")
+        hold = driver.hold(SIDE)
+        try:
+            ids = [range(0, count) for count in counts]
+            for _ in range(64):
+                handler.store(gpu_block_ids=ids, page_ids=ids, after=Stream(SIDE))
+            # One for each strided block, 8 for what is staged, and one for 25 of its pages.
+            running = min(700 // (counts[0] + 8 + counts[1] // 25), 64)
+            assert in_time(lambda: handler.metrics().stores.running == running)
+            assert handler.metrics().stores.queued == 64 - running
+        finally:
+            driver.release(hold)
+            driver.set_mode("immediate")
+
+
 class SlowUnstagedHandler(OffloadHandler):
     """Submitting all strided copies takes 6.4 ms, and staging 64 us."""
 

@@ -132,8 +132,9 @@ std::string Device::pending() const {
   return text;
 }
 
-bool Device::in_use(uint64_t begin, uint64_t end) const {
+bool Device::in_use(uint64_t begin, uint64_t end, const Stream* except) const {
   for (const auto& [key, stream] : streams_) {
+    if (stream.get() == except) continue;
     for (const Operation& operation : stream->queue) {
       if (operation.touches(begin, end)) return true;
     }

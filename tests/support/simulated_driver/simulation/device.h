@@ -81,7 +81,8 @@ class Device {
   // As the log has it: the numbers begin again after a reset.
   std::string name(const void* handle) const;
   std::string pending() const;
-  bool in_use(uint64_t begin, uint64_t end) const;
+  // Whether pending operations touch the memory, those of one stream left out.
+  bool in_use(uint64_t begin, uint64_t end, const Stream* except = nullptr) const;
 
   bool step(Stream& stream);
   int run(Stream& stream);

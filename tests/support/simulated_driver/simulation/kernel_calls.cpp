@@ -99,6 +99,8 @@ std::vector<Coding> codings_of(const kvswap::CodecArguments& arguments, bool enc
     if (addresses % 16 != 0) device().log.violation("a kernel codes what is not aligned to 16");
     coding.memory.emplace_back(slot, slot_end);
     if (encodes) {
+      const uint64_t counter = a.counters + i * sizeof(kvswap::SlotCounter);
+      coding.memory.emplace_back(counter, counter + sizeof(kvswap::SlotCounter));
       coding.run = [shared, i, tiles, slot] { encode_slot(*shared, i, tiles, slot); };
     } else {
       coding.run = [shared, i, tiles, slot] { decode_slot(*shared, i, tiles, slot); };
@@ -131,6 +133,10 @@ int launch(void* function, unsigned ctas, unsigned, unsigned, unsigned threads, 
       if (team == 0 || warps % team != 0 || warps > kvswap::kCodecMaxWarps) return kInvalidValue;
       if (shared < kvswap::codec_shared_bytes(warps, team)) return kInvalidValue;
       operation.codings = codings_of(codec, name == kEncode);
+      const uint64_t end = codec.counters + blocks * sizeof(kvswap::SlotCounter);
+      if (name == kEncode && device().in_use(codec.counters, end, stream.get())) {
+        device().log.violation("kernels of two streams encode with the same counters");
+      }
     }
     operation.name = name == kEncode ? "encode" : "decode";
   } else {
