@@ -714,3 +714,25 @@ def test_a_copy_of_several_groups_may_take_as_long_as_all_of_them(
             # Less than twice as long as two groups, more than twice as long as one.
             taken.append(slow(driver, handler, job, copies, 30).copy_method)
     assert taken == ["staged", "staged"]
+
+
+@needs_kernels
+@simulated
+def test_a_load_that_ends_with_a_staged_group_has_copied_the_batch_before(driver: Driver) -> None:
+    small, large = (torch.zeros(13, 8, 512, dtype=torch.uint8) for _ in range(2))
+    layouts = [
+        on_device(driver, small, [small[0]]),
+        on_device(driver, large, [large[layer] for layer in (0, 1, 3, 7, 12)]),
+    ]
+    pools = [HostPool(layout, 8) for layout in layouts]
+    with pytest.MonkeyPatch.context() as patch:
+        batch = CopyMethodCosts(0, 0, 0, 0, {512: 1e-6})  # for each fragment
+        staged = CopyMethodCosts(0, 2e-6, 0, 0, {512: 0})
+        costs = {kind: {"batch": batch, "staged": staged} for kind in ("store", "load")}
+        patch.setattr(OffloadHandler, "_costs", costs)
+        handler = OffloadHandler(layouts, pools)
+    with handler:
+        driver.log()
+        handler.synchronize(handler.load(page_ids=[[1], [1]], gpu_block_ids=[[2], [2]], after=()))
+        copied = [line.split(" on ")[0] for line in driver.log().splitlines() if " bytes" in line]
+        assert copied == ["copy 512 bytes", "copy 2560 bytes"]  # the end is that of the second
