@@ -119,7 +119,7 @@ def test_a_method_that_is_slow_when_warm_is_not_measured_cold(
 
 
 def into_the_first(source: Ids, destination: Ids) -> tuple[Ids, Ids]:
-    """No other transfer writes the first block, and so mends it before it is looked at."""
+    """The first block stays wrong: no other transfer writes it."""
     return source, [0, *destination[1:]]
 
 

@@ -18,8 +18,8 @@ constexpr uint64_t kMaxUndividedBytes = 8 << 20;
 // another thread to wake up and go on, and a piece has so few pages that the call returns soon.
 constexpr uint64_t kMaxBegunPieceBytes = 8 << 20;
 
-// The bytes of which a piece has a multiple: a whole block, or kStagingAlignment where blocks are
-// divided. max_bytes: of a piece. An encoded block, which is not divided, is not larger.
+// A piece has a multiple of this many bytes: of a whole block, or of kStagingAlignment if blocks
+// are divided. max_bytes: of a piece. Encoded blocks are never divided, and never larger than that.
 uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded);
 
 // The size of the next piece, after `done` bytes and with `left` bytes to go: a multiple of `unit`,
@@ -30,8 +30,8 @@ uint64_t piece_unit(uint64_t block_bytes, uint64_t max_bytes, bool is_encoded);
 // together, and a load piece 7/8 of the remaining bytes.
 uint64_t piece_bytes(uint64_t done, uint64_t left, uint64_t unit, uint64_t max_bytes, bool to_host);
 
-// How many pieces a copy of so many bytes, all of which fit into one, has nevertheless, because
-// piece_bytes() makes the first or the last ones small.
+// How many pieces a copy has whose bytes would fit into one: piece_bytes() makes the first ones of
+// a store small, and the last ones of a load.
 size_t num_small_pieces(uint64_t bytes);
 
 }  // namespace kvswap

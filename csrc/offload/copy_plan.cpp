@@ -12,8 +12,8 @@
 namespace kvswap {
 namespace {
 
-// A staged transfer has fewer small pieces in its first layer group. Each piece of full size, and
-// each of a further layer group, is a copy with its events.
+// The small pieces of a transfer's first layer group are fewer than kSmallPieces. Each piece of
+// full size, and each piece of a further layer group, is a copy with its events.
 constexpr size_t kSmallPieces = 8, kEntriesPerPiece = 3;
 // An entry for the event at the end of each further layer group. kMaxRunning leaves room for the
 // other events of transfers.
@@ -331,7 +331,7 @@ void CopyPlanner::set_up(const Channels& channels) {
 // Less than was asked for where the GPU has no more: with a little of it copies are much faster
 // than with none.
 void CopyPlanner::allocate_staging(PackKernels& kernels) {
-  const uint64_t wanted = options_.staging_bytes;
+  std::string why;  // it is less
   uint64_t least = kMinStagingBytes;
   for (const Group& group : groups_) least = std::max(least, least_staging_bytes(group));
   while (staging_ == 0) {
@@ -340,15 +340,13 @@ void CopyPlanner::allocate_staging(PackKernels& kernels) {
     } catch (const std::exception& error) {
       if (options_.staging_bytes / 2 < least) throw;
       options_.staging_bytes /= 2;
-      if (slower_copies_.empty()) slower_copies_ = error.what();
+      if (why.empty()) why = error.what();
     }
   }
-  if (options_.staging_bytes == wanted) return;
+  if (why.empty()) return;
   slower_copies_ = "transfers beside long kernels are slower with the " +
                    std::to_string(options_.staging_bytes) +
-                   " bytes of GPU memory for staging that "
-                   "could be had: " +
-                   slower_copies_;
+                   " bytes of GPU memory for staging that could be had: " + why;
   chooser_ = MethodChooser(options_, device_.copy_methods(), groups_);
 }
 

@@ -80,7 +80,7 @@ class Handler {
   // A ContextGuard of the caller has failed with this error. If the device is lost, ends all jobs.
   void on_context_error(const Reason& error);
 
-  // Why copy methods that would be chosen are not available, or "". Never changes.
+  // Why some copies are slower than they could be, and how they are made, or "". Never changes.
   const std::string& slower_copies() const { return scheduler_.slower_copies(); }
 
   Device& device() const { return scheduler_.device(); }

@@ -83,7 +83,7 @@ class JobTable {
   void rebind(BlockRecords blocks) noexcept;
 
  private:
-  // Calls visit(of_block, of_slot) with the latest jobs at each GPU block and slot of the work.
+  // Calls visit(at_block, at_slot) with the latest jobs at each GPU block and slot of the work.
   template <typename Visit>
   void for_each(const Work& work, const Visit& visit) noexcept;
   static const JobPart& part_of(const Work& work, size_t& i);

@@ -50,7 +50,7 @@ class Scheduler {
 
   // Need no lock: they never change.
   Device& device() const { return device_; }
-  // Why copy methods that would be chosen are not available, or "".
+  // Why some copies are slower than they could be, and how they are made, or "".
   const std::string& slower_copies() const { return planner_.slower_copies(); }
 
   Lock lock() { return Lock(mutex_); }

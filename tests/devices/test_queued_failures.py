@@ -303,6 +303,10 @@ def test_waiting_for_a_job_of_a_lost_device_ends(accelerator: Accelerator) -> No
             load.wait()
 
 
+def run_out_of_memory(command: object) -> None:
+    raise MemoryError
+
+
 @on_queued_device
 def test_a_thread_that_fails_ends_all_jobs_while_no_other_carries_out_commands(
     accelerator: Accelerator,
@@ -316,13 +320,10 @@ def test_a_thread_that_fails_ends_all_jobs_while_no_other_carries_out_commands(
             had_turn.append(queue.is_running_here)
             super().clear()
 
-    def fail(command: object) -> None:
-        raise MemoryError
-
     hook, threading.excepthook = threading.excepthook, lambda _: None
     try:
         queue._turn.acquire()  # so that the queue's thread carries out the command
-        queue._carry_out = fail  # type: ignore[method-assign]
+        queue._carry_out = run_out_of_memory  # type: ignore[method-assign]
         queue.records = Records(queue.records)
         other = threading.Thread(target=rows.store, args=(3, 0))
         other.start()
@@ -343,11 +344,8 @@ def test_a_caller_whose_thread_fails_behind_its_submission_gets_the_job(
     rows = Rows()
     queue = queue_of(rows.handler)
 
-    def fail(command: object) -> None:
-        raise MemoryError
-
     queue.work = lambda: 3600.0  # type: ignore[method-assign]  # so that the caller carries it out
-    queue._carry_out = fail  # type: ignore[method-assign]
+    queue._carry_out = run_out_of_memory  # type: ignore[method-assign]
     job = rows.store(3, 0)
     with pytest.raises(DeviceLostError, match="the thread that gives it commands has failed"):
         job.synchronize(PATIENCE)

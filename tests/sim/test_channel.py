@@ -454,6 +454,18 @@ def test_a_closed_handler_has_no_streams_and_no_events(driver: Driver) -> None:
     assert (driver.live("streams"), driver.live("events")) == before
 
 
+def start_waiting_load(driver: Driver, sim: SimulatedCache) -> threading.Thread:
+    """A thread that loads page 1, whose copy fails: it waits in the driver for SIDE and CURRENT,
+    and keeps the events of the store of that page.
+    """
+    driver.fail_copy(0)
+    loading = threading.Thread(target=lambda: sim.submit("load", [2], [1], after=Stream(CURRENT)))
+    synchronized = driver.calls("cuStreamSynchronize")
+    loading.start()
+    assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+    return loading
+
+
 @simulated
 def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_them(
     driver: Driver,
@@ -463,13 +475,7 @@ def test_the_events_of_a_transfer_are_kept_while_somebody_is_about_to_wait_for_t
         sim.start_log()
         sim.store(1, 1, after=Stream(SIDE))
         used = events_recorded(sim, "stores")
-        driver.fail_copy(0)  # so that the thread waits in the driver, behind both
-        loading = threading.Thread(
-            target=lambda: sim.submit("load", [2], [1], after=Stream(CURRENT))
-        )
-        synchronized = driver.calls("cuStreamSynchronize")
-        loading.start()
-        assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+        loading = start_waiting_load(driver, sim)
         sim.release(hold)
         assert run_until(driver, lambda: len(sim.handler.poll()) == 1)
         sim.log()
@@ -494,13 +500,7 @@ def test_events_that_were_kept_for_a_thread_go_with_the_handler(driver: Driver) 
     with SimulatedCache(driver) as sim:
         hold, other = sim.held(SIDE), sim.held(CURRENT)
         sim.store(1, 1, after=Stream(SIDE))
-        driver.fail_copy(0)  # so that the thread waits in the driver, behind both
-        loading = threading.Thread(
-            target=lambda: sim.submit("load", [2], [1], after=Stream(CURRENT))
-        )
-        synchronized = driver.calls("cuStreamSynchronize")
-        loading.start()
-        assert in_time(lambda: driver.calls("cuStreamSynchronize") > synchronized)
+        loading = start_waiting_load(driver, sim)
         sim.release(hold)
         assert run_until(driver, lambda: len(sim.handler.poll()) == 1)  # while the thread has it
         sim.release(other)

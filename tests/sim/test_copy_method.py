@@ -186,7 +186,7 @@ def methods_taken(
 
 
 @simulated
-def test_the_path_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
+def test_the_method_that_ends_first_is_taken(driver: Driver, tmp_path: Path) -> None:
     with costs(tmp_path, strided=(1, 0, 1), batch=(10, 0, 0.5)):
         assert_expected_inline(
             methods_taken(driver, layers=4),

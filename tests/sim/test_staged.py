@@ -419,10 +419,9 @@ def test_a_piece_waits_for_all_in_its_place_also_where_the_oldest_is_elsewhere(
         driver.set_mode("manual")
         base = driver.cuda.create_stream() // 1_000_000 * 1_000_000
         driver.log()
-        # Two small pieces in the first half and a third behind them, in place of which no large
-        # one fits; two large ones in the second half; then two small ones over the first two, and
-        # a large one over the first large one, while the third small piece is the oldest that is
-        # not known to be over.
+        # First half: three small pieces; a large one does not fit into the place of the third.
+        # Second half: two large pieces. Then the first half gets two small pieces, and the second
+        # half a large one. The third piece is now the oldest that is not known to be over.
         first = [0, 0]
         for group, count in ((0, 30), (0, 16), (0, 8), (1, 1), (1, 1), (0, 30), (0, 16), (1, 1)):
             ids: list[list[int]] = [[], []]
