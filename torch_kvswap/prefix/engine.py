@@ -166,6 +166,20 @@ def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
         )
 
 
+def _check_distinct(name: str, blocks: array[int]) -> None:
+    """Raises ValueError if a block occurs twice, such as a placeholder for blocks not on the GPU."""
+    numbers = np.sort(np.frombuffer(blocks, np.int64))
+    twice = numbers[1:][numbers[1:] == numbers[:-1]]
+    if len(twice):
+        block = int(twice[0])
+        first = blocks.index(block)
+        second = blocks.index(block, first + 1)
+        raise ValueError(
+            f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
+            "of two; pass only keys whose blocks are on the GPU"
+        )
+
+
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
     """The GPU blocks of the keys with these indices."""
     numbers, per_page = np.frombuffer(blocks, np.int64), pool.blocks_per_page
@@ -532,6 +546,8 @@ class OffloadEngine(NotCopyable):
         """Reads the arguments of a store, and checks all blocks: the handler sees only new ones."""
         digests, several = self._pools.read(keys, gpu_block_ids)
         self._check_gpu_blocks(several)
+        for group, blocks in enumerate(several):
+            _check_distinct(self._pools.name_of_blocks(group), blocks)
         return digests, several
 
     def _check_gpu_blocks(self, several: Sequence[array[int]]) -> None:

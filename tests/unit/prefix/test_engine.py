@@ -394,6 +394,36 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
         assert stats.stored == 150
 
 
+def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
+    """Placeholders for blocks that were not loaded would be found later as what their keys say."""
+    engine, _ = make()
+    lazy, _ = make(store_policy="lazy")
+    pages, _ = make(per_page=2)
+    layout = PagedLayout([torch.zeros(4, 4)])
+    hybrid = OffloadHandler([layout, layout], [HostPool(layout, 4), HostPool(layout, 4)])
+    with engine.handler, lazy.handler, pages.handler, hybrid:
+        window = [BlockGroup(4), BlockGroup(4, window_tokens=1)]
+        several = OffloadEngine(hybrid, window)
+        twice = (
+            "ValueError: gpu_block_ids[1] and gpu_block_ids[3] are both 2, but no block has the\n"
+            "contents of two; pass only keys whose blocks are on the GPU"
+        )
+        for call in engine.store, engine.preempt, lazy.store:
+            assert error_text(call, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
+        assert error_text(pages.store, ["a", "b"], [1, 2, 3, 2]) == twice
+        keys = [["a", "b", "c"], ["A", "B", "C"]]
+        assert "gpu_block_ids[1][0] and gpu_block_ids[1][1] are both 0" in error_text(
+            several.store, keys, [[0, 1, 2], [0, 0, 3]]
+        )
+        for of_policy in (engine, lazy, pages, several):
+            assert of_policy.manager.stats().filling_pages == 0
+            assert of_policy.evict([[3, 3], [3]] if of_policy is several else [3, 3]) == []
+        # The blocks that a prefix leaves out may be placeholders in a load, and are not stored.
+        assert several.store([keys[0], keys[1][2:]], [[0, 1, 2], [3]]) is not None
+        several.poll()
+        assert several.load(keys, [[0, 1, 2], [0, 0, 3]], prefix=3) is not None
+
+
 def test_errors_say_what_was_wrong():
     engine, _ = make(per_page=2)
     layout = PagedLayout([torch.zeros(4, 4)])
