@@ -124,7 +124,10 @@ class PagedLayout(Slabs):
         block_dim = read_int("block_dim", block_dim, INT64_MIN)
         for index, tensor in enumerate(self.tensors):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; it must be a tensor")
+                advice = "it must be a tensor"
+                if isinstance(tensor, tuple | list):
+                    advice += "; pass the tensors of all layers in one list"
+                raise TypeError(f"tensors[{index}] is {kind_of(tensor)}; {advice}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"tensors[{index}] is {tensor.layout}; blocks need torch.strided")
             problem = _problem(tensor, self.tensors[0], block_dim)

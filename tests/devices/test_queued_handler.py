@@ -293,6 +293,23 @@ def test_a_handler_of_another_device_than_the_current_one_uses_its_own(
     assert text.startswith("ValueError: after= is a stream of fakeaccel:0, the cache is on")
 
 
+@on_queued_device
+def test_what_is_no_stream_is_refused_with_what_can_be_passed(accelerator: Accelerator) -> None:
+    rows = Rows()
+    with rows.handler as handler:
+        job = handler.store(gpu_block_ids=[0], page_ids=[0])
+        errors = [
+            error_text(job.wait, 1),
+            error_text(handler.store, gpu_block_ids=[0], page_ids=[0], after="x"),
+        ]
+        job.synchronize(PATIENCE)
+    assert [" ".join(error.split()) for error in errors] == [
+        "TypeError: stream must be None (the current stream) or a torch.Stream, not an int",
+        "TypeError: after= must be None (the current stream), a torch.Stream, a torch.Event or "
+        "AFTER_NOTHING, not a str",
+    ]
+
+
 @pytest.mark.parametrize("mode", [TorchFunctionMode, TorchDispatchMode])
 @on_queued_device
 def test_a_mode_of_torch_does_not_see_the_copies(accelerator: Accelerator, mode: type) -> None:

@@ -409,6 +409,9 @@ def test_what_has_no_blocks_is_refused_by_a_layout() -> None:
     for tensors in ([torch.zeros(4, 4), 1], (torch.zeros(4, 4), "x"), [torch.zeros(4, 4), None]):
         with pytest.raises(TypeError, match=r"^tensors\[1\] is .*; it must be a tensor"):
             PagedLayout(tensors)  # type: ignore[arg-type]
+    for pair in (tuple, list):
+        with pytest.raises(TypeError, match=r"tensor; pass the tensors of all layers in one list$"):
+            PagedLayout([pair([torch.zeros(4, 4), torch.zeros(4, 4)])])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"^tensors\[0\] .* has no dimension that counts blocks"):
         PagedLayout([torch.zeros(())])
     with pytest.raises(TypeError, match=r"^tensors\[1\] is torch\.sparse_coo"):

@@ -210,8 +210,12 @@ class DeviceQueue:
             return torch.accelerator.current_stream(self.device)
         if not isinstance(stream, torch.Stream):
             raise TypeError(
-                f"{name} must be None (the current stream), a torch.Stream"
-                + (", a torch.Event or AFTER_NOTHING" if name == "after=" else "")
+                f"{name} must be None (the current stream)"
+                + (
+                    ", a torch.Stream, a torch.Event or AFTER_NOTHING"
+                    if name == "after="
+                    else " or a torch.Stream"
+                )
                 + f", not {kind_of(stream)}"
             )
         if stream.device != self.device:
