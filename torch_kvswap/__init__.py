@@ -25,7 +25,7 @@ from torch_kvswap.ops import (
 )
 from torch_kvswap.prefix.engine import OffloadEngine, Preempted
 from torch_kvswap.prefix.groups import BlockGroup
-from torch_kvswap.prefix.hashing import MultiModalItem, PrefixHasher
+from torch_kvswap.prefix.hashing import DIGEST_BYTES, MultiModalItem, PrefixHasher
 from torch_kvswap.prefix.manager import (
     BlockEvent,
     BlockManager,
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AFTER_NOTHING",
+    "DIGEST_BYTES",
     "BlockEvent",
     "BlockGroup",
     "BlockManager",

@@ -101,6 +101,11 @@ def test_the_example_of_a_hybrid_model_loads_of_a_window_only_what_it_needs(caps
         assert cache[0, 29:43, 0, 0, 0].tolist() == [29, *range(4, 16), 42]
     for cache in names["window"]:
         assert cache[0, [0, 49, 50, 51, 52], 0, 0, 0].tolist() == [0, 49, 24, 25, 52]
+    engine = names["engine"]
+    assert [result.nbytes for result in engine.poll()][1:] == [
+        3 * names["layouts"][0].block_bytes + names["layouts"][1].block_bytes
+    ]
+    assert engine.lookup([hasher.keys(names["tokens"]) for hasher in names["hashers"]]).ready == 7
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import NotCopyable, kind_of, read_switch
+from torch_kvswap._native.arguments import NotCopyable, count_of, kind_of, read_switch
 from torch_kvswap._native.submit import After, Ids, read_ids
 from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
@@ -49,7 +49,10 @@ class _Pools:
                 "for each"
             )
         if groups is not None and not self._is_list:
-            raise ValueError("groups is for a handler with a list of layouts; leave it out")
+            raise ValueError(
+                "groups is for a handler with a list of layouts; leave it out, or make the handler "
+                "from a list of one layout and a list of one pool"
+            )
         if groups is not None:
             named = [group.num_pages for group in read_groups(groups)]
             if named != self.counts:
@@ -135,8 +138,15 @@ class _Pools:
             return [(self._pools[0], self.name_of_blocks(0), *arguments.values())]
         count = len(self._pools)
         for name, of_pools in arguments.items():
-            if not isinstance(of_pools, Sequence) or len(of_pools) != count:
-                raise ValueError(f"{name} must be a list with an entry for each of {count} groups")
+            if isinstance(of_pools, bytes | str) or not isinstance(of_pools, Sequence):
+                raise TypeError(
+                    f"{name} is {kind_of(of_pools)}; pass a list with an item for each group"
+                )
+            if len(of_pools) != count:
+                raise ValueError(
+                    f"{name} has {count_of(len(of_pools), 'item')} for {count_of(count, 'group')}; "
+                    "pass one for each group"
+                )
         names = map(self.name_of_blocks, range(count))
         return list(zip(self._pools, names, *arguments.values(), strict=True))
 
@@ -150,8 +160,9 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
     blocks, per_page = read_ids(name, ids), pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
         raise ValueError(
-            f"{name} has {len(blocks)} ids for {count} keys of {per_page} blocks each; pass the "
-            "blocks of all keys, also of those that a prefix leaves out"
+            f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
+            f"{count_of(per_page, 'block')} each; pass the blocks of all keys, also of those that "
+            "the prefix of a load leaves out"
         )
     return blocks
 
@@ -167,7 +178,7 @@ def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
 
 
 def _check_distinct(name: str, blocks: array[int]) -> None:
-    """Raises ValueError if a block occurs twice, such as a placeholder for blocks not on the GPU."""
+    """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
     numbers = np.sort(np.frombuffer(blocks, np.int64))
     twice = numbers[1:][numbers[1:] == numbers[:-1]]
     if len(twice):
@@ -319,7 +330,7 @@ class OffloadEngine(NotCopyable):
             gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out,
                 to which nothing is written.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
-                such as `Lookup.ready`. None is all keys.
+                such as `Lookup.ready`. None is all keys. Do not store the blocks left out.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
 
         Returns:
@@ -363,8 +374,9 @@ class OffloadEngine(NotCopyable):
         policy the blocks are only recorded, for evict().
 
         Args:
-            keys: keys of a prompt's blocks, in order.
-            gpu_block_ids: the blocks of all keys.
+            keys: keys of a prompt's blocks, in order, but only of blocks that are on the GPU: leave
+                out those that a load with `prefix` did not load, or that have left a window.
+            gpu_block_ids: the blocks of all keys, each once.
             after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy,
                 evict() takes the first two, and its jobs have no tags.
 
@@ -464,9 +476,10 @@ class OffloadEngine(NotCopyable):
         again. poll() reports a load that fails later.
 
         Args:
-            keys: keys of all computed blocks of the request, in order. PrefixHasher.partial_key()
-                makes the last one if that block is partly filled.
-            gpu_block_ids: GPU blocks of all keys.
+            keys: keys of all blocks that the request has on the GPU, in order, as in store().
+                PrefixHasher.partial_key() makes the last one if that block is partly filled. Pass
+                the same keys to load().
+            gpu_block_ids: GPU blocks of all keys, each once.
             after, copy_engines_only, tag: see OffloadHandler.store().
 
         Returns:

@@ -14,6 +14,7 @@ from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import (
     UINT32_MAX,
     NotCopyable,
+    count_of,
     kind_of,
     read_int,
     read_seconds,
@@ -177,8 +178,9 @@ class BlockManager(NotCopyable):
     reservation must be ended after its copy, even after reset().
 
     A key stands for the contents of a block, and the caller guarantees that they match. The keys of
-    a prompt are the digests of PrefixHasher.keys() in a row, or a list of keys (see key_digest()).
-    A block is only used together with the blocks before it.
+    a prompt are bytes, DIGEST_BYTES for each key, as from PrefixHasher.keys(), or a list of keys
+    made of None, bool, int, float, str, bytes and tuples of them. A block is only used together
+    with the blocks before it.
 
     A manager needs no close(). It cannot be copied or pickled, and raises RuntimeError in a forked
     child.
@@ -487,8 +489,9 @@ class BlockManager(NotCopyable):
         if isinstance(keys, bytes | bytearray | memoryview | str) or not isinstance(keys, Sequence):
             raise TypeError(f"keys is {kind_of(keys)}; pass a list with the keys of each group")
         if len(keys) != len(self.groups):
+            groups = count_of(len(self.groups), "group")
             raise ValueError(
-                f"keys must be a list with one entry for each of {len(self.groups)} groups"
+                f"keys has {count_of(len(keys), 'item')} for {groups}; pass one for each group"
             )
         several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
         return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])

@@ -91,7 +91,9 @@ def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
     with engine.handler:
         engine.store(["a", "b", "c"], [1, 2, 3])
         engine.poll()
-        with pytest.raises(ValueError, match=r"pass the blocks of all keys, also of those that a"):
+        with pytest.raises(
+            ValueError, match=r"pass the blocks of all keys, also of those that the"
+        ):
             engine.load(["a", "b", "c"], [7, 8], prefix=2)
         engine.load(["a", "b", "c"], [7, 8, 9], prefix=2)
         assert tensor[7:10, 0].tolist() == [1, 2, 9]
@@ -207,11 +209,9 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
                 call(keys, [0, 999])
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -1; there are 16 GPU"):
                 call(keys, [-1, 0])
-            with pytest.raises(
-                ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"
-            ):
+            with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
                 call(keys, [0])
-        with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 ids for 2 keys of 1 blocks"):
+        with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
             engine.load(keys, [0])
         assert engine.manager.stats().filling_pages == 0
 
@@ -462,14 +462,15 @@ def test_errors_say_what_was_wrong():
         """\
 ValueError: groups is None, but the handler has a list of 1 layouts; pass a BlockGroup
 for each
-ValueError: groups is for a handler with a list of layouts; leave it out
+ValueError: groups is for a handler with a list of layouts; leave it out, or make the
+handler from a list of one layout and a list of one pool
 ValueError: the groups have [3] pages, their pools [4]; make num_pages the number of the
 pool's local_pages
-ValueError: gpu_block_ids has 3 ids for 1 keys of 2 blocks each; pass the blocks of all
-keys, also of those that a prefix leaves out
-ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
-ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
-ValueError: gpu_block_ids must be a list with an entry for each of 1 groups
+ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass the blocks of all
+keys, also of those that the prefix of a load leaves out
+ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
+TypeError: gpu_block_ids is None; pass a list with an item for each group
+ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
 IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
 IndexError: gpu_block_ids[0] is -1; there are 16 GPU blocks, 0 to 15
 TypeError: handler is None; pass an OffloadHandler

@@ -620,7 +620,7 @@ ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: seconds is 0; a lease must last longer
-ValueError: keys must be a list with one entry for each of 2 groups
+ValueError: keys has 1 item for 2 groups; pass one for each group
 ValueError: keys[1] has 1 bytes, but a digest has 32; pass digests one after another, or
 a list of keys""",
     )
