@@ -136,11 +136,12 @@ class BlockStats:
         hits (int): blocks that were ready and needed by the prefix found.
         pending (int): blocks that were found while still being stored.
         stored (int): blocks stored.
-        loaded (int): blocks loaded.
+        loaded (int): blocks of loads that ended with complete(), also of cancelled ones.
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
         refused (int): stores that found no room.
-        failed (int): blocks of failed loads and stores, and rejected blocks.
+        failed (int): blocks of loads and stores that ended with fail(), also of cancelled stores,
+            and rejected blocks.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
