@@ -12,7 +12,13 @@ import numpy as np
 
 from torch_kvswap._native import abi
 from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import NotCopyable, count_of, kind_of, read_switch
+from torch_kvswap._native.arguments import (
+    UINT64_MAX,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_switch,
+)
 from torch_kvswap._native.submit import After, Ids, read_ids
 from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
@@ -113,6 +119,27 @@ class _Pools:
         ]
         return digests, blocks
 
+    def keys_on_gpu(
+        self, digests: list[bytes], blocks: list[array[int]]
+    ) -> tuple[list[bytes], list[array[int]]]:
+        """What read() returned, without the keys that have a block of -1."""
+        kept = list(map(_keys_on_gpu, self._pools, digests, blocks))
+        return [digests for digests, _ in kept], [blocks for _, blocks in kept]
+
+    def check_needed(self, blocks: list[array[int]], needed: range | list[range]) -> None:
+        """Raises ValueError if a key of BlockManager.needed_blocks() has a block of -1."""
+        several = needed if isinstance(needed, list) else [needed]
+        for group, (pool, of_pool, keys) in enumerate(
+            zip(self._pools, blocks, several, strict=True)
+        ):
+            first, end = keys.start * pool.blocks_per_page, keys.stop * pool.blocks_per_page
+            if -1 in of_pool[first:end]:
+                at = of_pool.index(-1, first)
+                raise ValueError(
+                    f"{self.name_of_blocks(group)}[{at}] is -1, but what follows the prefix needs "
+                    "this block; pass a GPU block for each block of manager.needed_blocks(prefix)"
+                )
+
     def keys(self, digests: list[bytes]) -> Any:
         """The keys in the form in which a caller passes them."""
         return digests if self._is_list else digests[0]
@@ -161,34 +188,55 @@ def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
     if -(-len(blocks) // per_page) != count:
         raise ValueError(
             f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
-            f"{count_of(per_page, 'block')} each; pass the blocks of all keys, also of those that "
-            "the prefix of a load leaves out"
+            f"{count_of(per_page, 'block')} each; pass one for each block of all keys, -1 for a "
+            "block that is not on the GPU"
         )
     return blocks
 
 
-def _check_blocks(name: str, count: int, blocks: array[int]) -> None:
-    """Raises IndexError if one of the blocks is none of the cache's `count` blocks."""
+def _check_blocks(name: str, count: int, blocks: array[int]) -> bool:
+    """Checks that each block is one of the cache's `count` blocks, or -1.
+
+    Returns:
+        bool: whether one is -1.
+
+    Raises:
+        IndexError: one is neither.
+    """
     numbers = np.frombuffer(blocks, np.uint64)  # a negative number is larger than any block's
-    if len(numbers) and numbers.max() >= count:
-        at = int(np.argmax(numbers >= count))
+    if not len(numbers) or numbers.max() < count:
+        return False
+    wrong = (numbers >= count) & (numbers != UINT64_MAX)
+    if wrong.any():
+        at = int(np.argmax(wrong))
         raise IndexError(
-            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}"
+            f"{name}[{at}] is {blocks[at]}; there are {count} GPU blocks, 0 to {count - 1}, and -1 "
+            "is a block that is not on the GPU"
         )
+    return True
 
 
 def _check_distinct(name: str, blocks: array[int]) -> None:
     """Raises ValueError if a block occurs twice, such as a placeholder for missing ones."""
     numbers = np.sort(np.frombuffer(blocks, np.int64))
-    twice = numbers[1:][numbers[1:] == numbers[:-1]]
+    twice = numbers[1:][(numbers[1:] == numbers[:-1]) & (numbers[1:] >= 0)]
     if len(twice):
         block = int(twice[0])
         first = blocks.index(block)
         second = blocks.index(block, first + 1)
         raise ValueError(
             f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
-            "of two; pass only keys whose blocks are on the GPU"
+            "of two; pass -1 for blocks that are not on the GPU"
         )
+
+
+def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[bytes, array[int]]:
+    """Leaves out the keys with a block of -1, and the blocks of these keys."""
+    per_page = pool.blocks_per_page
+    rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    left_out = np.flatnonzero(np.frombuffer(blocks, np.int64) == -1) // per_page
+    kept = np.delete(np.arange(len(rows)), left_out)
+    return rows[kept].tobytes(), array("q", _select(pool, blocks, kept).tobytes())
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
@@ -327,10 +375,11 @@ class OffloadEngine(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: destination blocks of all keys, also of those that `prefix` leaves out,
-                to which nothing is written.
+            gpu_block_ids: a destination block for each block of all keys. -1 for blocks that are
+                not loaded: those that `prefix` leaves out; without a prefix, keys with a -1 are
+                left out.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
-                such as `Lookup.ready`. None is all keys. Do not store the blocks left out.
+                such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
 
         Returns:
@@ -344,6 +393,11 @@ class OffloadEngine(NotCopyable):
         expedited = read_switch("expedited", expedited)
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
+        if self._check_gpu_blocks(blocks):
+            if prefix is None:
+                digests, blocks = self._pools.keys_on_gpu(digests, blocks)
+            else:
+                self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
         load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
             return None
@@ -374,9 +428,10 @@ class OffloadEngine(NotCopyable):
         policy the blocks are only recorded, for evict().
 
         Args:
-            keys: keys of a prompt's blocks, in order, but only of blocks that are on the GPU: leave
-                out those that a load with `prefix` did not load, or that have left a window.
-            gpu_block_ids: the blocks of all keys, each once.
+            keys: keys of a prompt's blocks, in order.
+            gpu_block_ids: the blocks of all keys, each once; -1 for a block that is not on the GPU,
+                because a load with `prefix` left it out or it has left a window and was reused. A
+                key with a -1 is not stored.
             after, copy_engines_only, tag: see OffloadHandler.store(). With a lazy store policy,
                 evict() takes the first two, and its jobs have no tags.
 
@@ -420,7 +475,7 @@ class OffloadEngine(NotCopyable):
         it had started before.
 
         Args:
-            gpu_block_ids: the blocks that leave.
+            gpu_block_ids: the blocks that leave; -1 is none.
             after, copy_engines_only: see OffloadHandler.store().
 
         Returns:
@@ -476,10 +531,10 @@ class OffloadEngine(NotCopyable):
         again. poll() reports a load that fails later.
 
         Args:
-            keys: keys of all blocks that the request has on the GPU, in order, as in store().
-                PrefixHasher.partial_key() makes the last one if that block is partly filled. Pass
-                the same keys to load().
-            gpu_block_ids: GPU blocks of all keys, each once.
+            keys: keys of all blocks of the request, in order. PrefixHasher.partial_key() makes the
+                last one if that block is partly filled. Pass the same keys to load().
+            gpu_block_ids: GPU blocks of all keys, as in store(). Where one is -1, pass -1 to load()
+                too.
             after, copy_engines_only, tag: see OffloadHandler.store().
 
         Returns:
@@ -556,17 +611,26 @@ class OffloadEngine(NotCopyable):
                 lazy.record(digests, blocks)
 
     def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """Reads the arguments of a store, and checks all blocks: the handler sees only new ones."""
+        """Reads the arguments of a store, without the keys that have a block of -1.
+
+        Checks all blocks: the handler sees only new ones.
+        """
         digests, several = self._pools.read(keys, gpu_block_ids)
-        self._check_gpu_blocks(several)
+        some_left_out = self._check_gpu_blocks(several)
         for group, blocks in enumerate(several):
             _check_distinct(self._pools.name_of_blocks(group), blocks)
-        return digests, several
+        return self._pools.keys_on_gpu(digests, several) if some_left_out else (digests, several)
 
-    def _check_gpu_blocks(self, several: Sequence[array[int]]) -> None:
-        """Raises IndexError if a GPU block of a group does not exist."""
-        for group, (layout, blocks) in enumerate(zip(self.handler.layouts, several, strict=True)):
-            _check_blocks(self._pools.name_of_blocks(group), layout.num_blocks, blocks)
+    def _check_gpu_blocks(self, several: Sequence[array[int]]) -> bool:
+        """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
+        return any(
+            [  # a list: all are checked
+                _check_blocks(self._pools.name_of_blocks(group), layout.num_blocks, blocks)
+                for group, (layout, blocks) in enumerate(
+                    zip(self.handler.layouts, several, strict=True)
+                )
+            ]
+        )
 
     def _store(
         self, digests: list[bytes], blocks: Sequence[array[int]], **options: Any

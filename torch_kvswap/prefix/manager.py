@@ -282,13 +282,29 @@ class BlockManager(NotCopyable):
             again = read_switch("again", again)
         return Lookup._make(self._native.lookup(*self._digests(keys), again))
 
+    def needed_blocks(self, prefix: int) -> range | list[range]:
+        """The blocks that must be on the GPU to go on after a prefix.
+
+        prepare_load() with this prefix holds their pages. All other blocks of the prefix are those
+        that a window or a state has left behind.
+
+        Args:
+            prefix (int): length in units, such as `Lookup.ready`.
+
+        Returns:
+            range | list[range]: positions among the keys; with several groups a list with one range
+                per group.
+        """
+        needed = needed_blocks(self.groups, read_int("prefix", prefix))
+        return needed if self._is_list else needed[0]
+
     def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
         """Holds the pages of ready blocks for a load.
 
         Args:
             keys: keys of a prompt's blocks.
-            prefix (int | None): only the blocks needed after a prefix of this length, in units,
-                such as `Lookup.ready`. None is all keys.
+            prefix (int | None): only the needed_blocks() of a prefix of this length, in units, such
+                as `Lookup.ready`. None is all keys.
 
         Returns:
             Load | None: None, with nothing held, if a block is not ready.

@@ -92,7 +92,7 @@ def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
         engine.store(["a", "b", "c"], [1, 2, 3])
         engine.poll()
         with pytest.raises(
-            ValueError, match=r"pass the blocks of all keys, also of those that the"
+            ValueError, match=r"pass one for each block of all keys, -1 for a block that is"
         ):
             engine.load(["a", "b", "c"], [7, 8], prefix=2)
         engine.load(["a", "b", "c"], [7, 8, 9], prefix=2)
@@ -207,12 +207,14 @@ def test_gpu_blocks_are_checked_whatever_the_host_has(keys: list[str], policy: s
         for call in (engine.store, engine.preempt):
             with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 999; there are 16 GPU"):
                 call(keys, [0, 999])
-            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -1; there are 16 GPU"):
-                call(keys, [-1, 0])
+            with pytest.raises(IndexError, match=r"^gpu_block_ids\[0\] is -2; there are 16 GPU"):
+                call(keys, [-2, 0])
             with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
                 call(keys, [0])
         with pytest.raises(ValueError, match=r"^gpu_block_ids has 1 id for 2 keys of 1 block"):
             engine.load(keys, [0])
+        with pytest.raises(IndexError, match=r"^gpu_block_ids\[1\] is 16; there are 16 GPU"):
+            engine.load(keys, [0, 16])
         assert engine.manager.stats().filling_pages == 0
 
 
@@ -406,7 +408,7 @@ def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
         several = OffloadEngine(hybrid, window)
         twice = (
             "ValueError: gpu_block_ids[1] and gpu_block_ids[3] are both 2, but no block has the\n"
-            "contents of two; pass only keys whose blocks are on the GPU"
+            "contents of two; pass -1 for blocks that are not on the GPU"
         )
         for call in engine.store, engine.preempt, lazy.store:
             assert error_text(call, ["a", "b", "c", "d"], [1, 2, 3, 2]) == twice
@@ -418,10 +420,71 @@ def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
         for of_policy in (engine, lazy, pages, several):
             assert of_policy.manager.stats().filling_pages == 0
             assert of_policy.evict([[3, 3], [3]] if of_policy is several else [3, 3]) == []
-        # The blocks that a prefix leaves out may be placeholders in a load, and are not stored.
-        assert several.store([keys[0], keys[1][2:]], [[0, 1, 2], [3]]) is not None
-        several.poll()
-        assert several.load(keys, [[0, 1, 2], [0, 0, 3]], prefix=3) is not None
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_keys_with_a_block_that_is_not_on_the_gpu_are_left_out(per_page: int, policy: str) -> None:
+    engine, tensor = make(per_page=per_page, store_policy=policy)
+    keys, last = ["a", "b", "c", "d"], 4 * per_page - per_page // 2
+    blocks = list(range(last))  # the last page is part full
+    blocks[per_page - 1] = blocks[2 * per_page] = -1  # in the first and the third page
+    with engine.handler:
+        engine.store(keys, blocks)
+        engine.evict(blocks)
+        engine.poll()
+        assert [engine.lookup([key]).ready for key in keys] == [0, 1, 0, 1]
+        tensor[:] = 0
+        assert engine.load(keys, [15 if block < 0 else block for block in blocks]) is None
+        engine.load(keys, blocks)
+        expected = torch.zeros(BLOCKS)
+        for page in (1, 3):
+            of_page = slice(page * per_page, min((page + 1) * per_page, last))
+            expected[of_page] = torch.arange(BLOCKS)[of_page]
+        assert tensor[:, 0].tolist() == expected.tolist()
+        engine.poll()
+        held = engine.preempt(["x", *keys[1:]], blocks)
+        assert held is not None
+        assert held.job is None  # the host has the two blocks that are on the GPU
+        assert engine.manager.stats().idle_pages == 0
+        assert engine.release(held)
+
+
+def test_a_load_needs_a_block_on_the_gpu_for_each_block_that_its_prefix_needs() -> None:
+    layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
+    pools = [HostPool(layouts[0], 4), HostPool(layouts[1], 4, blocks_per_page=2)]
+    with OffloadHandler(layouts, pools) as handler:
+        groups = [BlockGroup(4), BlockGroup(4, block_tokens=2, window_tokens=2)]
+        engine = OffloadEngine(handler, groups)
+        keys = [["a", "b", "c", "d"], ["B", "D"]]
+        engine.store(keys, [[0, 1, 2, 3], [0, 1, 2, 3]])
+        engine.poll()
+        assert engine.manager.needed_blocks(2) == [range(4), range(1, 2)]
+        engine.load(keys, [[4, 5, 6, 7], [-1, -1, 6, 7]], prefix=2)
+        assert layouts[1].tensors[0][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+        errors = [
+            error_text(engine.load, keys, ids, prefix=2)
+            for ids in (
+                [[4, 5, -1, 7], [-1, -1, 6, 7]],
+                [[4, 5, 6, 7], [-1, -1, 6, -1]],
+                [[4, 5, 6, 8], [-1, -1, 6, 7]],
+                [[4, 5, 6, 7], [-2, -1, 6, 7]],
+            )
+        ]
+        engine.poll()
+        assert [engine.manager.stats(group).idle_pages for group in (0, 1)] == [4, 2]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: gpu_block_ids[0][2] is -1, but what follows the prefix needs this block;
+pass a GPU block for each block of manager.needed_blocks(prefix)
+ValueError: gpu_block_ids[1][3] is -1, but what follows the prefix needs this block;
+pass a GPU block for each block of manager.needed_blocks(prefix)
+IndexError: gpu_block_ids[0][3] is 8; there are 8 GPU blocks, 0 to 7, and -1 is a block
+that is not on the GPU
+IndexError: gpu_block_ids[1][0] is -2; there are 8 GPU blocks, 0 to 7, and -1 is a block
+that is not on the GPU""",
+    )
 
 
 def test_errors_say_what_was_wrong():
@@ -439,7 +502,7 @@ def test_errors_say_what_was_wrong():
             error_text(several.store, [["a"]], None),
             error_text(several.evict, [1, 2]),
             error_text(engine.evict, [1, BLOCKS]),
-            error_text(engine.evict, [-1]),
+            error_text(engine.evict, [-2]),
             error_text(OffloadEngine, None),
             error_text(OffloadEngine, engine.handler, store_policy="never"),
             error_text(OffloadEngine, engine.handler, num_ready_pages=3),
@@ -466,13 +529,15 @@ ValueError: groups is for a handler with a list of layouts; leave it out, or mak
 handler from a list of one layout and a list of one pool
 ValueError: the groups have [3] pages, their pools [4]; make num_pages the number of the
 pool's local_pages
-ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass the blocks of all
-keys, also of those that the prefix of a load leaves out
+ValueError: gpu_block_ids has 3 ids for 1 key of 2 blocks each; pass one for each block
+of all keys, -1 for a block that is not on the GPU
 ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
 TypeError: gpu_block_ids is None; pass a list with an item for each group
 ValueError: gpu_block_ids has 2 items for 1 group; pass one for each group
-IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
-IndexError: gpu_block_ids[0] is -1; there are 16 GPU blocks, 0 to 15
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
+IndexError: gpu_block_ids[0] is -2; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
 TypeError: handler is None; pass an OffloadHandler
 ValueError: store_policy is 'never'; it can be eager or lazy
 TypeError: OffloadEngine.__init__() got an unexpected keyword argument 'num_ready_pages'
@@ -485,7 +550,8 @@ TypeError: gpu_block_ids is None; pass a list, numpy array or CPU tensor
 TypeError: keys is None; pass bytes of digests or a list
 TypeError: keys is a dict; pass bytes of digests or a list
 TypeError: preempted is an int; pass what preempt() returned
-IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15
+IndexError: gpu_block_ids[1] is 16; there are 16 GPU blocks, 0 to 15, and -1 is a block
+that is not on the GPU
 TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;
 pass it by reference, or make another one
 TypeError: OffloadEngine cannot be copied or pickled: it owns memory of this process;

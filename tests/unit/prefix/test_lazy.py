@@ -154,6 +154,6 @@ def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_ar
         ] == [
             "ValueError: store_policy is 'never'; it can be eager or lazy",
             'TypeError: with store_policy="lazy", pass after and copy_engines_only to evict()',
-            "ValueError: gpu_block_ids has 2 ids for 1 key of 1 block each; pass the blocks of all\n"
-            "keys, also of those that the prefix of a load leaves out",
+            "ValueError: gpu_block_ids has 2 ids for 1 key of 1 block each; pass one for each block\n"
+            "of all keys, -1 for a block that is not on the GPU",
         ]
