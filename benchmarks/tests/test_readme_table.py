@@ -40,6 +40,12 @@ def test_the_readme_has_the_committed_figures() -> None:
     assert f"\n\n{table}\n\n" in readme_table.README.read_text()
 
 
+def test_the_page_about_benchmarks_has_the_committed_figures_of_another_gpu() -> None:
+    figures = json.loads(readme_table.FILE.with_name("bandwidth-h100.json").read_text())
+    page = readme_table.README.with_name("docs") / "benchmarks.md"
+    assert f"\n\n{readme_table.markdown(figures)}\n\n" in page.read_text()
+
+
 @pytest.mark.parametrize(("tables", "code"), [(1, 0), (0, 2), (2, 2)])
 def test_the_table_is_written_over_the_one_that_is_there(
     tables: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
