@@ -81,10 +81,10 @@ class Swapper:
         if request.preempted is None:
             raise RuntimeError(f"the host has no room for request {request.id} despite reservation")
         self.traffic["store"].requests += 1
-        if request.preempted.job is None:
-            self._stored.append(request)
+        if request.preempted.jobs:  # the only store of these blocks
+            self._track(request.preempted.jobs[0], request)
         else:
-            self._track(request.preempted.job, request)
+            self._stored.append(request)
 
     def load(self, request: Request) -> None:
         """Starts to load a request into its first blocks.

@@ -74,8 +74,7 @@ def check_preemption(device: str) -> None:
     with engine.handler:
         preempted = engine.preempt(["a", "b"], [1, 2])
         assert preempted is not None
-        assert preempted.job is not None
-        engine.handler.synchronize(preempted.job)
+        engine.handler.synchronize(preempted.jobs)
         engine.poll()
         assert engine.store(["x"], [3]) is None
         assert engine.preempt(["x"], [3]) is None
@@ -131,8 +130,8 @@ def check_evict_that_raises(device: str) -> None:
             assert engine.manager.stats().filling_pages == 2 * fails_at
             patch.setattr(handler, "_submit", submit)
             jobs = engine.evict([1, 3, 5])
-            assert [job.id for job in jobs][:fails_at] == [job.id for job in started]
-            assert len(jobs) == 3
+            assert len({job.id for job in [*started, *jobs]}) == 3
+            drain(handler)
             assert engine.evict([1, 3, 5]) == []
             results_of(engine)
             tensor[:6] = -1

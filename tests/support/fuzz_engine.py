@@ -157,7 +157,8 @@ class Server:
         self.counts["stores" if answer is not None else "refused stores"] += 1
         job = answer
         if preempts and answer is not None:
-            job = answer.job
+            # The blocks were free, so that no other store reads them.
+            (job,) = answer.jobs or [None]
             self.held.append((answer, keys, job and job.id))
         if self.is_lazy:
             self.lazily |= set(blocks)

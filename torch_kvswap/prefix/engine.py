@@ -26,6 +26,7 @@ from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
+from torch_kvswap.prefix.open_jobs import OpenJobs
 
 
 class _Pools:
@@ -75,28 +76,25 @@ class _Pools:
     def in_pools(self, pages: Any) -> Int64Array | list[Int64Array]:
         """Converts the manager's page numbers to page ids of the pools."""
         split = self._split(pages=pages)
-        return self._join([of_pool + pool.local_pages.start for pool, _, of_pool in split])
+        return self.join([of_pool + pool.local_pages.start for pool, _, of_pool in split])
 
-    def select(
-        self, blocks: Sequence[array[int]], key_indices: Any
-    ) -> tuple[Int64Array | list[Int64Array], list[int]]:
-        """Selects the GPU blocks of the keys with these indices; also returns how many per pool."""
+    def select(self, blocks: Sequence[array[int]], key_indices: Any) -> list[Int64Array]:
+        """Selects the GPU blocks of the keys with these indices, per pool."""
         indices = key_indices if self._is_list else [key_indices]
-        selected = list(map(_select, self._pools, blocks, indices))
-        return self._join(selected), list(map(len, selected))
+        return list(map(_select, self._pools, blocks, indices))
 
-    def pages_with(self, positions: Sequence[int], counts: Sequence[int]) -> list[int]:
+    def pages_with(self, positions: Sequence[int], blocks: Sequence[Int64Array]) -> list[int]:
         """The positions of the pages that hold some blocks of a job.
 
         Args:
             positions (Sequence[int]): positions of the blocks, ascending. The blocks of all pools
                 count in a row, and so do the pages.
-            counts (Sequence[int]): blocks per pool. All pages are full, except that the last one of
+            blocks: the blocks of the job, per pool. All pages are full, except that the last one of
                 a pool may have fewer blocks.
         """
         pages: list[int] = []
         first_block, first_page = 0, 0
-        for pool, count in zip(self._pools, counts, strict=True):
+        for pool, count in zip(self._pools, map(len, blocks), strict=True):
             of_pool = range(first_block, first_block + count)
             pages += [
                 first_page + (position - first_block) // pool.blocks_per_page
@@ -177,7 +175,7 @@ class _Pools:
         names = map(self.name_of_blocks, range(count))
         return list(zip(self._pools, names, *arguments.values(), strict=True))
 
-    def _join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
+    def join(self, of_pools: list[Int64Array]) -> Int64Array | list[Int64Array]:
         """Joins the parts of all pools into the form in which the caller passes ids."""
         return of_pools if self._is_list else of_pools[0]
 
@@ -247,28 +245,30 @@ def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
     return selected
 
 
-class _Open(NamedTuple):
-    """A job whose end poll() has not reported.
+class _Prompt(NamedTuple):
+    """The arguments of a store, per pool.
 
     Attributes:
-        reservation (Load | Store): the pages of the job.
-        counts (list[int]): blocks per pool.
+        digests (list[bytes]): of the keys whose blocks are on the GPU.
+        blocks (list[array]): the GPU blocks of these keys.
+        named (list[array]): all blocks that the caller has named; some may be -1.
     """
 
-    reservation: Load | Store
-    counts: list[int]
+    digests: list[bytes]
+    blocks: list[array[int]]
+    named: list[array[int]]
 
 
 class Preempted(NamedTuple):
     """A preempted request, from OffloadEngine.preempt(); ends with OffloadEngine.release().
 
     Attributes:
-        job (Job | None): the store. The GPU blocks must not change until it has ended. None if all
-            blocks were on the host already.
+        jobs (list[Job]): the stores that still read the GPU blocks: earlier ones, and the new one
+            unless the host has all blocks. The GPU blocks must not change until these have ended.
         lease (int): keeps the blocks on the host.
     """
 
-    job: Job | None
+    jobs: list[Job]
     lease: int
 
 
@@ -335,9 +335,8 @@ class OffloadEngine(NotCopyable):
         )
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]  # empty if eager
-        self._lock = threading.Lock()  # of _lazy, _open and _started
-        self._open: dict[int, _Open] = {}  # by job id, since the tag of a job is the caller's
-        self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
+        self._lock = threading.Lock()  # of _lazy and _open
+        self._open = OpenJobs(handler)
         handler._assign_pages_to(self)
 
     def __repr__(self) -> str:
@@ -404,6 +403,7 @@ class OffloadEngine(NotCopyable):
         return self._submit(
             load,
             blocks,
+            named=(),
             after=after,
             layer_groups=layer_groups,
             expedited=expedited,
@@ -423,9 +423,12 @@ class OffloadEngine(NotCopyable):
     ) -> Job | None:
         """Stores the blocks that the host does not have.
 
-        The blocks must not change until the job has ended. They can be loaded after poll() has
-        reported it, except rejected ones (Result.rejected), which are not stored. With a lazy store
-        policy the blocks are only recorded, for evict().
+        The blocks must not change until the job has ended: see evict(). They can be loaded after
+        poll() has reported it, except rejected ones (Result.rejected), which are not stored. With a
+        lazy store policy the blocks are only recorded, for evict().
+
+        The model computed new blocks from those before them. If a load into one of the named blocks
+        fails that poll() has not reported when store() is called, the new blocks are forgotten too.
 
         Args:
             keys: keys of a prompt's blocks, in order.
@@ -453,9 +456,11 @@ class OffloadEngine(NotCopyable):
                 )
             self._record_computed(keys, gpu_block_ids)
             return None
-        digests, blocks = self._read(keys, gpu_block_ids)
         return self._store(
-            digests, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
+            self._read(keys, gpu_block_ids),
+            after=after,
+            copy_engines_only=copy_engines_only,
+            tag=tag,
         )
 
     def evict(
@@ -465,21 +470,18 @@ class OffloadEngine(NotCopyable):
         after: After = None,
         copy_engines_only: bool = False,
     ) -> list[Job]:
-        """With a lazy store policy, stores blocks that leave the GPU, and all blocks before them.
+        """Returns the stores that must end before these GPU blocks are reused.
 
-        Call it before a GPU block is reused. The blocks must not change until the returned jobs
-        have ended; `Job.wait` orders that on a stream. Blocks that do not fit on the host are not
-        stored. With an eager store policy the call does nothing.
-
-        If it raises, no block has left. Call it again: it continues, and also returns the jobs that
-        it had started before.
+        Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
+        policy it first stores the blocks, and all blocks before them; those that do not fit on the
+        host are not stored. If it raises, no block has left: call it again, and it continues.
 
         Args:
             gpu_block_ids: the blocks that leave; -1 is none.
-            after, copy_engines_only: see OffloadHandler.store().
+            after, copy_engines_only: see OffloadHandler.store(), for a lazy store policy.
 
         Returns:
-            list[Job]: the stores.
+            list[Job]: the stores that were started, and earlier ones that still read these blocks.
 
         Raises:
             IndexError: the cache has no such block.
@@ -488,30 +490,25 @@ class OffloadEngine(NotCopyable):
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         leaving = self._pools.read_blocks(gpu_block_ids)
         self._check_gpu_blocks(leaving)
-        with self._lock:
-            jobs, self._started = self._started, []
-        try:
-            for group, lazy in enumerate(self._lazy):
-                with self._lock:
-                    chains = lazy.chains_of(leaving[group])
-                for chain in chains:
-                    keys, ids = (self._pools.only(group, its) for its in chain)
-                    job = self._store(
-                        *self._pools.read(keys, ids),
-                        after=after,
-                        copy_engines_only=copy_engines_only,
-                        tag=None,
-                    )
-                    if job is not None:
-                        jobs.append(job)
-        except BaseException:
+        started: list[Job] = []
+        for group, lazy in enumerate(self._lazy):
             with self._lock:
-                self._started += jobs
-            raise
+                chains = lazy.chains_of(leaving[group])
+            for chain in chains:
+                keys, ids = (self._pools.only(group, its) for its in chain)
+                digests, blocks = self._pools.read(keys, ids)
+                job = self._store(
+                    _Prompt(digests, blocks, blocks),
+                    after=after,
+                    copy_engines_only=copy_engines_only,
+                    tag=None,
+                )
+                if job is not None:
+                    started.append(job)
         with self._lock:
             for group, lazy in enumerate(self._lazy):
                 lazy.forget(leaving[group])
-        return jobs
+        return [*self._stores_reading(leaving, started), *started]
 
     def preempt(
         self,
@@ -542,21 +539,27 @@ class OffloadEngine(NotCopyable):
                 release().
         """
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
-        digests, blocks = self._read(keys, gpu_block_ids)
+        prompt = self._read(keys, gpu_block_ids)
         self._grow()
-        store = self.manager.preempt(self._pools.keys(digests))
+        store = self.manager.preempt(self._pools.keys(prompt.digests))
         if store is None:
             return None
-        job = None
+        started = []
         try:
             if store.id:
                 job = self._submit(
-                    store, blocks, after=after, copy_engines_only=copy_engines_only, tag=tag
+                    store,
+                    prompt.blocks,
+                    prompt.named,
+                    after=after,
+                    copy_engines_only=copy_engines_only,
+                    tag=tag,
                 )
+                started.append(job)
         except BaseException:
             self.manager.release(store)
             raise
-        return Preempted(job, store.lease)
+        return Preempted([*self._stores_reading(prompt.named, started), *started], store.lease)
 
     def release(self, preempted: Preempted) -> bool:
         """Lets the blocks of a preempted request be evicted.
@@ -579,22 +582,30 @@ class OffloadEngine(NotCopyable):
 
         Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
         failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
-        with these are, and all other blocks were stored or loaded.
+        with these are, and all other blocks were stored or loaded. After a load that was not done,
+        the blocks of stores that its blocks were named in before this call are forgotten too: they
+        may have been computed from blocks that were not loaded. Results say what was copied, so
+        such a store may be done.
         """
         results = self.handler._take_results()
+        not_loaded = [of.job_id for of in results if of.direction == "load" and not of.ok]
         with self._lock:
-            ended = [self._open.pop(result.job_id, None) for result in results]
-        for result, job in zip(results, ended, strict=True):
-            if job is None:
+            for recorded in self._open.spoil(not_loaded):
+                for lazy, blocks in zip(self._lazy, recorded, strict=True):
+                    lazy.forget(blocks)
+            ended = [self._open.pop(result.job_id) for result in results]
+        for result, entry in zip(results, ended, strict=True):
+            if entry is None:
                 continue  # submitted before the handler got this engine
-            reservation, counts = job
-            if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
-                self.manager.complete(reservation)
+            if entry.is_spoiled:
+                self.manager.fail(entry.reservation)
+            elif result.ok or (result.state == "cancelled" and entry.is_load):
+                self.manager.complete(entry.reservation)
             elif result.rejected:
-                pages = self._pools.pages_with(result.rejected, counts)
-                self.manager.complete(reservation, pages)
+                pages = self._pools.pages_with(result.rejected, entry.blocks)
+                self.manager.complete(entry.reservation, pages)
             else:
-                self.manager.fail(reservation)
+                self.manager.fail(entry.reservation)
         return results
 
     def _grow(self) -> None:
@@ -605,21 +616,29 @@ class OffloadEngine(NotCopyable):
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
-        computed = self._read(keys, gpu_block_ids)
+        prompt = self._read(keys, gpu_block_ids)
         with self._lock:
-            for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
+            self._open.record(prompt.named)
+            for lazy, digests, blocks in zip(
+                self._lazy, prompt.digests, prompt.blocks, strict=True
+            ):
                 lazy.record(digests, blocks)
 
-    def _read(self, keys: Any, gpu_block_ids: Any) -> tuple[list[bytes], list[array[int]]]:
-        """Reads the arguments of a store, without the keys that have a block of -1.
-
-        Checks all blocks: the handler sees only new ones.
-        """
-        digests, several = self._pools.read(keys, gpu_block_ids)
-        some_left_out = self._check_gpu_blocks(several)
-        for group, blocks in enumerate(several):
+    def _read(self, keys: Any, gpu_block_ids: Any) -> _Prompt:
+        """Reads the arguments of a store. Checks all blocks: the handler sees only new ones."""
+        digests, named = self._pools.read(keys, gpu_block_ids)
+        some_left_out = self._check_gpu_blocks(named)
+        for group, blocks in enumerate(named):
             _check_distinct(self._pools.name_of_blocks(group), blocks)
-        return self._pools.keys_on_gpu(digests, several) if some_left_out else (digests, several)
+        if not some_left_out:
+            return _Prompt(digests, named, named)
+        return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
+
+    def _stores_reading(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
+        """The stores that still read one of these blocks, without those that were just started."""
+        with self._lock:
+            jobs = self._open.stores_reading(blocks)
+        return [job for job in jobs if job not in started]
 
     def _check_gpu_blocks(self, several: Sequence[array[int]]) -> bool:
         """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""
@@ -632,21 +651,25 @@ class OffloadEngine(NotCopyable):
             ]
         )
 
-    def _store(
-        self, digests: list[bytes], blocks: Sequence[array[int]], **options: Any
-    ) -> Job | None:
+    def _store(self, prompt: _Prompt, **options: Any) -> Job | None:
         """Stores the blocks that the host does not have; None if there are none, or no room.
 
         Args:
-            digests, blocks: of all keys, per pool.
+            prompt (_Prompt): all keys and blocks.
             **options: see _submit().
         """
         self._grow()
-        store = self.manager.prepare_store(self._pools.keys(digests))
-        return None if store is None or store.id == 0 else self._submit(store, blocks, **options)
+        store = self.manager.prepare_store(self._pools.keys(prompt.digests))
+        if store is None or store.id == 0:
+            return None
+        return self._submit(store, prompt.blocks, prompt.named, **options)
 
     def _submit(
-        self, reservation: Load | Store, blocks: Sequence[array[int]], **options: Any
+        self,
+        reservation: Load | Store,
+        blocks: Sequence[array[int]],
+        named: Sequence[array[int]],
+        **options: Any,
     ) -> Job:
         """Submits the job that the pages are reserved for, and records it for poll().
 
@@ -655,16 +678,18 @@ class OffloadEngine(NotCopyable):
         Args:
             reservation (Load | Store): from the manager.
             blocks: the GPU blocks of all keys, per pool.
+            named: of a store, all blocks that the caller has named, per pool.
             **options: of the handler's load() or store(), without ids.
         """
         is_load = isinstance(reservation, Load)
         channel = abi.LOADS if is_load else abi.STORES
         try:
-            selected, counts = self._pools.select(blocks, reservation.key_indices)
-            pages = self._pools.in_pools(reservation.pages)
-            with self._lock:  # poll() in another thread may see the job before it is recorded
-                job = self.handler._submit(channel, (selected, pages, 0), **options)
-                self._open[job.id] = _Open(reservation, counts)
+            selected = self._pools.select(blocks, reservation.key_indices)
+            ids = self._pools.join(selected), self._pools.in_pools(reservation.pages), 0
+            with self._lock:  # poll() in another thread may see the job before it is added
+                entry = self._open.prepare(reservation, selected, named)
+                job = self.handler._submit(channel, ids, **options)
+                self._open.add(job, entry)
         except BaseException:
             # Nothing was copied, so the pages of a load are still valid.
             (self.manager.complete if is_load else self.manager.fail)(reservation)

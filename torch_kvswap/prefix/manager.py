@@ -197,7 +197,8 @@ class BlockManager(NotCopyable):
         num_ready_pages (int | Sequence[int] | None): pages of each group, from the first one on,
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
-        store_threshold (int): number of lookups before a block is stored.
+        store_threshold (int): from 2 on, a block is stored once so many lookups have asked for it;
+            1 stores every block.
         events (bool | Collection[str]): record events for events(): all, none, or these kinds.
             "cleared" and "lost" are always recorded with any other kind.
         clock (Callable[[], float]): monotonic seconds.

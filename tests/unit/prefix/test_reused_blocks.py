@@ -1,0 +1,167 @@
+"""An engine knows which stores still read a GPU block, and which stores depend on a load."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from drained import drain
+from engine_bytes import BLOCKS, make
+from simulated_driver import Driver, cache, simulated
+
+from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap.prefix.manager import Store
+from torch_kvswap.prefix.open_jobs import OpenJobs
+
+
+@simulated
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_blocks_that_are_reused_wait_for_all_stores_that_read_them(
+    driver: Driver, policy: str
+) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler, store_policy=policy)
+        assert engine.evict([1, 2]) == []
+        engine.store(["a", "b", "c"], [1, 2, 3])
+        first = engine.evict([2])  # lazy: stores what is in front of it, too
+        assert [job.nbytes for job in first] == [(3 if policy == "eager" else 2) * gpu.block_bytes]
+        assert engine.evict([1, -1]) == first
+        assert engine.evict([4]) == []
+        held = engine.preempt(["x", "b"], [1, 4])
+        assert held is not None
+        assert held.jobs[:-1] == first
+        assert [job.nbytes for job in held.jobs] == [first[0].nbytes, gpu.block_bytes]
+        assert engine.evict([1]) == held.jobs
+        assert engine.evict([4]) == []  # "b" is on its way from another block
+        driver.run()
+        assert engine.evict([1, 2, 4]) == []
+        driver.set_mode("immediate")
+    assert [result.ok for result in engine.poll()] == [True, True]
+
+
+@simulated
+def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        store = engine.store(["a", "b"], [1, 2])
+        held = engine.preempt(["a", "b"], [1, 2])
+        assert held is not None
+        assert held.jobs == [store]
+        other = engine.preempt(["a", "b"], [3, 4])  # the same contents in other blocks
+        assert other is not None
+        assert other.jobs == []
+        driver.set_mode("immediate")
+
+
+def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block() -> None:
+    """It can have failed before the earlier one has ended."""
+    engine, _ = make()
+    jobs = [SimpleNamespace(id=number, query=lambda: False) for number in range(3)]
+    with engine.handler as handler:
+        open_jobs = OpenJobs(handler)
+        for job, blocks in zip(jobs, ([1, 2], [2, 3], [3]), strict=True):
+            reservation = Store(1, np.arange(1), np.arange(1))
+            entry = open_jobs.prepare(reservation, [np.array(blocks)], [array("q", blocks)])
+            open_jobs.add(job, entry)  # type: ignore[arg-type]
+
+        def reading(block: int) -> list[int]:
+            return [job.id for job in open_jobs.stores_reading([array("q", [block])])]
+
+        assert [reading(block) for block in range(5)] == [[], [0], [0, 1], [0, 1, 2], []]
+        jobs[1].query = lambda: True
+        assert [reading(block) for block in (2, 3)] == [[0], [0, 2]]
+        open_jobs.pop(2)
+        open_jobs.pop(0)
+        jobs[1].query = lambda: False
+        assert [reading(block) for block in (1, 2, 3)] == [[], [1], []]
+
+
+def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> None:
+    engine, _ = make()
+    with engine.handler as handler:
+        engine.store(["a"], [1])
+        handler.rebind(PagedLayout([torch.zeros(2 * BLOCKS, 5), torch.zeros(2 * BLOCKS, 5)]))
+        assert engine.evict([1, 2 * BLOCKS - 1]) == []
+        engine.store(["b"], [2 * BLOCKS - 1])
+        assert [result.ok for result in engine.poll()] == [True, True]
+
+
+@simulated
+@pytest.mark.parametrize("ending", ["failed", "cancelled", "done"])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "preempt"])
+def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
+    driver: Driver, policy: str, ending: str
+) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler, store_policy="lazy" if policy == "lazy" else "eager")
+        engine.preempt(["a", "b"], [1, 2])
+        engine.poll()
+        driver.set_mode("manual")
+        if ending == "failed":
+            driver.fail("cuMemcpyBatchAsync")
+        load = engine.load(["a", "b"], [5, 6], after=AFTER_NOTHING)
+        assert load is not None
+        if ending == "cancelled":
+            assert handler.cancel(load)
+        # The model has computed "c" behind the load.
+        call = engine.preempt if policy == "preempt" else engine.store
+        call(["a", "b", "c"], [5, 6, 7])
+        if policy == "lazy":
+            engine.evict([7])
+        driver.set_mode("immediate")
+        drain(handler)
+        results = engine.poll()
+        assert [of.state for of in results if of.direction == "load"] == [ending]
+        assert engine.lookup(["c"]).found == (ending == "done")
+        assert engine.lookup(["a", "b"]).ready == (0 if ending == "failed" else 2)
+        if policy == "lazy":
+            assert engine.evict([5, 6, 7]) == []  # what is in these blocks has no key any more
+        # What is computed after poll() has said so is stored.
+        call(["a", "b", "c"], [5, 6, 7])
+        engine.evict([5, 6, 7])
+        engine.poll()
+        assert engine.lookup(["a", "b", "c"]).ready == 3
+
+
+@simulated
+def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: Driver) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler, store_policy="lazy")
+        engine.preempt(["a", "b"], [1, 2])
+        engine.poll()
+        driver.fail("cuMemcpyBatchAsync")
+        engine.load(["a", "b"], [5, 6])
+        engine.store(["a", "b", "c"], [5, 6, 7])
+        engine.store(["other"], [8])
+        drain(handler)
+        assert [result.state for result in engine.poll()] == ["failed"]
+        assert engine.evict([5, 6, 7]) == []
+        assert len(engine.evict([8])) == 1
+        engine.poll()
+        assert [engine.lookup([key]).found for key in ("a", "b", "c", "other")] == [0, 0, 0, 1]
+
+
+@simulated
+def test_blocks_that_a_later_load_has_filled_are_found(driver: Driver) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        engine.store(["a"], [1])
+        engine.store(["b"], [2])
+        engine.poll()
+        driver.fail("cuMemcpyBatchAsync")
+        engine.load(["a"], [5])
+        engine.load(["b"], [5])
+        engine.store(["b", "c"], [5, 7])
+        drain(handler)
+        assert [result.state for result in engine.poll()] == ["failed", "done", "done"]
+        assert engine.lookup(["b", "c"]).ready == 2
