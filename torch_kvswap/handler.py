@@ -522,9 +522,10 @@ class OffloadHandler(NotCopyable):
                 thread's current stream on the cache's device, which orders the copy behind the
                 kernels that wrote the blocks. AFTER_NOTHING starts at once. A stream or an event is
                 refused for a cache on the CPU, where the copy runs inside the call.
-            copy_engines_only (bool): use no kernels, so that compute running beside the copy is
-                slowed down no more than by one large copy. Kernel launches may wait longer because
-                the driver is busier, and the copy may take longer. Refused for encoded pages.
+            copy_engines_only (bool): use no kernels. With layers in one allocation, compute beside
+                the copy loses about as much as beside one large copy; otherwise the copy is slow.
+                Kernel launches may wait while the driver handles each block. Refused for encoded
+                pages.
             tag: any object; returned in Result.tag and held until poll() has reported the job.
 
         Returns:
