@@ -42,11 +42,11 @@ def on_the_cpu(code, *changes):
 
 def test_the_examples_of_the_prefixes_run_without_a_gpu():
     code, _, _, _, lazy = examples_of("prefixes.md")
-    gpu = kvs.PagedLayout([torch.zeros(12, 5) for _ in range(2)])
-    names = {"kvs": kvs, "gpu": gpu, "host": kvs.HostPool(gpu, num_pages=8)}
-    exec(code, names)
+    names = {}
+    exec(on_the_cpu(code, ("num_pages=400", "num_pages=8")), names)
     assert names["engine"].lookup(names["keys"]).ready == 6
-    with kvs.OffloadHandler(gpu, names["host"]) as handler:
+    names["handler"].close()
+    with kvs.OffloadHandler(names["gpu"], kvs.HostPool(names["gpu"], 8)) as handler:
         engine = kvs.OffloadEngine(handler, store_policy="lazy")
         exec(lazy, {"engine": engine, "keys": names["keys"]})
         engine.poll()
