@@ -14,12 +14,21 @@ from expecttest import assert_expected_inline
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import DEVICE, Driver, place, simulated, simulated_on_both
+from simulated_driver import (
+    DEVICE,
+    Driver,
+    place,
+    run,
+    simulated,
+    simulated_on_both,
+    without_cuda,
+)
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
@@ -268,6 +277,75 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("kvswap")]
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@simulated
+def test_a_thread_that_does_not_start_leaves_nothing_pinned(driver: Driver) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvswap-pin":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        text = error_text(megabytes, driver, pin_in_background=True)
+    assert text == "RuntimeError: can't start new thread"
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 1
+
+
+@simulated
+def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
+    """The garbage collector runs in any thread."""
+    steps, kept = PinningSteps(), list[HostPool]()
+    touch = Mapping.touch
+
+    def drop_and_touch(mapping: Mapping, first: int, last: int) -> None:
+        if first == 96 * MIB:
+            kept.clear()
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", drop_and_touch)
+        kept.append(megabytes(driver, 128, pin_in_background=True, on_progress=steps))
+        pinning = kept[0]._memory.pinning
+        assert pinning is not None
+        assert pinning._thread is not None
+        steps.pin_more(3)
+        pinning._thread.join(PATIENCE)
+        assert not pinning._thread.is_alive()
+    assert not kept
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@without_cuda
+def test_pages_are_pinned_after_the_main_thread_has_ended() -> None:
+    def end(driver: Driver) -> None:
+        import os
+        import threading
+
+        from patience import PATIENCE
+        from simulated_driver import place
+
+        from torch_kvswap import HostPool, PagedLayout
+
+        def progress(ready: int, count: int) -> None:
+            if ready == 2:
+                threading.main_thread().join()
+
+        os.dup2(1, 2)  # warnings are seen too
+        layout = place(driver, PagedLayout([torch.zeros(2, 4096, dtype=torch.uint8)]))
+        options = {"chunk_bytes": 4096, "pin_in_background": True}
+        pool = HostPool(layout, 8, on_progress=progress, **options)  # type: ignore[arg-type]
+
+        def serve() -> None:
+            print(pool.wait_ready(PATIENCE), pool.num_ready_pages)
+            pool.close()
+
+        threading.Thread(target=serve).start()
+
+    assert run(end) == "True 8\n"
 
 
 @simulated

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -76,6 +75,7 @@ class Pinning:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._touching: _Touching | None = None
         self._process = ForkGuard()
 
     def start(self, options: PinningOptions) -> None:
@@ -95,7 +95,9 @@ class Pinning:
         chunks = self._chunks(options.on_progress)
         try:
             next(chunks)
-            if not options.in_background:
+            if options.in_background:
+                self._continue_in_background(chunks)
+            else:
                 for _ in chunks:
                     pass
         except _RefusedError as error:
@@ -106,9 +108,6 @@ class Pinning:
         except BaseException:
             self.close()
             raise
-        else:
-            if options.in_background:
-                self._continue_in_background(chunks)
 
     def wait(self, page: int, timeout: float | None) -> bool:
         """Waits until all pages before `page` are ready.
@@ -137,26 +136,33 @@ class Pinning:
         return in_time
 
     def close(self) -> None:
-        """Stops pinning, joins the thread and unregisters everything."""
+        """Stops pinning, joins the thread and unregisters everything.
+
+        A thread of this object calls it if `on_progress` closes the pool, or if the garbage collector
+        runs there. It cannot wait for itself: the background thread then unregisters everything
+        when it ends.
+        """
         if not self._process.is_current:
             return
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if threading.current_thread() in (self._thread, self._touching):
+            return
+        if self._thread is not None:
             self._thread.join()
         self.registration.remove()
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
         own, begin = self._pages.local, self._pages.local.start
-        with ThreadPoolExecutor(1, "kvswap-touch") as ahead:
-            touched = ahead.submit(self._touch, begin, self._end_of(begin))
+        touching = self._touch(begin, self._end_of(begin))
+        try:
             while begin < own.stop and not self._stopping:
                 end = self._end_of(begin)
-                touched.result()
+                touching.finish()
                 # Touch the next chunk while the driver registers this one.
-                touched = ahead.submit(self._touch, end, self._end_of(end))
+                touching = self._touch(end, self._end_of(end))
                 begin = self._register(begin, end)
                 with self._changed:
                     self._publish(begin)
@@ -164,6 +170,8 @@ class Pinning:
                 if on_progress is not None:
                     on_progress(begin - own.start, len(own))
                 yield
+        finally:
+            touching.join()
 
     def _publish(self, end_page: int, chunk_blocks: int | None = None) -> None:
         """Lets jobs use the pages before end_page, registered in pieces of chunk_blocks blocks.
@@ -178,9 +186,11 @@ class Pinning:
         """The end of the chunk that contains page `begin`."""
         return min(begin - begin % self._chunk + self._chunk, self._pages.local.stop)
 
-    def _touch(self, begin: int, end: int) -> None:
-        if begin < end:
-            self._mapping.touch(begin * self._pages.size, end * self._pages.size)
+    def _touch(self, begin: int, end: int) -> _Touching:
+        """Begins to touch pages."""
+        self._touching = _Touching(self._mapping, begin * self._pages.size, end * self._pages.size)
+        self._touching.start()
+        return self._touching
 
     def _register(self, begin: int, end: int) -> int:
         """Registers pages, halving the chunk until the driver accepts it. Returns their end."""
@@ -194,10 +204,11 @@ class Pinning:
             end = self._end_of(begin)
 
     def _continue_in_background(self, chunks: Iterator[None]) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def _pin_rest(self, chunks: Iterator[None]) -> None:
         """The body of the background thread."""
@@ -207,8 +218,7 @@ class Pinning:
         except BaseException as error:  # also SystemExit, or wait() would wait forever
             self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            # close() in a finalizer that ran in this thread did not wait for the last chunk.
-            if self._stopping:
+            if self._stopping:  # by a close() that did not wait for this thread
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:
@@ -243,6 +253,31 @@ class Pinning:
             "blocks the submitting thread, and kernels cannot access them",
             self._refusal(error),
         )
+
+
+class _Touching(threading.Thread):
+    """A thread that touches bytes of a memory.
+
+    A ThreadPoolExecutor would not do: it takes no more work once the main thread has ended.
+    """
+
+    def __init__(self, mapping: Mapping, first: int, last: int) -> None:
+        super().__init__(name="kvswap-touch", daemon=True)
+        self._mapping, self._first, self._last = mapping, first, last
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            if self._first < self._last:
+                self._mapping.touch(self._first, self._last)
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Waits for the end; raises RuntimeError if there is not enough memory."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class _RefusedError(RuntimeError):
