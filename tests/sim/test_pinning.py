@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from fake_procfs import write
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
@@ -181,6 +184,27 @@ def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
     with pytest.raises(ValueError, match="from the callback"):
         megabytes(driver, on_progress=fail)
     assert driver.calls("cuMemHostUnregister") == 1
+
+
+@simulated
+def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None:
+    layout, nodes = gpu_cache(driver), []
+    bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
+    with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "ROOT", Path(root))
+        patch.setattr(loader.library(), "kvswap_host_bind", bind)
+        write(Path(root), "sys/devices/system/node/online", "0-1,3\n")
+        HostPool(layout, 2, numa_node=3).close()
+        HostPool.create_shared(layout, 3, world=2, rank=1, numa_node=1).close()
+        HostPool(layout, 2, numa_node=3, pinned=False).close()
+        refused = error_text(HostPool, layout, 2, numa_node=2)
+        (Path(root) / "sys/devices/system/node/online").unlink()
+        HostPool(layout, 2, numa_node=2).close()  # the kernel does not say which there are
+    assert nodes == [(2 * BLOCK, 3), (2 * BLOCK, 1), (2 * BLOCK, 2)]
+    assert_expected_inline(
+        refused,
+        """ValueError: numa_node is 2; this machine has the NUMA nodes 0, 1, 3""",
+    )
 
 
 @simulated

@@ -218,7 +218,7 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
     try:
         os.ftruncate(fd, -(-nbytes // size) * size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except (OSError, OverflowError):
         os.close(fd)
         raise
     return fd

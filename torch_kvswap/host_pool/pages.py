@@ -38,8 +38,7 @@ class Pages:
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
-        ValueError: a number is out of range, the layout is on meta, or its blocks cannot be
-            encoded.
+        ValueError: a number is out of range, or the blocks cannot be encoded.
     """
 
     def __init__(
@@ -111,16 +110,6 @@ class Pages:
 
 
 def check_layout(layout: object) -> None:
-    """Checks that a pool can be made for a layout.
-
-    Raises:
-        TypeError: it is not a layout.
-        ValueError: it is on meta.
-    """
+    """Raises TypeError if this is not a PagedLayout."""
     if not isinstance(layout, PagedLayout):
         raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
-    if layout.device.type == "meta":
-        raise ValueError(
-            "the layout is on meta, where tensors have no memory; make it from tensors of a "
-            "device or of the CPU"
-        )

@@ -20,10 +20,10 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
 from torch_kvswap.host_pool.pages import Pages
-from torch_kvswap.host_pool.system import advice
 from torch_kvswap.layout import PagedLayout
 
 DEFAULT_CHUNK_BYTES = 1 << 30
@@ -138,9 +138,9 @@ class Pinning:
     def close(self) -> None:
         """Stops pinning, joins the thread and unregisters everything.
 
-        A thread of this object calls it if `on_progress` closes the pool, or if the garbage collector
-        runs there. It cannot wait for itself: the background thread then unregisters everything
-        when it ends.
+        A thread of this object calls it if `on_progress` closes the pool, or if the garbage
+        collector runs there. It cannot wait for itself: the background thread then unregisters
+        everything when it ends.
         """
         if not self._process.is_current:
             return
@@ -243,7 +243,7 @@ class Pinning:
         )
 
     def _advice(self) -> str:
-        return advice(len(self._pages.local_bytes))
+        return system.advice(len(self._pages.local_bytes))
 
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
@@ -302,7 +302,7 @@ def read_pinning(
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an option needs pinned pages but the cache is on the CPU, encoded pages are to
-            be pageable, or a number is out of range.
+            be pageable, a number is out of range, or there is no such NUMA node.
     """
     pinned = read_optional_switch("pinned", pinned)
     in_background = read_switch("pin_in_background", in_background)
@@ -327,4 +327,8 @@ def read_pinning(
             f"encoding='lossless' needs pinned pages for {layout.device}, because kernels encode "
             "and decode them; leave pinned=False out"
         )
+    nodes = system.numa_nodes()
+    if numa_node is not None and nodes and numa_node not in nodes:
+        known = ", ".join(map(str, nodes))
+        raise ValueError(f"numa_node is {numa_node}; this machine has the NUMA nodes {known}")
     return PinningOptions(pinned, in_background, on_progress, numa_node, chunk_bytes)

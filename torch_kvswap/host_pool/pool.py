@@ -118,7 +118,7 @@ class HostPool(NotCopyable):
     Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
     is dropped, or still open when the process exits, is closed. Not thread safe, except
     num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
-    can be used; for a pool of one process they read as zeros there.
+    can be used; for a pool of one process they read as zeros there, unless it has huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -161,9 +161,11 @@ class HostPool(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a number is out of range, an option is not possible for the device, the layout
-            is on meta, its blocks cannot be encoded, or the machine does not have this much memory.
-        RuntimeError: the driver does not pin the memory. Nothing stays mapped.
+        ValueError: a number is out of range, an option is not possible for the device, the blocks
+            cannot be encoded, or the machine does not have this much memory, or no such NUMA node.
+        RuntimeError: the driver does not pin the memory, or the kernel does not map it. Nothing
+            stays mapped.
+        OSError: huge_pages=True or create_shared() cannot make a file in memory.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class HostPool(NotCopyable):
                 no process reads a page while another one writes it.
 
         Raises:
-            TypeError, ValueError, RuntimeError: see HostPool.
+            TypeError, ValueError, RuntimeError, OSError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
         pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
@@ -546,8 +548,9 @@ class HostPool(NotCopyable):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver reports all of local_pages as pinned."""
+        """Whether the driver reports all of local_pages as pinned. False if the pool is closed."""
         memory = self._memory
+        memory.process.check("host pool")
         if memory.pages is None or self._count_ready_pages() < len(self.local_pages):
             return False
         if memory.pinning is not None:

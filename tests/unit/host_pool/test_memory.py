@@ -84,10 +84,12 @@ def test_touching_changes_no_byte(kind: str) -> None:
     assert torch.equal(mapped.tensor, copy)
 
 
-def test_memory_that_is_not_there_is_an_error_when_it_is_touched() -> None:
-    mapped = Mapping(2 * MIB)
-    hole = mapped.address + MIB
-    ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE))
+@KINDS
+@pytest.mark.parametrize("hole", [0, MIB])
+def test_memory_that_is_not_there_is_an_error_when_it_is_touched(kind: str, hole: int) -> None:
+    mapped = mapping(kind, 2 * MIB)
+    address = ctypes.c_void_p(mapped.address + hole)
+    ctypes.CDLL(None).munmap(address, ctypes.c_size_t(mmap.PAGESIZE))
     with pytest.raises(RuntimeError, match="the kernel has no memory for 2097152 bytes"):
         mapped.touch(0, 2 * MIB)
 

@@ -38,6 +38,7 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert not system.offers_huge_pages(shared=False)
     assert system.numa_node_of("0000:18:00.0") is None
     assert system.cpus_of(0) == []
+    assert system.numa_nodes() == []
     assert not system.is_wsl()
 
 
@@ -103,7 +104,9 @@ def test_the_node_of_a_device_and_its_cpus_are_read(tree: Path) -> None:
     write(tree, "sys/devices/system/node/node1/cpulist", "4-6,12\n")
     assert system.numa_node_of("0000:18:00.0") == 1
     assert system.numa_node_of("0000:19:00.0") is None
+    write(tree, "sys/devices/system/node/online", "0-1,4\n")
     assert system.cpus_of(1) == [4, 5, 6, 12]
+    assert system.numa_nodes() == [0, 1, 4]
 
 
 def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) -> None:
