@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -128,8 +128,8 @@ void touch_host(void* address, uint64_t bytes, const Touch& how) {
         work();
       });
     }
-  } catch (const std::system_error&) {
-    // A container may allow no more threads.
+  } catch (const std::exception&) {
+    // A container may allow no more threads, and there may be no memory for one.
   }
   if (threads.empty()) work();
   for (std::thread& thread : threads) thread.join();

@@ -168,7 +168,7 @@ def _meminfo() -> dict[str, int]:
 def _read(file: str | Path) -> str:
     """The text of a file below ROOT, or "" if it cannot be read."""
     try:
-        return (ROOT / file).read_text()
+        return (ROOT / file).read_text("utf-8", errors="surrogateescape")  # names have any bytes
     except OSError:
         return ""
 

@@ -123,6 +123,13 @@ def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) 
     assert system.huge_bytes(0x2000, 0x6000) == 7 << 10
 
 
+def test_names_in_any_encoding_are_read_over(tree: Path) -> None:
+    write(tree, "proc/self/smaps", "")
+    entry = b"1000-2000 r--p 0 00:00 0 /caf\xe9.so\nAnonHugePages:   4 kB\n"
+    (tree / "proc/self/smaps").write_bytes(entry)
+    assert system.huge_bytes(0x1000, 0x2000) == 4 << 10
+
+
 def test_wsl_is_known_by_its_kernel(tree: Path) -> None:
     write(tree, "proc/version", "Linux version 5.15.90.1-microsoft-standard-WSL2\n")
     assert system.is_wsl()
