@@ -17,7 +17,7 @@ from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.devices.backend import can_pin, find_device_backend
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.pages import SYSTEM_PAGE
+from torch_kvswap.host_pool.shape import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.host_pool.system import check_room
 

@@ -23,7 +23,7 @@ from torch_kvswap._native.log import log
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
-from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 DEFAULT_CHUNK_BYTES = 1 << 30
@@ -62,13 +62,13 @@ class Pinning:
         self,
         mapping: Mapping,
         device: torch.device,
-        pages: Pages,
+        shape: PoolShape,
         ready_range: ReadyRange,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
         self._device = device
-        self._pages = pages
+        self._shape = shape
         self._ready_range = ready_range
         self._chunk = 1
         self._error: BaseException | None = None
@@ -89,8 +89,8 @@ class Pinning:
         Raises:
             RuntimeError: the driver refuses, and `pinned` is True.
         """
-        pages, own = self._pages, self._pages.local
-        self._chunk = min(pages.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
+        shape, own = self._shape, self._shape.local_pages
+        self._chunk = min(shape.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
         self._publish(own.start)
         chunks = self._chunks(options.on_progress)
         try:
@@ -155,7 +155,7 @@ class Pinning:
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
-        own, begin = self._pages.local, self._pages.local.start
+        own, begin = self._shape.local_pages, self._shape.local_pages.start
         touching = self._touch(begin, self._end_of(begin))
         try:
             while begin < own.stop and not self._stopping:
@@ -178,27 +178,31 @@ class Pinning:
 
         Native, because only a native release store orders it behind the registrations on every CPU.
         """
-        blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
+        blocks = chunk_blocks or self._chunk * self._shape.blocks_per_page
         ready_range = ctypes.byref(self._ready_range)
         loader.library().kvswap_ready_range_publish(ready_range, end_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""
-        return min(begin - begin % self._chunk + self._chunk, self._pages.local.stop)
+        return min(begin - begin % self._chunk + self._chunk, self._shape.local_pages.stop)
+
+    def _bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        """The first byte of page `begin` and of page `end`."""
+        return begin * self._shape.page_bytes, end * self._shape.page_bytes
 
     def _touch(self, begin: int, end: int) -> _Touching:
         """Begins to touch pages."""
-        self._touching = _Touching(self._mapping, begin * self._pages.size, end * self._pages.size)
+        self._touching = _Touching(self._mapping, *self._bytes_of(begin, end))
         self._touching.start()
         return self._touching
 
     def _register(self, begin: int, end: int) -> int:
         """Registers pages, halving the chunk until the driver accepts it. Returns their end."""
         while True:
-            reason = self.registration.add(begin * self._pages.size, end * self._pages.size)
+            reason = self.registration.add(*self._bytes_of(begin, end))
             if reason is None:
                 return end
-            if self._chunk <= self._pages.chunk_of(_LEAST_CHUNK_BYTES):
+            if self._chunk <= self._shape.chunk_of(_LEAST_CHUNK_BYTES):
                 raise _RefusedError(reason)
             self._chunk //= 2
             end = self._end_of(begin)
@@ -232,22 +236,22 @@ class Pinning:
         )
 
     def _state(self) -> str:
-        own, end = self._pages.local, self._ready_range.end_page
+        own, end = self._shape.local_pages, self._ready_range.end_page
         return f"{end - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = bytes_text(len(self._pages.local_bytes))
+        nbytes = bytes_text(len(self._shape.local_bytes))
         return (
             f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 
     def _advice(self) -> str:
-        return system.advice(len(self._pages.local_bytes))
+        return system.advice(len(self._shape.local_bytes))
 
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
-        self._publish(self._pages.local.stop, ONE_CHUNK)
+        self._publish(self._shape.local_pages.stop, ONE_CHUNK)
         log.warning(
             "%s. The pages are pageable now: the driver copies them through its own buffers and "
             "blocks the submitting thread, and kernels cannot access them",
