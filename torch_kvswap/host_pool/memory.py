@@ -108,13 +108,11 @@ class Mapping:
         Raises:
             RuntimeError: there is not enough memory.
         """
-        held = self.tensor  # keeps the memory mapped if the pool is closed meanwhile
         cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         options = threads, self._collapse, cpus, len(cpus)
         loader.call("kvswap_host_touch", address, last - first, *options)
-        del held
 
 
 def _warn_of_small_pages(shared: bool) -> None:
@@ -227,9 +225,10 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 class Registration:
     """Registers parts of a memory with the CUDA driver, or with the backend of another device.
 
-    Holds the memory until remove(), because registered memory must not be unmapped. Does not use
-    torch's CUDA runtime: it would report a failure at the thread's next kernel launch, and would
-    break a CUDA graph that another thread is capturing.
+    Holds the memory until remove(), because registered memory must not be unmapped, and a thread
+    may touch the part that is registered next. Does not use torch's CUDA runtime: it would report a
+    failure at the thread's next kernel launch, and would break a CUDA graph that another thread is
+    capturing.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:

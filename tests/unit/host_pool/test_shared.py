@@ -120,6 +120,15 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
         handle.send(connection)
 
 
+def test_a_closed_pool_has_no_file() -> None:
+    before = open_files()
+    pool = HostPool.create_shared(layout(), 4, world=2)
+    pool.share().close()
+    assert open_files() == before + 1
+    pool.close()
+    assert open_files() == before
+
+
 def test_the_memory_stays_while_one_process_has_it() -> None:
     pool = HostPool.create_shared(layout(), 4, world=2)
     pool.pages.fill_(5)
@@ -205,6 +214,13 @@ def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
     assert not handle.huge_pages
     other = HostPool.attach(layout(), through_a_socket(handle), rank=1)
     assert not other.share().huge_pages
+
+
+def test_a_process_attaches_without_huge_pages_if_they_are_not_wanted() -> None:
+    handle = HostPool.create_shared(layout(1 << 21), 4, world=2, huge_pages=False).share()
+    mapped = memory.map_handle(handle, 8 << 20)
+    mapped.touch(0, 8 << 20)
+    assert mapped.huge_bytes == 0
 
 
 @simulated
