@@ -336,13 +336,11 @@ def _overlapping_slabs(slabs: Slabs) -> tuple[int, int] | None:
     begin_before = np.searchsorted(bases, ends)
     for slab in np.flatnonzero(begin_before > np.arange(1, len(bases) + 1)):
         others = slice(slab + 1, begin_before[slab])
-        shared = np.ones(others.stop - others.start, bool)
-        if slabs.num_blocks > 1:
-            # Blocks of two slabs may interleave, like K and V. The distances between their blocks
-            # are all equal modulo the greatest common divisor of the two strides.
-            unit = np.gcd(strides[slab], strides[others])
-            offset = (bases[others] - bases[slab]) % unit
-            shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
+        # Blocks of two slabs may interleave, like K and V. The distances between their blocks are
+        # all equal modulo the greatest common divisor of the two strides.
+        unit = np.gcd(strides[slab], strides[others])
+        offset = (bases[others] - bases[slab]) % unit
+        shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
         if shared.any():
             return int(order[slab]), int(order[slab + 1 + np.argmax(shared)])
     return None

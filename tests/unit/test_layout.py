@@ -270,6 +270,16 @@ byte 48 of its storage, which was freed or resized to N: bring its memory back f
     )
 
 
+def test_a_slice_behind_the_end_of_its_storage_is_refused() -> None:
+    part = torch.zeros(8, 4)[4:]
+    part.untyped_storage().resize_(64)
+
+    def make() -> PagedLayout:
+        return PagedLayout([part])
+
+    assert "reaches to byte 128 of its storage" in " ".join(error_text(make).split())
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -281,6 +291,7 @@ byte 48 of its storage, which was freed or resized to N: bring its memory back f
         lambda x: [x[0:8, :4], x[8:16], x[3:11, 3:6]],
         lambda x: [x[0:1], x[0:1, 2:]],
         lambda x: [x[0:8], x[0:16:2]],
+        lambda x: [x.as_strided((4, 1), (3, 1)), x.as_strided((4, 1), (2, 1), 1)],
         lambda x: [x.view(-1)[:64].view(8, 8)[:, :3], x.view(-1)[6:70].view(8, 8)[:, :3]],
     ],
 )
