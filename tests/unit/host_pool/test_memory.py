@@ -299,6 +299,31 @@ def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
         Mapping(mmap.PAGESIZE, file)
 
 
+def reserved() -> int:
+    """Bytes of addresses without memory, such as the page behind a mapping."""
+    found = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) ---p", Path("/proc/self/maps").read_text())
+    return sum(int(last, 16) - int(first, 16) for first, last in found)
+
+
+@KINDS
+def test_a_mapping_keeps_no_addresses_but_the_page_behind_it(kind: str) -> None:
+    gc.collect()
+    before = reserved()
+    mapped = [mapping(kind, MIB) for _ in range(4)]
+    assert reserved() - before == 4 * mmap.PAGESIZE
+    del mapped
+    gc.collect()
+    assert reserved() == before
+
+
+def test_a_file_that_cannot_be_mapped_keeps_no_addresses(tmp_path: Path) -> None:
+    write(tmp_path, "file", "x" * mmap.PAGESIZE)
+    before = reserved()
+    with pytest.raises(RuntimeError):
+        Mapping(mmap.PAGESIZE, os.open(tmp_path / "file", os.O_RDONLY))
+    assert reserved() == before
+
+
 def test_memory_is_placed_on_a_node_that_there_is() -> None:
     mapped = Mapping(4 * MIB)
     mapped.place(GPU, 0, range(2 * MIB, 4 * MIB))
