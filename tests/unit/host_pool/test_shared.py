@@ -397,13 +397,14 @@ def test_what_is_no_handle_is_refused_at_the_socket() -> None:
     here, there = socket.socketpair()
     with here, there:
         here.send(b"hello")
-        here.close()
+        there.settimeout(0.05)  # without a file it does not wait for more
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
 ConnectionError: received 5 bytes and 0 files instead of the handle of a host pool; send
 it with PoolHandle.send""",
         )
+        here.close()
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
