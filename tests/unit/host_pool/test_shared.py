@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -388,9 +389,13 @@ sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
-    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True, [BLOCK])
-    with pytest.raises(ValueError, match="sealed against shrinking"):
-        HostPool.attach(layout(), loose, rank=0)
+    half_sealed = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(half_sealed, 6 * BLOCK)
+    fcntl.fcntl(half_sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    for file in (os.open(plain, os.O_RDWR), half_sealed):
+        loose = PoolHandle(file, 6, 1, BLOCK, 2, False, True, [BLOCK])
+        with pytest.raises(ValueError, match="sealed against shrinking"):
+            HostPool.attach(layout(), loose, rank=0)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:
