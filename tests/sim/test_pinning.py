@@ -198,14 +198,64 @@ def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None
         HostPool(layout, 2, numa_node=3).close()
         HostPool.create_shared(layout, 3, world=2, rank=1, numa_node=1).close()
         HostPool(layout, 2, numa_node=3, pinned=False).close()
+        for attribute, value in ((50, 0), (33, 1), (34, 2)):  # PCI domain, bus and device
+            driver.set_attribute(attribute, value)
+        write(Path(root), "sys/bus/pci/devices/0000:01:02.0/numa_node", "0\n")
+        maker = HostPool.create_shared(layout, 2, world=2, replicated=True)
+        HostPool.attach(layout, maker.share(), rank=1).close()  # its pages are placed already
+        maker.close()
         refused = error_text(HostPool, layout, 2, numa_node=2)
         (Path(root) / "sys/devices/system/node/online").unlink()
         HostPool(layout, 2, numa_node=2).close()  # the kernel does not say which there are
-    assert nodes == [(2 * BLOCK, 3), (2 * BLOCK, 1), (2 * BLOCK, 2)]
+    assert nodes == [(2 * BLOCK, node) for node in (3, 1, 0, 2)]
     assert_expected_inline(
         refused,
         """ValueError: numa_node is 2; this machine has the NUMA nodes 0, 1, 3""",
     )
+
+
+@simulated
+@pytest.mark.parametrize("pin_in_background", [False, True])
+def test_memory_that_is_not_there_ends_the_pinning(driver: Driver, pin_in_background: bool) -> None:
+    touch = Mapping.touch
+
+    def fail(mapping: Mapping, first: int, last: int) -> None:
+        if first == 32 * MIB:
+            raise RuntimeError("there is no memory")
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", fail)
+        if pin_in_background:
+            with logged() as messages:
+                pool = megabytes(driver, pin_in_background=True)
+                assert in_time(lambda: len(messages) == 1)
+            assert_expected_inline(
+                error_text(pool.wait_ready, PATIENCE),
+                """\
+RuntimeError: 32 of 64 host pages are pinned, and no more will be: there is no memory""",
+            )
+            assert messages[0].endswith("and the others cannot be used: there is no memory")
+            pool.close()
+        else:
+            assert error_text(megabytes, driver) == "RuntimeError: there is no memory"
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 1
+
+
+@simulated
+def test_smaller_chunks_of_a_rank_end_where_copies_are_split(driver: Driver) -> None:
+    """Copies are split at multiples of the chunk, also if the pages of a rank begin elsewhere."""
+    steps = PinningSteps()
+    layout = place(driver, PagedLayout([torch.zeros(2, MIB, dtype=torch.uint8)]))
+    driver.limit_registration(in_one=16 * MIB)
+    options: dict[str, Any] = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
+    pool = HostPool.create_shared(layout, 100, world=3, rank=1, on_progress=steps, **options)
+    assert pool.local_pages == range(33, 66)
+    assert (pool.wait_ready(0, pages=15), pool.wait_ready(0, pages=32)) == (True, False)
+    steps.pin_more(3)
+    assert pool.wait_ready(PATIENCE)
+    assert registered(driver) == [15 * MIB, 16 * MIB, 2 * MIB]
+    pool.close()
 
 
 @simulated
@@ -302,6 +352,30 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("kvswap")]
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@simulated
+def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None:
+    steps, turn = PinningSteps(), threading.Semaphore(0)
+    touch = Mapping.touch
+
+    def wait_and_touch(mapping: Mapping, first: int, last: int) -> None:
+        if first == 64 * MIB:
+            assert turn.acquire(timeout=PATIENCE)
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", wait_and_touch)
+        pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+        assert pool.wait_ready(PATIENCE, pages=64)
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        steps.pin_more(3)
+        closer.join(0.1)
+        assert closer.is_alive()
+        turn.release()
+        closer.join(PATIENCE)
+        assert not closer.is_alive()
 
 
 @simulated

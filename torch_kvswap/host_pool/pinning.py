@@ -230,9 +230,9 @@ class Pinning:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        remedy = f"; {self._advice()}" if isinstance(error, _RefusedError) else ""
         log.warning(
-            "%s, and the others cannot be used: %s; %s",
-            *(self._state(), _text_of(error), self._advice()),
+            "%s, and the others cannot be used: %s%s", self._state(), _text_of(error), remedy
         )
 
     def _state(self) -> str:

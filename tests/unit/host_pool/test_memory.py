@@ -69,10 +69,11 @@ def is_resident(mapped: Mapping, first: int, last: int) -> list[bool]:
 
 @KINDS
 def test_only_what_was_asked_for_is_touched(kind: str) -> None:
-    mapped = mapping(kind, 64 * MIB)
-    mapped.touch(16 * MIB, 24 * MIB)
-    assert all(is_resident(mapped, 16 * MIB, 24 * MIB))
-    assert not any(is_resident(mapped, 0, 16 * MIB) + is_resident(mapped, 24 * MIB, 64 * MIB))
+    mapped = map_new(64 * MIB, False, shared=kind == "shared")
+    first, last = 17 * MIB + mmap.PAGESIZE, 24 * MIB + 2 * mmap.PAGESIZE
+    mapped.touch(first + 5, last - 5)
+    assert all(is_resident(mapped, first, last))
+    assert not any(is_resident(mapped, 0, first) + is_resident(mapped, last, 64 * MIB))
 
 
 def test_where_no_thread_can_be_had_the_caller_touches() -> None:

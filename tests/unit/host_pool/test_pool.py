@@ -281,6 +281,23 @@ def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -
     assert driver.cuda.memory_type(view) == 0
 
 
+def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_open() -> None:
+    class Handler:
+        def close(self) -> None:
+            closed.append(id(self))
+            raise RuntimeError("the device is lost")
+
+    closed: list[int] = []
+    pool = HostPool(make_layout(), num_pages=1)
+    handlers = [Handler(), Handler()]
+    for handler in handlers:
+        pool._register_user(handler)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        pool.close()
+    assert sorted(closed) == sorted(map(id, handlers))
+    pool.check_open()
+
+
 def test_the_pool_does_not_keep_its_handlers() -> None:
     class Handler:
         pass
