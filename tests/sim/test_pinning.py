@@ -100,6 +100,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
     layout = gpu_cache(driver, layers=1)  # neighbours on both sides
     with HostPool(layout, 8, blocks_per_page=2, chunk_bytes=4 * BLOCK) as pool:
         assert registered(driver) == [4 * BLOCK] * 4
+        assert pool._ready_range.chunk_blocks == 4
         handler = OffloadHandler(layout, pool, copy_method=copy_method)
         kept = [tensor.clone() for tensor in layout.tensors]
         handler.synchronize(handler.store(gpu_block_ids=list(range(16)), page_ids=list(range(8))))
