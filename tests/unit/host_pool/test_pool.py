@@ -25,6 +25,7 @@ from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Registration
+from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -357,6 +358,7 @@ through its own buffers and blocks the submitting thread, and kernels cannot acc
     )
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
+    assert pool._ready_range.chunk_blocks == ONE_CHUNK  # no seam splits a copy
     with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
         handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[8, 9]))
         assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])
