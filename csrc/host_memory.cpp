@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -32,21 +32,25 @@ void touch_byte(uint64_t address) {
   __atomic_fetch_or(reinterpret_cast<char*>(address), 0, __ATOMIC_RELAXED);
 }
 
-void collapse(uint64_t begin, uint64_t end, std::atomic<bool>& wanted) {
-  for (uint64_t at = round_up(begin, kHugePage); at + kHugePage <= end; at += kHugePage) {
-    if (!wanted.load(std::memory_order_relaxed)) return;
-    touch_byte(at);  // a huge page is made around what is there
-    // The next attempts would fail too, and each looks for free memory for milliseconds.
-    if (madvise(reinterpret_cast<void*>(at), kHugePage, kCollapse) != 0) wanted.store(false);
-  }
-}
-
 // Returns 0, or why there is no memory.
 int populate(uint64_t begin, uint64_t end) {
   if (madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite) == 0) return 0;
   if (errno != EINVAL) return errno;
   for (uint64_t at = begin; at < end; at += page_size()) touch_byte(at);  // before Linux 5.14
   return 0;
+}
+
+// Stops where there is no memory, which populate() reports.
+void collapse(uint64_t begin, uint64_t end, std::atomic<bool>& wanted) {
+  for (uint64_t at = round_up(begin, kHugePage); at + kHugePage <= end; at += kHugePage) {
+    if (!wanted.load(std::memory_order_relaxed)) return;
+    // A huge page is made around a page that is there. If the attempt fails, the next ones would
+    // too, and each looks for free memory for milliseconds.
+    if (populate(at, at + page_size()) != 0 ||
+        madvise(reinterpret_cast<void*>(at), kHugePage, kCollapse) != 0) {
+      wanted.store(false);
+    }
+  }
 }
 
 void run_on(const Touch& how) {
@@ -124,8 +128,8 @@ void touch_host(void* address, uint64_t bytes, const Touch& how) {
         work();
       });
     }
-  } catch (const std::system_error&) {
-    // A container may allow no more threads.
+  } catch (const std::exception&) {
+    // A container may allow no more threads, and there may be no memory for one.
   }
   if (threads.empty()) work();
   for (std::thread& thread : threads) thread.join();

@@ -84,7 +84,8 @@ class PagedLayout(Slabs):
     Args:
         tensors (Sequence[Tensor]): tensors of any dtype on one device, usually one per layer, with
             the same number of blocks in dimension `block_dim`.
-        block_dim (int): the dimension that counts blocks; not negative.
+        block_dim (int): the dimension that counts blocks; not negative. 0 for tensors of the shape
+            [num_blocks, ...], 1 for [2, num_blocks, ...], with keys and values apart.
         dtype (torch.dtype | None): the type of the keys and values, if the tensors are views of
             their bytes (torch.uint8 or torch.int8). None is the type of the tensors.
 
@@ -104,7 +105,7 @@ class PagedLayout(Slabs):
             is not a torch.dtype.
         ValueError: a tensor (named in the message) cannot be described as blocks, or tensors differ
             in device or number of blocks, or two of them share memory, or dtype is not the type of
-            a tensor.
+            a tensor, or they are on meta.
     """
 
     def __init__(
@@ -292,6 +293,8 @@ def _problem(tensor: Tensor, first: Tensor, block_dim: int) -> str | None:
         return (
             f"is on another device than tensors[0] ({first.device}); make a layout for each device"
         )
+    if tensor.is_meta:
+        return "is on meta, where tensors have no memory; pass tensors of a device or of the CPU"
     num_blocks = tensor.shape[block_dim]
     if num_blocks != first.shape[block_dim]:
         return (
@@ -333,13 +336,11 @@ def _overlapping_slabs(slabs: Slabs) -> tuple[int, int] | None:
     begin_before = np.searchsorted(bases, ends)
     for slab in np.flatnonzero(begin_before > np.arange(1, len(bases) + 1)):
         others = slice(slab + 1, begin_before[slab])
-        shared = np.ones(others.stop - others.start, bool)
-        if slabs.num_blocks > 1:
-            # Blocks of two slabs may interleave, like K and V. The distances between their blocks
-            # are all equal modulo the greatest common divisor of the two strides.
-            unit = np.gcd(strides[slab], strides[others])
-            offset = (bases[others] - bases[slab]) % unit
-            shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
+        # Blocks of two slabs may interleave, like K and V. The distances between their blocks are
+        # all equal modulo the greatest common divisor of the two strides.
+        unit = np.gcd(strides[slab], strides[others])
+        offset = (bases[others] - bases[slab]) % unit
+        shared = (offset < sizes[slab]) | (offset + sizes[others] > unit)
         if shared.any():
             return int(order[slab]), int(order[slab + 1 + np.argmax(shared)])
     return None

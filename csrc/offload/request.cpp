@@ -12,16 +12,25 @@ std::string count_of(int64_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
-[[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun) {
+[[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun,
+                            const char* advice = "") {
   const std::string there = count_of(limit, noun);
   if (limit == 1) fail<IndexError>(name, " is ", id, "; there is ", there, ", 0");
-  fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1);
+  fail<IndexError>(name, " is ", id, "; there are ", there, ", 0 to ", limit - 1, advice);
+}
+
+// Tensors of the shape [2, num_blocks, ...] have two blocks if the caller forgets block_dim.
+const char* block_advice(int64_t id, int64_t num_blocks) {
+  if (id < 0 || num_blocks != 2) return "";
+  return "; if these 2 are keys and values, pass PagedLayout the block_dim of the dimension that "
+         "counts blocks";
 }
 
 void check_blocks(const std::string& list, const int64_t* ids, int64_t count, int64_t num_blocks) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_blocks) {
-      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block");
+      refuse_id(item_of(list, i), ids[i], num_blocks, "GPU block",
+                block_advice(ids[i], num_blocks));
     }
   }
 }

@@ -11,6 +11,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pinning_steps import PinningSteps
 from simulated_driver import Driver, place, simulated
 
 from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
+from torch_kvswap._native import loader
 from torch_kvswap.handler import Gate
 from torch_kvswap.host_pool import system
 
@@ -40,6 +42,11 @@ def pin_in_background(
     layout = place(driver, make_layout(row_bytes=MIB))
     options = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
     return HostPool(layout, num_pages, on_progress=on_progress, **options)  # type: ignore[arg-type]
+
+
+def is_mapped(address: int) -> bool:
+    maps = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(last, 16) for first, last in maps)
 
 
 def join(pool: HostPool) -> None:
@@ -195,10 +202,11 @@ def test_a_copy_of_a_layout_is_of_the_copied_tensors(duplicate: Callable[[Any], 
 def test_every_piece_is_unpinned_when_one_is_refused(driver: Driver) -> None:
     layout = place(driver, make_layout(row_bytes=4096))
     pool = HostPool(layout, 8, chunk_bytes=2 * 4096)
-    driver.fail("cuMemHostUnregister", code=2)
+    driver.fail("cuMemHostUnregister", nth=2, code=2)
+    driver.fail("cuMemHostUnregister", nth=3, code=2)
     with logged() as messages:
         pool.close()
-    assert "did not unpin 8192 bytes" in messages[0]
+    assert "did not unpin 16384 bytes" in messages[0]
     assert driver.calls("cuMemHostUnregister") == 4
 
 
@@ -274,10 +282,7 @@ def test_whatever_a_callback_raises_reaches_whoever_waits(
     assert " ".join(said[0].split()) == (
         f"RuntimeError: 64 of 128 host pages are pinned, and no more will be: {why}"
     )
-    assert messages[0] == (
-        f"64 of 128 host pages are pinned, and the others cannot be used: {why}; ask for fewer "
-        "pages"
-    )
+    assert messages[0] == f"64 of 128 host pages are pinned, and the others cannot be used: {why}"
     pool.close()
 
 
@@ -291,13 +296,25 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
             assert turn.acquire(timeout=PATIENCE)
             pools[0].close()
 
+    native = loader.library()
+    unregister, mapped = native.kvswap_host_unregister, list[bool]()
+
+    def look(device: int, address: int) -> bool:
+        mapped.append(is_mapped(address))
+        return bool(unregister(device, address))
+
     pools.append(pin_in_background(driver, progress, 128))
-    turn.release()
-    assert " ".join(error_text(pools[0].wait_ready, PATIENCE).split()) == (
-        "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
-    )
-    join(pools[0])
-    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister")
+    address = pools[0].pages.data_ptr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kvswap_host_unregister", look)
+        turn.release()
+        assert " ".join(error_text(pools[0].wait_ready, PATIENCE).split()) == (
+            "RuntimeError: 64 of 128 host pages are pinned, and no more will be: the pool was closed"
+        )
+        join(pools[0])
+    assert mapped == [True] * driver.calls("cuMemHostRegister")
+    assert driver.calls("cuMemHostUnregister") == len(mapped)
+    assert not is_mapped(address)
 
 
 # Signals

@@ -24,6 +24,7 @@ from patience import PATIENCE, in_time
 from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
+from torch_kvswap._native import loader
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.manager import BlockManager
@@ -468,3 +469,30 @@ def program_of_calls(driver: Driver) -> None:
 def test_a_block_manager_is_as_it_was_whichever_allocation_fails(name: str) -> None:
     preload = str(build() / "liballocations.so")
     assert int(run(program_of_calls, CALL=name, LD_PRELOAD=preload)) > 0
+
+
+def sweep_touch() -> None:
+    """Pages are touched with the first allocation failing, with the second, until none fails."""
+    library, nbytes = allocations(), 96 << 20
+    for nth in itertools.count(1):
+        address = loader.call("kvswap_host_map", -1, nbytes, 1 << 21, True)
+        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        with suppress(MemoryError):
+            loader.call("kvswap_host_touch", address, nbytes, 3, False, None, 0)
+        failed = library.allocations_stop()
+        loader.library().kvswap_host_unmap(address, nbytes)
+        if not failed:
+            print(nth - 1)
+            return
+
+
+def program_of_touch(driver: Driver) -> None:
+    from test_out_of_memory import sweep_touch
+
+    sweep_touch()
+
+
+@without_cuda
+def test_pages_are_touched_by_the_threads_that_there_is_memory_for() -> None:
+    preload = str(build() / "liballocations.so")
+    assert int(run(program_of_touch, LD_PRELOAD=preload)) > 2

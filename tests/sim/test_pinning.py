@@ -5,21 +5,33 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from fake_procfs import write
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
-from simulated_driver import DEVICE, Driver, place, simulated, simulated_on_both
+from simulated_driver import (
+    DEVICE,
+    Driver,
+    place,
+    run,
+    simulated,
+    simulated_on_both,
+    without_cuda,
+)
 from simulated_driver.cuda import CudaError
 
 from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import Mapping
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
@@ -88,6 +100,7 @@ def test_no_copy_runs_from_one_chunk_into_the_next(driver: Driver, copy_method: 
     layout = gpu_cache(driver, layers=1)  # neighbours on both sides
     with HostPool(layout, 8, blocks_per_page=2, chunk_bytes=4 * BLOCK) as pool:
         assert registered(driver) == [4 * BLOCK] * 4
+        assert pool._ready_range.chunk_blocks == 4
         handler = OffloadHandler(layout, pool, copy_method=copy_method)
         kept = [tensor.clone() for tensor in layout.tensors]
         handler.synchronize(handler.store(gpu_block_ids=list(range(16)), page_ids=list(range(8))))
@@ -169,9 +182,81 @@ def test_a_callback_that_fails_leaves_nothing_pinned(driver: Driver) -> None:
     def fail(*pages: int) -> None:
         raise ValueError("from the callback")
 
-    with pytest.raises(ValueError, match="from the callback"):
+    with pytest.raises(ValueError, match="from the callback") as raised:
         megabytes(driver, on_progress=fail)
     assert driver.calls("cuMemHostUnregister") == 1
+    del raised  # whose frames held the pool
+
+
+@simulated
+def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None:
+    layout, nodes = gpu_cache(driver), []
+    bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
+    with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "ROOT", Path(root))
+        patch.setattr(loader.library(), "kvswap_host_bind", bind)
+        write(Path(root), "sys/devices/system/node/online", "0-1,3\n")
+        HostPool(layout, 2, numa_node=3).close()
+        HostPool.create_shared(layout, 3, world=2, rank=1, numa_node=1).close()
+        HostPool(layout, 2, numa_node=3, pinned=False).close()
+        for attribute, value in ((50, 0), (33, 1), (34, 2)):  # PCI domain, bus and device
+            driver.set_attribute(attribute, value)
+        write(Path(root), "sys/bus/pci/devices/0000:01:02.0/numa_node", "0\n")
+        maker = HostPool.create_shared(layout, 2, world=2, replicated=True)
+        HostPool.attach(layout, maker.share(), rank=1).close()  # its pages are placed already
+        maker.close()
+        refused = error_text(HostPool, layout, 2, numa_node=2)
+        (Path(root) / "sys/devices/system/node/online").unlink()
+        HostPool(layout, 2, numa_node=2).close()  # the kernel does not say which there are
+    assert nodes == [(2 * BLOCK, node) for node in (3, 1, 0, 2)]
+    assert_expected_inline(
+        refused,
+        """ValueError: numa_node is 2; this machine has the NUMA nodes 0, 1, 3""",
+    )
+
+
+@simulated
+@pytest.mark.parametrize("pin_in_background", [False, True])
+def test_memory_that_is_not_there_ends_the_pinning(driver: Driver, pin_in_background: bool) -> None:
+    touch = Mapping.touch
+
+    def fail(mapping: Mapping, first: int, last: int) -> None:
+        if first == 32 * MIB:
+            raise RuntimeError("there is no memory")
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", fail)
+        if pin_in_background:
+            with logged() as messages:
+                pool = megabytes(driver, pin_in_background=True)
+                assert in_time(lambda: len(messages) == 1)
+            assert_expected_inline(
+                error_text(pool.wait_ready, PATIENCE),
+                """\
+RuntimeError: 32 of 64 host pages are pinned, and no more will be: there is no memory""",
+            )
+            assert messages[0].endswith("and the others cannot be used: there is no memory")
+            pool.close()
+        else:
+            assert error_text(megabytes, driver) == "RuntimeError: there is no memory"
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 1
+
+
+@simulated
+def test_smaller_chunks_of_a_rank_end_where_copies_are_split(driver: Driver) -> None:
+    """Copies are split at multiples of the chunk, also if the pages of a rank begin elsewhere."""
+    steps = PinningSteps()
+    layout = place(driver, PagedLayout([torch.zeros(2, MIB, dtype=torch.uint8)]))
+    driver.limit_registration(in_one=16 * MIB)
+    options: dict[str, Any] = {"chunk_bytes": 32 * MIB, "pin_in_background": True}
+    pool = HostPool.create_shared(layout, 100, world=3, rank=1, on_progress=steps, **options)
+    assert pool.local_pages == range(33, 66)
+    assert (pool.wait_ready(0, pages=15), pool.wait_ready(0, pages=32)) == (True, False)
+    steps.pin_more(3)
+    assert pool.wait_ready(PATIENCE)
+    assert registered(driver) == [15 * MIB, 16 * MIB, 2 * MIB]
+    pool.close()
 
 
 @simulated
@@ -245,7 +330,7 @@ def test_closing_ends_the_pinning_and_whoever_waits_for_it(driver: Driver) -> No
     pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
     assert pool.wait_ready(PATIENCE, pages=64)
     said: list[str] = []
-    waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready)))
+    waiter = threading.Thread(target=lambda: said.append(error_text(pool.wait_ready, 1e300)))
     waiter.start()
     closer = threading.Thread(target=pool.close)
     closer.start()
@@ -268,6 +353,100 @@ def test_a_pool_that_is_dropped_while_it_is_pinned_goes(driver: Driver) -> None:
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("kvswap")]
     assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@simulated
+def test_closing_waits_for_the_thread_that_touches_pages(driver: Driver) -> None:
+    steps, turn = PinningSteps(), threading.Semaphore(0)
+    touch = Mapping.touch
+
+    def wait_and_touch(mapping: Mapping, first: int, last: int) -> None:
+        if first == 64 * MIB:
+            assert turn.acquire(timeout=PATIENCE)
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", wait_and_touch)
+        pool = megabytes(driver, 128, pin_in_background=True, on_progress=steps)
+        assert pool.wait_ready(PATIENCE, pages=64)
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        steps.pin_more(3)
+        closer.join(0.1)
+        assert closer.is_alive()
+        turn.release()
+        closer.join(PATIENCE)
+        assert not closer.is_alive()
+
+
+@simulated
+def test_a_thread_that_does_not_start_leaves_nothing_pinned(driver: Driver) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvswap-pin":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread") as raised:
+            megabytes(driver, pin_in_background=True)
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") == 1
+    del raised  # whose frames held the pool
+
+
+@simulated
+def test_a_pool_may_be_dropped_in_the_thread_that_touches_its_pages(driver: Driver) -> None:
+    """The garbage collector runs in any thread."""
+    steps, kept = PinningSteps(), list[HostPool]()
+    touch = Mapping.touch
+
+    def drop_and_touch(mapping: Mapping, first: int, last: int) -> None:
+        if first == 96 * MIB:
+            kept.clear()
+        touch(mapping, first, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "touch", drop_and_touch)
+        kept.append(megabytes(driver, 128, pin_in_background=True, on_progress=steps))
+        pinning = kept[0]._memory.pinning
+        assert pinning is not None
+        assert pinning._thread is not None
+        steps.pin_more(3)
+        pinning._thread.join(PATIENCE)
+        assert not pinning._thread.is_alive()
+    assert not kept
+    assert driver.calls("cuMemHostRegister") == driver.calls("cuMemHostUnregister") > 0
+
+
+@without_cuda
+def test_pages_are_pinned_after_the_main_thread_has_ended() -> None:
+    def end(driver: Driver) -> None:
+        import os
+        import threading
+
+        from patience import PATIENCE
+        from simulated_driver import place
+
+        from torch_kvswap import HostPool, PagedLayout
+
+        def progress(ready: int, count: int) -> None:
+            if ready == 2:
+                threading.main_thread().join()
+
+        os.dup2(1, 2)  # warnings are seen too
+        layout = place(driver, PagedLayout([torch.zeros(2, 4096, dtype=torch.uint8)]))
+        options = {"chunk_bytes": 4096, "pin_in_background": True}
+        pool = HostPool(layout, 8, on_progress=progress, **options)  # type: ignore[arg-type]
+
+        def serve() -> None:
+            print(pool.wait_ready(PATIENCE), pool.num_ready_pages)
+            pool.close()
+
+        threading.Thread(target=serve).start()
+
+    assert run(end) == "True 8\n"
 
 
 @simulated

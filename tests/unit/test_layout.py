@@ -12,6 +12,8 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from torch_kvswap.handler import OffloadHandler
+from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
 
@@ -144,6 +146,28 @@ device than tensors[0] (cpu); make a layout for each device""",
     )
 
 
+def test_tensors_without_memory_are_refused() -> None:
+    tensors = [torch.zeros(3, 4, device="meta") for _ in range(2)]
+    assert_expected_inline(
+        error_text(PagedLayout, tensors),
+        """\
+ValueError: tensors[0] (shape [3, 4], strides [4, 1], torch.float32, meta) is on meta,
+where tensors have no memory; pass tensors of a device or of the CPU""",
+    )
+
+
+def test_where_two_blocks_may_be_keys_and_values_the_error_asks_for_block_dim() -> None:
+    cache = torch.zeros(2, 9, 4)
+    layout = PagedLayout([cache])  # block_dim=1 was forgotten
+    with OffloadHandler(layout, HostPool(layout, 1)) as handler:
+        assert_expected_inline(
+            error_text(handler.store, gpu_block_ids=[8], page_ids=[0]),
+            """\
+IndexError: gpu_block_ids[0] is 8; there are 2 GPU blocks, 0 to 1; if these 2 are keys
+and values, pass PagedLayout the block_dim of the dimension that counts blocks""",
+        )
+
+
 def test_different_numbers_of_blocks_are_refused() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(2, 4)]
     assert_expected_inline(
@@ -246,6 +270,16 @@ byte 48 of its storage, which was freed or resized to N: bring its memory back f
     )
 
 
+def test_a_slice_behind_the_end_of_its_storage_is_refused() -> None:
+    part = torch.zeros(8, 4)[4:]
+    part.untyped_storage().resize_(64)
+
+    def make() -> PagedLayout:
+        return PagedLayout([part])
+
+    assert "reaches to byte 128 of its storage" in " ".join(error_text(make).split())
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -257,6 +291,7 @@ byte 48 of its storage, which was freed or resized to N: bring its memory back f
         lambda x: [x[0:8, :4], x[8:16], x[3:11, 3:6]],
         lambda x: [x[0:1], x[0:1, 2:]],
         lambda x: [x[0:8], x[0:16:2]],
+        lambda x: [x.as_strided((4, 1), (3, 1)), x.as_strided((4, 1), (2, 1), 1)],
         lambda x: [x.view(-1)[:64].view(8, 8)[:, :3], x.view(-1)[6:70].view(8, 8)[:, :3]],
     ],
 )

@@ -17,7 +17,7 @@ from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.devices.backend import can_pin, find_device_backend
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.pages import SYSTEM_PAGE
+from torch_kvswap.host_pool.shape import SYSTEM_PAGE
 from torch_kvswap.host_pool.shared import PoolHandle
 from torch_kvswap.host_pool.system import check_room
 
@@ -108,13 +108,11 @@ class Mapping:
         Raises:
             RuntimeError: there is not enough memory.
         """
-        held = self.tensor  # keeps the memory mapped if the pool is closed meanwhile
         cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
         options = threads, self._collapse, cpus, len(cpus)
         loader.call("kvswap_host_touch", address, last - first, *options)
-        del held
 
 
 def _warn_of_small_pages(shared: bool) -> None:
@@ -218,7 +216,7 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
     try:
         os.ftruncate(fd, -(-nbytes // size) * size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except (OSError, OverflowError):
         os.close(fd)
         raise
     return fd
@@ -227,9 +225,10 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 class Registration:
     """Registers parts of a memory with the CUDA driver, or with the backend of another device.
 
-    Holds the memory until remove(), because registered memory must not be unmapped. Does not use
-    torch's CUDA runtime: it would report a failure at the thread's next kernel launch, and would
-    break a CUDA graph that another thread is capturing.
+    Holds the memory until remove(), because registered memory must not be unmapped, and a thread
+    may touch the part that is registered next. Does not use torch's CUDA runtime: it would report a
+    failure at the thread's next kernel launch, and would break a CUDA graph that another thread is
+    capturing.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -21,10 +20,10 @@ from torch_kvswap._native.arguments import (
 )
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
+from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.encoding import RAW, Encoding
 from torch_kvswap.host_pool.memory import MAX_NODES, Mapping, Registration
-from torch_kvswap.host_pool.pages import Pages
-from torch_kvswap.host_pool.system import advice
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 DEFAULT_CHUNK_BYTES = 1 << 30
@@ -63,19 +62,20 @@ class Pinning:
         self,
         mapping: Mapping,
         device: torch.device,
-        pages: Pages,
+        shape: PoolShape,
         ready_range: ReadyRange,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
         self._device = device
-        self._pages = pages
+        self._shape = shape
         self._ready_range = ready_range
         self._chunk = 1
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._touching: _Touching | None = None
         self._process = ForkGuard()
 
     def start(self, options: PinningOptions) -> None:
@@ -89,13 +89,15 @@ class Pinning:
         Raises:
             RuntimeError: the driver refuses, and `pinned` is True.
         """
-        pages, own = self._pages, self._pages.local
-        self._chunk = min(pages.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
+        shape, own = self._shape, self._shape.local_pages
+        self._chunk = min(shape.chunk_of(options.chunk_bytes), 1 << (own.stop - 1).bit_length())
         self._publish(own.start)
         chunks = self._chunks(options.on_progress)
         try:
             next(chunks)
-            if not options.in_background:
+            if options.in_background:
+                self._continue_in_background(chunks)
+            else:
                 for _ in chunks:
                     pass
         except _RefusedError as error:
@@ -106,9 +108,6 @@ class Pinning:
         except BaseException:
             self.close()
             raise
-        else:
-            if options.in_background:
-                self._continue_in_background(chunks)
 
     def wait(self, page: int, timeout: float | None) -> bool:
         """Waits until all pages before `page` are ready.
@@ -137,26 +136,33 @@ class Pinning:
         return in_time
 
     def close(self) -> None:
-        """Stops pinning, joins the thread and unregisters everything."""
+        """Stops pinning, joins the thread and unregisters everything.
+
+        A thread of this object calls it if `on_progress` closes the pool, or if the garbage
+        collector runs there. It cannot wait for itself: the background thread then unregisters
+        everything when it ends.
+        """
         if not self._process.is_current:
             return
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if threading.current_thread() in (self._thread, self._touching):
+            return
+        if self._thread is not None:
             self._thread.join()
         self.registration.remove()
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
-        own, begin = self._pages.local, self._pages.local.start
-        with ThreadPoolExecutor(1, "kvswap-touch") as ahead:
-            touched = ahead.submit(self._touch, begin, self._end_of(begin))
+        own, begin = self._shape.local_pages, self._shape.local_pages.start
+        touching = self._touch(begin, self._end_of(begin))
+        try:
             while begin < own.stop and not self._stopping:
                 end = self._end_of(begin)
-                touched.result()
+                touching.finish()
                 # Touch the next chunk while the driver registers this one.
-                touched = ahead.submit(self._touch, end, self._end_of(end))
+                touching = self._touch(end, self._end_of(end))
                 begin = self._register(begin, end)
                 with self._changed:
                     self._publish(begin)
@@ -164,40 +170,49 @@ class Pinning:
                 if on_progress is not None:
                     on_progress(begin - own.start, len(own))
                 yield
+        finally:
+            touching.join()
 
     def _publish(self, end_page: int, chunk_blocks: int | None = None) -> None:
         """Lets jobs use the pages before end_page, registered in pieces of chunk_blocks blocks.
 
         Native, because only a native release store orders it behind the registrations on every CPU.
         """
-        blocks = chunk_blocks or self._chunk * self._pages.blocks_per_page
+        blocks = chunk_blocks or self._chunk * self._shape.blocks_per_page
         ready_range = ctypes.byref(self._ready_range)
         loader.library().kvswap_ready_range_publish(ready_range, end_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""
-        return min(begin - begin % self._chunk + self._chunk, self._pages.local.stop)
+        return min(begin - begin % self._chunk + self._chunk, self._shape.local_pages.stop)
 
-    def _touch(self, begin: int, end: int) -> None:
-        if begin < end:
-            self._mapping.touch(begin * self._pages.size, end * self._pages.size)
+    def _bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        """The first byte of page `begin` and of page `end`."""
+        return begin * self._shape.page_bytes, end * self._shape.page_bytes
+
+    def _touch(self, begin: int, end: int) -> _Touching:
+        """Begins to touch pages."""
+        self._touching = _Touching(self._mapping, *self._bytes_of(begin, end))
+        self._touching.start()
+        return self._touching
 
     def _register(self, begin: int, end: int) -> int:
         """Registers pages, halving the chunk until the driver accepts it. Returns their end."""
         while True:
-            reason = self.registration.add(begin * self._pages.size, end * self._pages.size)
+            reason = self.registration.add(*self._bytes_of(begin, end))
             if reason is None:
                 return end
-            if self._chunk <= self._pages.chunk_of(_LEAST_CHUNK_BYTES):
+            if self._chunk <= self._shape.chunk_of(_LEAST_CHUNK_BYTES):
                 raise _RefusedError(reason)
             self._chunk //= 2
             end = self._end_of(begin)
 
     def _continue_in_background(self, chunks: Iterator[None]) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._pin_rest, args=(chunks,), name="kvswap-pin", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def _pin_rest(self, chunks: Iterator[None]) -> None:
         """The body of the background thread."""
@@ -207,8 +222,7 @@ class Pinning:
         except BaseException as error:  # also SystemExit, or wait() would wait forever
             self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            # close() in a finalizer that ran in this thread did not wait for the last chunk.
-            if self._stopping:
+            if self._stopping:  # by a close() that did not wait for this thread
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:
@@ -216,33 +230,58 @@ class Pinning:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        remedy = f"; {self._advice()}" if isinstance(error, _RefusedError) else ""
         log.warning(
-            "%s, and the others cannot be used: %s; %s",
-            *(self._state(), _text_of(error), self._advice()),
+            "%s, and the others cannot be used: %s%s", self._state(), _text_of(error), remedy
         )
 
     def _state(self) -> str:
-        own, end = self._pages.local, self._ready_range.end_page
+        own, end = self._shape.local_pages, self._ready_range.end_page
         return f"{end - own.start} of {len(own)} host pages are pinned"
 
     def _refusal(self, error: Exception) -> str:
-        nbytes = bytes_text(len(self._pages.local_bytes))
+        nbytes = bytes_text(len(self._shape.local_bytes))
         return (
             f"the driver did not pin {nbytes} of host memory for {self._device}: {error}; "
             f"{self._advice()}, or pass pinned=False for pageable memory"
         )
 
     def _advice(self) -> str:
-        return advice(len(self._pages.local_bytes))
+        return system.advice(len(self._shape.local_bytes))
 
     def _degrade(self, error: Exception) -> None:
         """Makes all pages usable as pageable memory, and logs a warning."""
-        self._publish(self._pages.local.stop, ONE_CHUNK)
+        self._publish(self._shape.local_pages.stop, ONE_CHUNK)
         log.warning(
             "%s. The pages are pageable now: the driver copies them through its own buffers and "
             "blocks the submitting thread, and kernels cannot access them",
             self._refusal(error),
         )
+
+
+class _Touching(threading.Thread):
+    """A thread that touches bytes of a memory.
+
+    A ThreadPoolExecutor would not do: it takes no more work once the main thread has ended.
+    """
+
+    def __init__(self, mapping: Mapping, first: int, last: int) -> None:
+        super().__init__(name="kvswap-touch", daemon=True)
+        self._mapping, self._first, self._last = mapping, first, last
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            if self._first < self._last:
+                self._mapping.touch(self._first, self._last)
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Waits for the end; raises RuntimeError if there is not enough memory."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class _RefusedError(RuntimeError):
@@ -267,7 +306,7 @@ def read_pinning(
     Raises:
         TypeError: an option has a wrong type.
         ValueError: an option needs pinned pages but the cache is on the CPU, encoded pages are to
-            be pageable, or a number is out of range.
+            be pageable, a number is out of range, or there is no such NUMA node.
     """
     pinned = read_optional_switch("pinned", pinned)
     in_background = read_switch("pin_in_background", in_background)
@@ -292,4 +331,8 @@ def read_pinning(
             f"encoding='lossless' needs pinned pages for {layout.device}, because kernels encode "
             "and decode them; leave pinned=False out"
         )
+    nodes = system.numa_nodes()
+    if numa_node is not None and nodes and numa_node not in nodes:
+        known = ", ".join(map(str, nodes))
+        raise ValueError(f"numa_node is {numa_node}; this machine has the NUMA nodes {known}")
     return PinningOptions(pinned, in_background, on_progress, numa_node, chunk_bytes)

@@ -38,7 +38,6 @@ from torch_kvswap.host_pool.memory import (
     map_new,
     pins_with_torch,
 )
-from torch_kvswap.host_pool.pages import Pages, check_layout
 from torch_kvswap.host_pool.pinning import (
     DEFAULT_CHUNK_BYTES,
     ONE_CHUNK,
@@ -47,6 +46,7 @@ from torch_kvswap.host_pool.pinning import (
     Progress,
     read_pinning,
 )
+from torch_kvswap.host_pool.shape import PoolShape, check_layout
 from torch_kvswap.host_pool.shared import ATTACH_ADVICE, PoolHandle, check_handle
 from torch_kvswap.layout import PagedLayout
 
@@ -66,7 +66,7 @@ class _Memory:
     def __init__(
         self,
         mapping: Mapping | TorchMemory,
-        pages: Pages,
+        shape: PoolShape,
         layout: PagedLayout,
         encoding: Encoding,
     ) -> None:
@@ -74,17 +74,17 @@ class _Memory:
         self.mapping = mapping
         # Of the largest blocks, for which the pool was made.
         self.slab_sizes, self.encoding = layout.sizes, encoding
-        self.pages: Tensor | None = pages.view(mapping.tensor)
-        own = pages.local.start, pages.local.stop
+        self.pages: Tensor | None = shape.view(mapping.tensor)
+        own = shape.local_pages.start, shape.local_pages.stop
         # The native side reads it at each submission.
-        self._ready_range = abi.ReadyRange(*own, ONE_CHUNK, pages.local.stop)
+        self._ready_range = abi.ReadyRange(*own, ONE_CHUNK, shape.local_pages.stop)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
-    def make_pinning(self, pages: Pages, device: torch.device) -> Pinning:
+    def make_pinning(self, shape: PoolShape, device: torch.device) -> Pinning:
         """Makes the object that pins the pages, and unpins them when this memory is dropped."""
         assert isinstance(self.mapping, Mapping)
-        self.pinning = Pinning(self.mapping, device, pages, self._ready_range)
+        self.pinning = Pinning(self.mapping, device, shape, self._ready_range)
         weakref.finalize(self, self.pinning.close)
         return self.pinning
 
@@ -118,7 +118,7 @@ class HostPool(NotCopyable):
     Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
     is dropped, or still open when the process exits, is closed. Not thread safe, except
     num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
-    can be used; for a pool of one process they read as zeros there.
+    can be used; for a pool of one process they read as zeros there, unless it has huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -161,9 +161,11 @@ class HostPool(NotCopyable):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a number is out of range, an option is not possible for the device, the layout
-            is on meta, its blocks cannot be encoded, or the machine does not have this much memory.
-        RuntimeError: the driver does not pin the memory. Nothing stays mapped.
+        ValueError: a number is out of range, an option is not possible for the device, the blocks
+            cannot be encoded, or the machine does not have this much memory, or no such NUMA node.
+        RuntimeError: the driver does not pin the memory, or the kernel does not map it. Nothing
+            stays mapped.
+        OSError: huge_pages=True or create_shared() cannot make a file in memory.
     """
 
     def __init__(
@@ -182,13 +184,13 @@ class HostPool(NotCopyable):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
         kept = read_encoding(encoding, bits_per_value)
-        pages = Pages(layout, num_pages, blocks_per_page, encoding=kept)
+        shape = PoolShape(layout, num_pages, blocks_per_page, encoding=kept)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        mapping = _map_private(layout.device, pages, pinning, huge_pages)
-        self._open(layout, pages, mapping, kept, pinning, None)
+        mapping = _map_private(layout.device, shape, pinning, huge_pages)
+        self._open(layout, shape, mapping, kept, pinning, None)
 
     @classmethod
     def create_shared(
@@ -223,19 +225,19 @@ class HostPool(NotCopyable):
                 no process reads a page while another one writes it.
 
         Raises:
-            TypeError, ValueError, RuntimeError: see HostPool.
+            TypeError, ValueError, RuntimeError, OSError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
-        pages = Pages(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
+        shape = PoolShape(layout, num_pages, blocks_per_page, rank, world, replicated, kept)
         huge_pages = read_optional_switch("huge_pages", huge_pages)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
         _check_shared_pinning(layout.device, pinning)
-        mapping = map_new(pages.nbytes, huge_pages, shared=True, page_bytes=pages.size)
-        sharing = pages.world, pages.replicated, huge_pages is not False
+        mapping = map_new(shape.nbytes, huge_pages, shared=True, page_bytes=shape.page_bytes)
+        sharing = shape.world, shape.replicated, huge_pages is not False
         pool = cls.__new__(cls)
-        pool._open(layout, pages, mapping, kept, pinning, sharing)
+        pool._open(layout, shape, mapping, kept, pinning, sharing)
         return pool
 
     @classmethod
@@ -270,16 +272,16 @@ class HostPool(NotCopyable):
             RuntimeError: the driver does not pin the memory, or the handle is closed.
         """
         check_handle(handle)
-        shape = handle.num_pages, handle.blocks_per_page
         kept = read_encoding(handle.encoding, handle.bits_per_value)
         check_layout(layout)
         kept.slot_bytes(layout, ATTACH_ADVICE, is_width_open=False)
-        pages = Pages(layout, *shape, rank, handle.world, handle.replicated, kept)
-        handle.check(pages, layout)
+        sizes = handle.num_pages, handle.blocks_per_page
+        shape = PoolShape(layout, *sizes, rank, handle.world, handle.replicated, kept)
+        handle.check(shape, layout)
         pinning = read_pinning(
             layout, kept, pinned, pin_in_background, on_progress, numa_node, chunk_bytes
         )
-        if pages.replicated:
+        if shape.replicated:
             if numa_node is not None:
                 raise ValueError(
                     f"numa_node is {numa_node}, but the process that made the replicated pool has "
@@ -287,10 +289,10 @@ class HostPool(NotCopyable):
                 )
             pinning = pinning._replace(places=False)
         _check_shared_pinning(layout.device, pinning)
-        mapping = map_handle(handle, pages.nbytes)
-        sharing = pages.world, pages.replicated, handle.huge_pages
+        mapping = map_handle(handle, shape.nbytes)
+        sharing = shape.world, shape.replicated, handle.huge_pages
         pool = cls.__new__(cls)
-        pool._open(layout, pages, mapping, kept, pinning, sharing)
+        pool._open(layout, shape, mapping, kept, pinning, sharing)
         return pool
 
     @staticmethod
@@ -313,12 +315,12 @@ class HostPool(NotCopyable):
             TypeError, ValueError: see HostPool.
         """
         kept = read_encoding(encoding, bits_per_value)
-        return Pages(layout, 1, blocks_per_page, encoding=kept).size
+        return PoolShape(layout, 1, blocks_per_page, encoding=kept).page_bytes
 
     def _open(
         self,
         layout: PagedLayout,
-        pages: Pages,
+        shape: PoolShape,
         mapping: Mapping | TorchMemory,
         encoding: Encoding,
         pinning: PinningOptions,
@@ -328,7 +330,7 @@ class HostPool(NotCopyable):
 
         Args:
             layout (PagedLayout): the cache.
-            pages (Pages): the shape of the pool.
+            shape (PoolShape): its shape.
             mapping (Mapping | TorchMemory): the memory.
             encoding (Encoding): how blocks are kept.
             pinning (PinningOptions): the pinning options.
@@ -336,28 +338,28 @@ class HostPool(NotCopyable):
                 PoolHandle; None for a pool of one process.
         """
         self.device = layout.device
-        self.num_pages, self.blocks_per_page = pages.count, pages.blocks_per_page
-        self.slot_bytes = pages.slot_bytes
-        self.page_bytes, self.nbytes = pages.size, pages.nbytes
-        self.local_pages = pages.local
+        self.num_pages, self.blocks_per_page = shape.num_pages, shape.blocks_per_page
+        self.slot_bytes = shape.slot_bytes
+        self.page_bytes, self.nbytes = shape.page_bytes, shape.nbytes
+        self.local_pages = shape.local_pages
         self._sharing = sharing
-        self._pages = pages
-        self._memory = _Memory(mapping, pages, layout, encoding)
+        self._shape = shape
+        self._memory = _Memory(mapping, shape, layout, encoding)
         self._keep(layout, encoding)
         is_registered = layout.device.type != "cpu" and not pins_with_torch(layout.device)
         if isinstance(mapping, TorchMemory):
             if pinning.on_progress is not None:
-                pinning.on_progress(pages.count, pages.count)
+                pinning.on_progress(shape.num_pages, shape.num_pages)
         elif is_registered and pinning.pinned is not False:
             if pinning.places:
-                mapping.place(layout.device, pinning.numa_node, pages.local_bytes)
-            self._memory.make_pinning(pages, layout.device).start(pinning)
+                mapping.place(layout.device, pinning.numa_node, shape.local_bytes)
+            self._memory.make_pinning(shape, layout.device).start(pinning)
 
     def _keep(self, layout: PagedLayout, encoding: Encoding) -> None:
         """Sets how blocks of the layout are kept in the slots."""
         self._encoding = encoding
         self.encoding, self.bits_per_value = encoding.name, encoding.bits_per_value
-        self.layout = self._pages.slabs(self._memory.mapping.tensor, layout, encoding)
+        self.layout = self._shape.slabs(self._memory.mapping.tensor, layout, encoding)
 
     def __repr__(self) -> str:
         pages = len(self.local_pages)
@@ -389,10 +391,10 @@ class HostPool(NotCopyable):
             raise ValueError(
                 "this pool belongs to one process; make it with HostPool.create_shared()"
             )
-        shape = self.num_pages, self.blocks_per_page, self.page_bytes
+        numbers = self.num_pages, self.blocks_per_page, self.page_bytes
         sizes, kept = self._memory.slab_sizes, self._memory.encoding
         encoding = kept.name, kept.bits_per_value
-        return PoolHandle(os.dup(fd), *shape, *self._sharing, sizes, *encoding)
+        return PoolHandle(os.dup(fd), *numbers, *self._sharing, sizes, *encoding)
 
     def view_for(
         self,
@@ -546,8 +548,9 @@ class HostPool(NotCopyable):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the driver reports all of local_pages as pinned."""
+        """Whether the driver reports all of local_pages as pinned. False if the pool is closed."""
         memory = self._memory
+        memory.process.check("host pool")
         if memory.pages is None or self._count_ready_pages() < len(self.local_pages):
             return False
         if memory.pinning is not None:
@@ -612,7 +615,7 @@ class HostPool(NotCopyable):
 
 
 def _map_private(
-    device: torch.device, pages: Pages, pinning: PinningOptions, huge_pages: bool | None
+    device: torch.device, shape: PoolShape, pinning: PinningOptions, huge_pages: bool | None
 ) -> Mapping | TorchMemory:
     """Maps the memory of a pool of one process.
 
@@ -621,7 +624,7 @@ def _map_private(
         RuntimeError: torch cannot pin, and `pinned` is True.
     """
     if pinning.pinned is False or not pins_with_torch(device):
-        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
+        return map_new(shape.nbytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
     for name, is_given in (
         ("huge_pages=True", huge_pages is True),
         ("numa_node", pinning.numa_node is not None),
@@ -632,15 +635,15 @@ def _map_private(
                 "memory from where it likes; leave it out, or pass pinned=False"
             )
     try:
-        return TorchMemory(pages.nbytes, pages.size)
+        return TorchMemory(shape.nbytes, shape.page_bytes)
     except (RuntimeError, NotImplementedError) as error:
         reason = (
-            f"torch did not pin {bytes_text(pages.nbytes)} of host memory for {device}: {error}"
+            f"torch did not pin {bytes_text(shape.nbytes)} of host memory for {device}: {error}"
         )
         if pinning.pinned:
             raise RuntimeError(f"{reason}; pass pinned=False for pageable memory") from error
         log.warning("%s. The pages are pageable now, and copies are synchronous", reason)
-        return map_new(pages.nbytes, huge_pages, shared=False, page_bytes=pages.size)
+        return map_new(shape.nbytes, huge_pages, shared=False, page_bytes=shape.page_bytes)
 
 
 def _check_shared_pinning(device: torch.device, pinning: PinningOptions) -> None:

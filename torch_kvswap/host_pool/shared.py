@@ -14,7 +14,7 @@ import numpy as np
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, count_of, kind_of, read_int
 from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
-from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 # The last number is that of the slabs, whose sizes follow.
@@ -147,26 +147,26 @@ class PoolHandle(NotCopyable):
                 os.close(fd)
             raise
 
-    def check(self, pages: Pages, layout: PagedLayout) -> None:
-        """Checks that a pool with these pages can attach to the handle.
+    def check(self, shape: PoolShape, layout: PagedLayout) -> None:
+        """Checks that a pool of this shape can attach to the handle.
 
         If it is replicated, processes read each other's blocks, so their slabs must be the same.
         The file must also be large enough and sealed against shrinking: an access beyond its end
         would kill the process.
 
         Args:
-            pages (Pages): the pages.
-            layout (PagedLayout): the cache whose blocks they hold.
+            shape (PoolShape): the shape of the pool.
+            layout (PagedLayout): the cache whose blocks the pages hold.
 
         Raises:
             ValueError: the page size or a slab size differs, or the file is too small or can
                 shrink.
             RuntimeError: the handle is closed.
         """
-        if pages.size != self.page_bytes:
+        if shape.page_bytes != self.page_bytes:
             raise ValueError(
                 f"the handle is for pages of {self.page_bytes} bytes; this layout has pages of "
-                f"{pages.size}; {ATTACH_ADVICE}"
+                f"{shape.page_bytes}; {ATTACH_ADVICE}"
             )
         if self.replicated:
             layout.check_same_blocks(self.slab_sizes, ATTACH_ADVICE)

@@ -96,13 +96,23 @@ def numa_node_of(pci_address: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def numa_nodes() -> list[int]:
+    """The numbers of the NUMA nodes; empty if the kernel does not report them."""
+    return _numbers("sys/devices/system/node/online")
+
+
 def cpus_of(numa_node: int) -> list[int]:
     """The numbers of a NUMA node's CPUs."""
-    cpus: list[int] = []
-    for part in re.findall(r"[\d-]+", _read(f"sys/devices/system/node/node{numa_node}/cpulist")):
+    return _numbers(f"sys/devices/system/node/node{numa_node}/cpulist")
+
+
+def _numbers(file: str) -> list[int]:
+    """The numbers in a file of the form "0-3,8"."""
+    numbers: list[int] = []
+    for part in re.findall(r"[\d-]+", _read(file)):
         first, _, last = part.partition("-")
-        cpus += range(int(first), int(last or first) + 1)
-    return cpus
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def control_group_limits() -> Iterator[Limit]:
@@ -158,7 +168,7 @@ def _meminfo() -> dict[str, int]:
 def _read(file: str | Path) -> str:
     """The text of a file below ROOT, or "" if it cannot be read."""
     try:
-        return (ROOT / file).read_text()
+        return (ROOT / file).read_text("utf-8", errors="surrogateescape")  # names have any bytes
     except OSError:
         return ""
 

@@ -27,7 +27,7 @@ from simulated_driver import Driver, simulated
 from torch_kvswap._native import loader
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.host_pool import system
-from torch_kvswap.host_pool.memory import Mapping, create_file, map_new
+from torch_kvswap.host_pool.memory import Mapping, TorchMemory, create_file, map_new
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 MIB = 1 << 20
@@ -59,12 +59,21 @@ def test_touched_memory_is_resident_and_no_more_than_was_asked(kind: str) -> Non
     assert size - MIB < grown < size * 1.01 + MIB
 
 
+def is_resident(mapped: Mapping, first: int, last: int) -> list[bool]:
+    """Whether each page of the system in these bytes has memory."""
+    pages = (ctypes.c_ubyte * ((last - first) // mmap.PAGESIZE))()
+    place = ctypes.c_void_p(mapped.address + first), ctypes.c_size_t(last - first)
+    assert ctypes.CDLL(None).mincore(*place, pages) == 0
+    return [bool(page & 1) for page in pages]
+
+
 @KINDS
 def test_only_what_was_asked_for_is_touched(kind: str) -> None:
-    before = resident()
-    mapped = mapping(kind, 64 * MIB)
-    mapped.touch(16 * MIB, 24 * MIB)
-    assert 7 * MIB < resident() - before < 13 * MIB
+    mapped = map_new(64 * MIB, False, shared=kind == "shared")
+    first, last = 17 * MIB + mmap.PAGESIZE, 24 * MIB + 2 * mmap.PAGESIZE
+    mapped.touch(first + 5, last - 5)
+    assert all(is_resident(mapped, first, last))
+    assert not any(is_resident(mapped, 0, first) + is_resident(mapped, last, 64 * MIB))
 
 
 def test_where_no_thread_can_be_had_the_caller_touches() -> None:
@@ -84,10 +93,12 @@ def test_touching_changes_no_byte(kind: str) -> None:
     assert torch.equal(mapped.tensor, copy)
 
 
-def test_memory_that_is_not_there_is_an_error_when_it_is_touched() -> None:
-    mapped = Mapping(2 * MIB)
-    hole = mapped.address + MIB
-    ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE))
+@KINDS
+@pytest.mark.parametrize("hole", [0, MIB])
+def test_memory_that_is_not_there_is_an_error_when_it_is_touched(kind: str, hole: int) -> None:
+    mapped = mapping(kind, 2 * MIB)
+    address = ctypes.c_void_p(mapped.address + hole)
+    ctypes.CDLL(None).munmap(address, ctypes.c_size_t(mmap.PAGESIZE))
     with pytest.raises(RuntimeError, match="the kernel has no memory for 2097152 bytes"):
         mapped.touch(0, 2 * MIB)
 
@@ -151,9 +162,13 @@ def test_a_private_mapping_lies_on_huge_pages_where_the_kernel_offers_them() -> 
     assert mapped.huge_bytes == 0
     mapped.touch(0, 16 * MIB)
     assert mapped.huge_bytes == 16 * MIB
-    without = Mapping(16 * MIB, huge_pages=False)
-    without.touch(0, 16 * MIB)
-    assert without.huge_bytes == 0
+
+
+@KINDS
+def test_without_huge_pages_there_are_none(kind: str) -> None:
+    mapped = map_new(16 * MIB, False, shared=kind == "shared")
+    mapped.touch(0, 16 * MIB)
+    assert mapped.huge_bytes == 0
 
 
 def test_a_shared_mapping_lies_on_huge_pages_or_says_that_it_does_not(
@@ -252,10 +267,25 @@ def test_a_file_keeps_its_size_and_has_no_name() -> None:
     assert os.fstat(file).st_size == 3 * mmap.PAGESIZE
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
-    assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW
+    fixed = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fixed == fixed
     assert os.fstat(file).st_nlink == 0
     assert not os.get_inheritable(file)
     os.close(file)
+
+
+def test_a_file_that_cannot_have_its_size_is_closed() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OverflowError):
+        create_file(1 << 63, huge_pages=False)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_that_torch_does_not_pin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pageable = torch.ones(64, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: pageable)
+    with pytest.raises(RuntimeError, match="torch has allocated memory that is not pinned"):
+        TorchMemory(64)
 
 
 def test_memory_that_cannot_be_mapped_is_refused() -> None:
@@ -268,6 +298,31 @@ def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDONLY)
     with pytest.raises(RuntimeError, match=r"does not map \d+ bytes: Permission denied"):
         Mapping(mmap.PAGESIZE, file)
+
+
+def reserved() -> int:
+    """Bytes of addresses without memory, such as the page behind a mapping."""
+    found = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) ---p", Path("/proc/self/maps").read_text())
+    return sum(int(last, 16) - int(first, 16) for first, last in found)
+
+
+@KINDS
+def test_a_mapping_keeps_no_addresses_but_the_page_behind_it(kind: str) -> None:
+    gc.collect()
+    before = reserved()
+    mapped = [mapping(kind, MIB) for _ in range(4)]
+    assert reserved() - before == 4 * mmap.PAGESIZE
+    del mapped
+    gc.collect()
+    assert reserved() == before
+
+
+def test_a_file_that_cannot_be_mapped_keeps_no_addresses(tmp_path: Path) -> None:
+    write(tmp_path, "file", "x" * mmap.PAGESIZE)
+    before = reserved()
+    with pytest.raises(RuntimeError):
+        Mapping(mmap.PAGESIZE, os.open(tmp_path / "file", os.O_RDONLY))
+    assert reserved() == before
 
 
 def test_memory_is_placed_on_a_node_that_there_is() -> None:

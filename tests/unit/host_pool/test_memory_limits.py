@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from fake_procfs import write
 
 from torch_kvswap.host_pool import system
+from torch_kvswap.host_pool.memory import map_new
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -58,6 +59,13 @@ ValueError: the pages need 4 reserved huge pages of 2097152 bytes, of which 3 ar
 (HugePages_Free in /proc/meminfo); reserve more (sysctl vm.nr_hugepages=5), or ask for
 fewer pages, or leave huge_pages=True out""",
     )
+
+
+def test_only_reserved_huge_pages_limit_a_pool_on_them(tree: Path) -> None:
+    with pytest.raises(ValueError, match="need 4 reserved huge pages"):
+        map_new(7 * MIB, True, shared=False)
+    with pytest.raises(ValueError, match="of which 104857600 bytes are available"):
+        map_new(101 * MIB, None, shared=False)
 
 
 def test_gib_and_the_pages_that_fit_are_named(tree: Path) -> None:

@@ -17,7 +17,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from fake_procfs import write
 from logged import logged
-from processes import live_fork
+from processes import in_child, live_fork
 from simulated_driver import HOST, Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
@@ -25,6 +25,7 @@ from torch_kvswap._native import loader
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Registration
+from torch_kvswap.host_pool.pinning import ONE_CHUNK
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -163,17 +164,38 @@ def test_an_option_that_is_neither_true_nor_false_nor_none_is_refused(
         assert error_text(make, make_layout(), 2, **{name: value}) == expected
 
 
-def test_a_layout_without_memory_is_refused() -> None:
-    meta = make_layout(device="meta")
+def test_what_is_no_layout_is_refused() -> None:
+    tensors = [torch.zeros(2, 8)]
     assert_expected_inline(
-        error_text(HostPool, meta, 1),
-        """\
-ValueError: the layout is on meta, where tensors have no memory; make it from tensors of
-a device or of the CPU""",
+        error_text(HostPool, tensors, 1),
+        """TypeError: a host pool is made from a PagedLayout, not a list""",
     )
-    shared = error_text(HostPool.create_shared, meta, 2, world=2)
-    view = error_text(HostPool(make_layout(), 1).view_for, meta)
-    assert shared == view == error_text(HostPool, meta, 1)
+    handle = HostPool.create_shared(make_layout(), 2, world=2).share()
+    for refused in (
+        error_text(HostPool.create_shared, tensors, 2, world=2),
+        error_text(HostPool.attach, tensors, handle, rank=1),
+        error_text(HostPool.page_bytes_of, tensors),
+        error_text(HostPool(make_layout(), 1).view_for, tensors),
+    ):
+        assert refused == error_text(HostPool, tensors, 1)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_cannot_use_the_pool() -> None:
+    pool = HostPool(make_layout(), 1)
+    uses = (
+        lambda: pool.pages,
+        lambda: pool.is_ready,
+        lambda: pool.is_pinned,
+        lambda: pool.huge_bytes,
+        lambda: pool.read_block(0),
+        lambda: pool.view_for(make_layout()),
+        pool.share,
+        pool.wait_ready,
+        pool.close,
+    )
+    refused = "RuntimeError: this host pool belongs to process"
+    assert in_child(lambda: all(error_text(use).startswith(refused) for use in uses)) == 1
 
 
 def test_a_pool_has_no_more_pages_to_wait_for() -> None:
@@ -260,6 +282,23 @@ def test_handlers_are_closed_before_the_memory_is_unregistered(driver: Driver) -
     assert driver.cuda.memory_type(view) == 0
 
 
+def test_a_handler_that_does_not_close_keeps_the_memory_and_no_other_handler_open() -> None:
+    class Handler:
+        def close(self) -> None:
+            closed.append(id(self))
+            raise RuntimeError("the device is lost")
+
+    closed: list[int] = []
+    pool = HostPool(make_layout(), num_pages=1)
+    handlers = [Handler(), Handler()]
+    for handler in handlers:
+        pool._register_user(handler)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        pool.close()
+    assert sorted(closed) == sorted(map(id, handlers))
+    pool.check_open()
+
+
 def test_the_pool_does_not_keep_its_handlers() -> None:
     class Handler:
         pass
@@ -319,6 +358,7 @@ through its own buffers and blocks the submitting thread, and kernels cannot acc
     )
     assert not pool.is_pinned
     assert (pool.num_ready_pages, pool.wait_ready()) == (10, True)
+    assert pool._ready_range.chunk_blocks == ONE_CHUNK  # no seam splits a copy
     with OffloadHandler(pool_layout := on_gpu(driver), pool) as handler:
         handler.synchronize(handler.store(gpu_block_ids=[0, 1], page_ids=[8, 9]))
         assert torch.equal(pool.pages[8, 0], pool_layout.tensors[0][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -120,6 +121,15 @@ def test_a_peer_may_close_as_soon_as_it_has_the_handle() -> None:
         handle.send(connection)
 
 
+def test_a_closed_pool_has_no_file() -> None:
+    before = open_files()
+    pool = HostPool.create_shared(layout(), 4, world=2)
+    pool.share().close()
+    assert open_files() == before + 1
+    pool.close()
+    assert open_files() == before
+
+
 def test_the_memory_stays_while_one_process_has_it() -> None:
     pool = HostPool.create_shared(layout(), 4, world=2)
     pool.pages.fill_(5)
@@ -205,6 +215,13 @@ def test_a_handle_says_when_huge_pages_are_not_wanted() -> None:
     assert not handle.huge_pages
     other = HostPool.attach(layout(), through_a_socket(handle), rank=1)
     assert not other.share().huge_pages
+
+
+def test_a_process_attaches_without_huge_pages_if_they_are_not_wanted() -> None:
+    handle = HostPool.create_shared(layout(1 << 21), 4, world=2, huge_pages=False).share()
+    mapped = memory.map_handle(handle, 8 << 20)
+    mapped.touch(0, 8 << 20)
+    assert mapped.huge_bytes == 0
 
 
 @simulated
@@ -372,22 +389,27 @@ sealed against shrinking; pass what HostPool.share() returns""",
     )
     plain = tmp_path / "file"
     plain.write_bytes(bytes(6 * BLOCK))
-    loose = PoolHandle(os.open(plain, os.O_RDWR), 6, 1, BLOCK, 2, False, True, [BLOCK])
-    with pytest.raises(ValueError, match="sealed against shrinking"):
-        HostPool.attach(layout(), loose, rank=0)
+    half_sealed = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(half_sealed, 6 * BLOCK)
+    fcntl.fcntl(half_sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    for file in (os.open(plain, os.O_RDWR), half_sealed):
+        loose = PoolHandle(file, 6, 1, BLOCK, 2, False, True, [BLOCK])
+        with pytest.raises(ValueError, match="sealed against shrinking"):
+            HostPool.attach(layout(), loose, rank=0)
 
 
 def test_what_is_no_handle_is_refused_at_the_socket() -> None:
     here, there = socket.socketpair()
     with here, there:
         here.send(b"hello")
-        here.close()
+        there.settimeout(0.05)  # without a file it does not wait for more
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\
 ConnectionError: received 5 bytes and 0 files instead of the handle of a host pool; send
 it with PoolHandle.send""",
         )
+        here.close()
         assert_expected_inline(
             error_text(PoolHandle.receive, there),
             """\

@@ -38,6 +38,7 @@ def test_a_machine_that_says_nothing_has_no_limits(tree: Path) -> None:
     assert not system.offers_huge_pages(shared=False)
     assert system.numa_node_of("0000:18:00.0") is None
     assert system.cpus_of(0) == []
+    assert system.numa_nodes() == []
     assert not system.is_wsl()
 
 
@@ -103,7 +104,9 @@ def test_the_node_of_a_device_and_its_cpus_are_read(tree: Path) -> None:
     write(tree, "sys/devices/system/node/node1/cpulist", "4-6,12\n")
     assert system.numa_node_of("0000:18:00.0") == 1
     assert system.numa_node_of("0000:19:00.0") is None
+    write(tree, "sys/devices/system/node/online", "0-1,4\n")
     assert system.cpus_of(1) == [4, 5, 6, 12]
+    assert system.numa_nodes() == [0, 1, 4]
 
 
 def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) -> None:
@@ -118,6 +121,13 @@ def test_huge_bytes_are_those_of_the_mappings_between_two_addresses(tree: Path) 
     lines = [f"{ends} rw-p 0 00:00 0\n{name}:   {size} kB\n" for ends, name, size in entries]
     write(tree, "proc/self/smaps", "".join(lines))
     assert system.huge_bytes(0x2000, 0x6000) == 7 << 10
+
+
+def test_names_in_any_encoding_are_read_over(tree: Path) -> None:
+    write(tree, "proc/self/smaps", "")
+    entry = b"1000-2000 r--p 0 00:00 0 /caf\xe9.so\nAnonHugePages:   4 kB\n"
+    (tree / "proc/self/smaps").write_bytes(entry)
+    assert system.huge_bytes(0x1000, 0x2000) == 4 << 10
 
 
 def test_wsl_is_known_by_its_kernel(tree: Path) -> None:

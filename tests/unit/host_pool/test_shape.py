@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_kvswap.host_pool.pages import Pages
+from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout
 
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -25,36 +25,36 @@ def layout(row_bytes: int = 64) -> PagedLayout:
 def test_the_parts_of_the_ranks_are_all_pages_once(count: int, world: int) -> None:
     if count < world:
         return
-    parts = [Pages(layout(), count, 1, rank, world).local for rank in range(world)]
+    parts = [PoolShape(layout(), count, 1, rank, world).local_pages for rank in range(world)]
     assert [page for part in parts for page in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_replicated_pages_are_those_of_every_rank() -> None:
-    pages = Pages(layout(), 3, 2, rank=7, world=8, replicated=True)
-    assert pages.local == range(3)
-    assert pages.local_bytes == range(3 * 2 * 64)
+    shape = PoolShape(layout(), 3, 2, rank=7, world=8, replicated=True)
+    assert shape.local_pages == range(3)
+    assert shape.local_bytes == range(3 * 2 * 64)
 
 
 def test_ranks_and_parts_that_cannot_be_are_refused() -> None:
     assert_expected_inline(
-        error_text(Pages, layout(), 9, 1, 4, 4),
+        error_text(PoolShape, layout(), 9, 1, 4, 4),
         """ValueError: rank is 4; it must be 0 to 3""",
     )
     assert_expected_inline(
-        error_text(Pages, layout(), 3, 1, 0, 4),
+        error_text(PoolShape, layout(), 3, 1, 0, 4),
         """ValueError: num_pages=3 for world=4: each process needs at least one page""",
     )
     with pytest.raises(TypeError, match="a host pool is made from a PagedLayout, not a str"):
-        Pages("layout", 1, 1)  # type: ignore[arg-type]
+        PoolShape("layout", 1, 1)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 3 * SYSTEM_PAGE), st.integers(1, 1 << 24))
 def test_chunks_are_powers_of_two_that_end_between_pages_of_the_system(
     row_bytes: int, chunk_bytes: int
 ) -> None:
-    pages = Pages(layout(row_bytes), 1, 1)
-    chunk = pages.chunk_of(chunk_bytes)
+    shape = PoolShape(layout(row_bytes), 1, 1)
+    chunk = shape.chunk_of(chunk_bytes)
     assert chunk & (chunk - 1) == 0
     assert chunk * row_bytes % SYSTEM_PAGE == 0
     is_least = chunk == 1 or chunk // 2 * row_bytes % SYSTEM_PAGE != 0

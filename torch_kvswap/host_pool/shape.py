@@ -1,4 +1,4 @@
-"""The size and number of a pool's pages, and the share of each process."""
+"""The shape of a host pool: number and size of its pages, and the share of each process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_kvswap.layout import PagedLayout, Slabs
 SYSTEM_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Pages:
-    """The shape of a pool.
+class PoolShape:
+    """The shape of a host pool, as this process sees it.
 
     Args:
         layout (PagedLayout): the cache whose blocks the pages hold.
-        count (int): number of pages.
+        num_pages (int): number of pages.
         blocks_per_page (int): blocks per page.
         rank (int): this process.
         world (int): processes that share the pool.
@@ -28,24 +28,25 @@ class Pages:
         encoding (Encoding): how blocks are kept.
 
     Attributes:
-        count (int): number of pages.
+        num_pages (int): number of pages.
         blocks_per_page (int): blocks per page.
         slot_bytes (int): bytes per block.
-        size (int): bytes per page.
+        page_bytes (int): bytes per page.
         nbytes (int): bytes of all pages.
-        local (range): the pages that this process uses.
+        world (int): processes that share the pool.
+        replicated (bool): every process uses all pages.
+        local_pages (range): the pages that this process uses.
         local_bytes (range): their bytes in the memory.
 
     Raises:
         TypeError: layout is not a layout, or a number is not an integer.
-        ValueError: a number is out of range, the layout is on meta, or its blocks cannot be
-            encoded.
+        ValueError: a number is out of range, or the blocks cannot be encoded.
     """
 
     def __init__(
         self,
         layout: PagedLayout,
-        count: int,
+        num_pages: int,
         blocks_per_page: int,
         rank: int = 0,
         world: int = 1,
@@ -53,29 +54,31 @@ class Pages:
         encoding: Encoding = RAW,
     ) -> None:
         check_layout(layout)
-        count = read_int("num_pages", count, 1)
+        num_pages = read_int("num_pages", num_pages, 1)
         blocks_per_page = read_int("blocks_per_page", blocks_per_page, 1)
         world = read_int("world", world, 1)
         rank = read_int("rank", rank, 0, world - 1)
         replicated = read_switch("replicated", replicated)
         self.slot_bytes = encoding.slot_bytes(layout)
-        if (nbytes := count * blocks_per_page * self.slot_bytes) > INT64_MAX:
+        if (nbytes := num_pages * blocks_per_page * self.slot_bytes) > INT64_MAX:
             raise ValueError(
-                f"num_pages={count} with blocks_per_page={blocks_per_page} need {nbytes} bytes, "
-                "more than can be addressed; ask for fewer pages"
+                f"num_pages={num_pages} with blocks_per_page={blocks_per_page} need {nbytes} "
+                "bytes, more than can be addressed; ask for fewer pages"
             )
-        if count < world and not replicated:
+        if num_pages < world and not replicated:
             raise ValueError(
-                f"num_pages={count} for world={world}: each process needs at least one page"
+                f"num_pages={num_pages} for world={world}: each process needs at least one page"
             )
-        self.count = count
+        self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
-        self.size = blocks_per_page * self.slot_bytes
+        self.page_bytes = blocks_per_page * self.slot_bytes
         self.nbytes = nbytes
         self.world, self.replicated = world, replicated
-        part = rank * count // world, (rank + 1) * count // world
-        self.local = range(count) if replicated else range(*part)
-        self.local_bytes = range(self.local.start * self.size, self.local.stop * self.size)
+        first, last = rank * num_pages // world, (rank + 1) * num_pages // world
+        if replicated:
+            first, last = 0, num_pages
+        self.local_pages = range(first, last)
+        self.local_bytes = range(first * self.page_bytes, last * self.page_bytes)
 
     def chunk_of(self, nbytes: int) -> int:
         """The number of pages, a power of two, that fit in `nbytes`.
@@ -83,12 +86,12 @@ class Pages:
         At least as many as make whole pages of the operating system: two registrations cannot share
         one of those.
         """
-        least = SYSTEM_PAGE // math.gcd(self.size, SYSTEM_PAGE)
-        return max(least, 1 << max(nbytes // self.size, 1).bit_length() - 1)
+        least = SYSTEM_PAGE // math.gcd(self.page_bytes, SYSTEM_PAGE)
+        return max(least, 1 << max(nbytes // self.page_bytes, 1).bit_length() - 1)
 
     def view(self, memory: Tensor) -> Tensor:
         """The memory as uint8 [pages, blocks_per_page, bytes of a slot]."""
-        return memory.view(self.count, self.blocks_per_page, -1)
+        return memory.view(self.num_pages, self.blocks_per_page, -1)
 
     def slabs(self, memory: Tensor, layout: Slabs, encoding: Encoding) -> Slabs:
         """The slabs of the pages' blocks.
@@ -106,21 +109,11 @@ class Pages:
             bases=memory.data_ptr() + (offsets if encoding is RAW else np.zeros_like(offsets)),
             strides=np.full_like(layout.sizes, self.slot_bytes),
             sizes=layout.sizes,
-            num_blocks=self.count * self.blocks_per_page,
+            num_blocks=self.num_pages * self.blocks_per_page,
         )
 
 
 def check_layout(layout: object) -> None:
-    """Checks that a pool can be made for a layout.
-
-    Raises:
-        TypeError: it is not a layout.
-        ValueError: it is on meta.
-    """
+    """Raises TypeError if this is not a PagedLayout."""
     if not isinstance(layout, PagedLayout):
         raise TypeError(f"a host pool is made from a PagedLayout, not {kind_of(layout)}")
-    if layout.device.type == "meta":
-        raise ValueError(
-            "the layout is on meta, where tensors have no memory; make it from tensors of a "
-            "device or of the CPU"
-        )
