@@ -113,6 +113,27 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
 
 
 @pytest.mark.parametrize(
+    ("blocks", "pages", "index"),
+    [
+        ([1, 3, 4, 5, 6, 7], [7, 8], 0),  # one in the middle of the first chunk is missing
+        ([3, 4, 5, 6, 7], [7, 8], 1),  # the first one, and one in the second chunk
+        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1),  # the first one
+    ],
+)
+def test_a_store_of_a_part_of_a_chunk_is_refused(blocks, pages, index):
+    move = read_move(
+        gpu([9, 9, 9, 9, *blocks], [4, len(blocks)], [8, index]), host(1, *pages), [True] * 2, 4
+    )
+    said = f"group 1 of a store has {len(blocks)} blocks for 2 chunks of 4, from slot {index} on"
+    with pytest.raises(ValueError, match=said):
+        move.check_whole_pages(4)
+
+
+def test_a_store_of_whole_chunks_or_of_nothing_is_not_refused():
+    read_move(gpu([1, 2, 3, 4], [4, 0], [6, 3]), host(7, 8), [True] * 2, 2).check_whole_pages(2)
+
+
+@pytest.mark.parametrize(
     ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
 )
 def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):

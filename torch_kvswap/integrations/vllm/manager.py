@@ -43,7 +43,7 @@ def _digest(key: Key) -> bytes:
 class KVSwapManager(base.OffloadingManager):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
-    A page holds a chunk of all groups of layers, and vLLM decides key by key which pages a prefix
+    A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
     needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
     Python dict. Only the scheduler's thread calls the methods.
 
