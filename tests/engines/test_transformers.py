@@ -192,6 +192,8 @@ def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
         integration.enable(staging_bytes="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^staging_bytes is -1; it must be 0 to "):
         integration.enable(staging_bytes=-1)
+    with pytest.raises(ValueError, match=r"^copy_method='stage'; expected one of auto, batch"):
+        integration.enable(copy_method="stage")
     with pytest.raises(TypeError, match=r"^copy_engines_only is 'no'; it must be True or False$"):
         integration.enable(copy_engines_only="no")  # type: ignore[arg-type]
 

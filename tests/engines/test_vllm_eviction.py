@@ -107,6 +107,7 @@ def test_a_reset_forgets_what_requests_have_had():
     manager, request = KVSwapManager(4, "lru", 0, False), context()
     store(manager, request, 0, 1)
     manager.reset_cache()
+    manager.lookup(key(0, 0), request)  # it starts again
     store(manager, request, 2, 3)
     manager.on_request_finished(request)
     assert evicted_one_by_one(manager, 4) == keys(3, 2)

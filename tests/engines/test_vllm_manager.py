@@ -222,6 +222,16 @@ def test_events_tell_in_order_what_was_stored_and_evicted_each_once():
     assert list(ours.take_events()) == []
 
 
+def test_a_reset_removes_what_was_said_to_be_stored():
+    ours = manager()
+    stored(ours, 1, 2)
+    ours.prepare_store(keys(3), request())
+    ours.reset_cache()
+    assert list(ours.take_events()) == [event(1, 2), event(1, 2, removed=True)]
+    ours.reset_cache()
+    assert list(ours.take_events()) == []
+
+
 def test_without_events_nothing_is_kept():
     ours = manager(events=False)
     stored(ours, 1, 2, 3, 4)
@@ -240,6 +250,31 @@ def test_a_reset_forgets_all_and_frees_the_pages_of_jobs_nobody_will_end():
     assert ours.get_stats().reduce()[METRIC] == 0
     assert stored(ours, 1, 2, 3, 4).keys_to_store == keys(1, 2, 3, 4)
     assert found(ours, 1, 2, 3, 4) == [HIT] * 4
+
+
+def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
+    ours, running, waiting = manager(), request("running"), request("waiting")
+    for one in (running, waiting):
+        ours.on_new_request(one)
+    ours.prepare_store(keys(1), running)
+    ours.complete_store(set(keys(1)), running)
+    ours.reset_cache()
+    ours.on_reset_flushed()
+    for _ in range(2):
+        output = ours.prepare_store(keys(1, 2), running)
+        assert (output.keys_to_store, pages(output.store_spec), output.evicted_keys) == ([], [], [])
+        ours.on_request_finished(running)  # vLLM 0.26 says so before the last store
+    assert ours.lookup(key(1), waiting) is MISS  # it starts
+    assert ours.prepare_store(keys(1), waiting).keys_to_store == keys(1)
+    assert ours.lookup(key(2), running) is MISS  # it was preempted, and starts again
+    assert ours.prepare_store(keys(1, 2), running).keys_to_store == keys(2)
+
+
+def test_a_new_request_stores_after_a_reset_without_a_lookup():
+    ours, new = manager(), request("new")
+    ours.reset_cache()
+    ours.on_new_request(new)
+    assert ours.prepare_store(keys(1), new).keys_to_store == keys(1)
 
 
 def test_the_stats_say_what_is_in_use_and_how_large_stores_were():

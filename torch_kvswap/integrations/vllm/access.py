@@ -32,9 +32,15 @@ class Access:
     @classmethod
     def of(cls, context: Any, cache: object) -> Access:
         """The Access of a request; a new one if the cache was reset since."""
-        access: Access | None = getattr(context, "_kvswap_access", None)
+        access = cls.known(context)
         if access is None or access.cache is not cache:
             access = context._kvswap_access = cls(cache)
+        return access
+
+    @staticmethod
+    def known(context: Any) -> Access | None:
+        """The Access that a request has had so far."""
+        access: Access | None = getattr(context, "_kvswap_access", None)
         return access
 
     def insert(self, context: Any, keys: Iterable[bytes]) -> None:
