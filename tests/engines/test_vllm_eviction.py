@@ -93,6 +93,7 @@ def test_for_arc_what_a_request_has_stored_itself_is_not_used_twice():
     store(manager, one, 0, 1)
     if not HAS_POSITIONS:
         manager.touch(keys(0, 1), one)
+    assert store(manager, one, 0, 1) == []  # it was preempted, and is offered again
     manager.on_request_finished(one)
     store(manager, another, 0, 1, prompt=1)
     manager.on_request_finished(another)

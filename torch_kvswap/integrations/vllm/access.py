@@ -10,7 +10,7 @@ from typing import Any
 class Access:
     """The keys that a request has used.
 
-    A key is reused if another request had stored it; a key that the request stored itself is not.
+    A key is reused if another request had stored it when this one found it.
 
     Kept in vLLM's ReqContext, which vLLM passes to every call for the request and drops after the
     last one. vLLM before 0.33 does not report the position of a key. Keys are then in the order of
@@ -47,7 +47,6 @@ class Access:
         """Records keys that the request stores."""
         keys = list(keys)
         self._inserted.update(keys)
-        self.reused.difference_update(keys)
         self.see(context, keys)
 
     def reuse(self, context: Any, keys: Iterable[bytes]) -> None:
