@@ -118,13 +118,14 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
         ([1, 3, 4, 5, 6, 7], [7, 8], 0),  # one in the middle of the first chunk is missing
         ([3, 4, 5, 6, 7], [7, 8], 1),  # the first one, and one in the second chunk
         ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1),  # the first one
+        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1),  # as many as in two chunks
     ],
 )
 def test_a_store_of_a_part_of_a_chunk_is_refused(blocks, pages, index):
     move = read_move(
         gpu([9, 9, 9, 9, *blocks], [4, len(blocks)], [8, index]), host(1, *pages), [True] * 2, 4
     )
-    said = f"group 1 of a store has {len(blocks)} blocks for 2 chunks of 4, from slot {index} on"
+    said = f"group 1 of a store has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
     with pytest.raises(ValueError, match=said):
         move.check_whole_pages(4)
 

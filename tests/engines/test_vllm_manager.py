@@ -161,6 +161,7 @@ def test_open_loads_of_the_same_keys_are_counted(policy):
     assert ours.prepare_store(keys(5, 6, 7), request()) is None, "the second one reads them"
     ours.complete_load(set(keys(1, 2)), twice)
     assert len(ours.prepare_store(keys(5, 6, 7), request()).evicted_keys) == 1
+    assert not ours._loads
     with pytest.raises(RuntimeError, match="request twice: no load of these 2 chunks is open"):
         ours.complete_load(set(keys(1, 2)), twice)
 
@@ -254,7 +255,8 @@ def test_a_reset_forgets_all_and_frees_the_pages_of_jobs_nobody_will_end():
 
 def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
     ours, running, waiting = manager(), request("running"), request("waiting")
-    for one in (running, waiting):
+    without_stores = request("without stores")
+    for one in (running, waiting, without_stores):
         ours.on_new_request(one)
     ours.prepare_store(keys(1), running)
     ours.complete_store(set(keys(1)), running)
@@ -264,6 +266,7 @@ def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
         output = ours.prepare_store(keys(1, 2), running)
         assert (output.keys_to_store, pages(output.store_spec), output.evicted_keys) == ([], [], [])
         ours.on_request_finished(running)  # vLLM 0.26 says so before the last store
+    assert ours.prepare_store(keys(1), without_stores).keys_to_store == []
     assert ours.lookup(key(1), waiting) is MISS  # it starts
     assert ours.prepare_store(keys(1), waiting).keys_to_store == keys(1)
     assert ours.lookup(key(2), running) is MISS  # it was preempted, and starts again

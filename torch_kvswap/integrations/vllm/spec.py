@@ -148,17 +148,20 @@ def _check_chunks(config: OffloadingConfig) -> None:
     Raises:
         ValueError: a chunk has several blocks, and vLLM may store a part of it.
     """
-    groups = config.groups
-    is_whole = (
-        all(group.sliding_window_size_in_chunks is None for group in groups)
-        if hasattr(groups[0], "sliding_window_size_in_chunks")
-        else len(groups) == 1  # 0.26 does not say more
-    )
-    if config.cache.blocks_per_chunk > 1 and not is_whole:
+    groups, blocks = config.groups, config.cache.blocks_per_chunk
+    if blocks == 1:
+        return
+    if not hasattr(groups[0], "sliding_window_size_in_chunks"):  # 0.26
+        why = "several groups of layers, and vLLM 0.26 does not tell which have sliding windows"
+        is_whole = len(groups) == 1
+    else:
+        why = "sliding windows or Mamba states"
+        is_whole = all(group.sliding_window_size_in_chunks is None for group in groups)
+    if not is_whole:
         raise ValueError(
-            f"kv_connector_extra_config asks for chunks of {config.cache.blocks_per_chunk} blocks, "
-            "but this model has sliding windows or states, of whose chunks vLLM may store a part; "
-            "leave out blocks_per_chunk and block_size"
+            f"kv_connector_extra_config asks for chunks of {blocks} blocks, but this model has "
+            f"{why}; vLLM may store a part of their chunks: leave out blocks_per_chunk and "
+            "block_size"
         )
 
 
