@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from types import SimpleNamespace as Record
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,24 @@ def test_a_parked_request_leaves_those_that_run_what_the_scheduler_takes_and_no_
         steps.step()
         assert blocks_held(view) - before == found[-1]
     assert len(set(found)) > 1
+
+
+@needs_transformers
+def test_a_parked_request_takes_no_block_that_the_running_ones_need():
+    steps = Steps(model("full"), prompts(1), config(20, gib=0.0))
+    view = integration.view()(steps.processor.cache)
+    steps.step()
+    (group,) = view.groups
+    state = Record(request_id="parked", current_len=lambda: 2 * view.tokens_per_block(group))
+    none = view.demand(steps.scheduler)
+    free = steps.processor.cache.num_blocks - blocks_held(view)
+    of_others = (
+        [free - 2, free - 3]
+        if isinstance(none, int)
+        else [dict.fromkeys(none, count) for count in (free - 2, free - 3)]
+    )
+    assert [view.allocate(state, demand) for demand in of_others] == [False, True]
+    assert len(group.block_table["parked"]) == 3
 
 
 def blocks_held(view: Any) -> int:
@@ -192,6 +211,8 @@ def test_a_wrong_option_is_refused_by_name_when_it_is_enabled():
         integration.enable(staging_bytes="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^staging_bytes is -1; it must be 0 to "):
         integration.enable(staging_bytes=-1)
+    with pytest.raises(ValueError, match=r"^copy_method='stage'; expected one of auto, batch"):
+        integration.enable(copy_method="stage")
     with pytest.raises(TypeError, match=r"^copy_engines_only is 'no'; it must be True or False$"):
         integration.enable(copy_engines_only="no")  # type: ignore[arg-type]
 

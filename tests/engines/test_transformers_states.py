@@ -135,6 +135,29 @@ def test_a_batch_waits_for_no_copy_whose_blocks_it_does_not_write(driver):
         driver.run()
 
 
+@needs_transformers
+@simulated
+def test_a_batch_with_a_fork_waits_for_all_copies(driver):
+    """Forks copy into free blocks after their batch."""
+    from torch_kvswap.integrations.transformers.swap import Swap
+
+    with late(driver) as seen:
+        steps = Steps(model("full"), prompts(), config(small("full")))
+        steps.until(lambda: seen.parked > 0)
+        [parked] = parked_of(seen).requests.values()
+        [manager] = seen.managers
+        forks = steps.scheduler._requests_to_fork
+        with mock.patch.object(Swap, "_make_stream_wait") as waited:
+            manager.restore_scheduled_requests([])
+            waited.assert_not_called()
+            forks.append(parked.state)
+            manager.restore_scheduled_requests([])
+        waited.assert_called_once_with(parked.stored.stores[0])
+        forks.clear()
+        driver.set_mode("immediate")
+        driver.run()
+
+
 def waiting_for_its_store(steps: Steps, seen: Seen, driver: Driver) -> str:
     steps.until(lambda: seen.parked > 0)
     [(name, parked)] = parked_of(seen).requests.items()

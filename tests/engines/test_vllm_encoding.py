@@ -216,11 +216,13 @@ def test_random_transfers_lose_no_block(device: str, chunk: int, width: float) -
     one = Encoded(device, chunk, width)
     held: dict[tuple[int, int], bytes] = {}
     for step in range(80):
-        index = rng.randrange(chunk)
-        blocks = rng.sample(range(BLOCKS), rng.randint(1, 5))
+        is_store = step % 2 == 1  # of whole chunks
+        index = 0 if is_store else rng.randrange(chunk)
+        count = rng.randint(1, 6 // chunk) * chunk if is_store else rng.randint(1, 5)
+        blocks = rng.sample(range(BLOCKS), count)
         pages = rng.sample(range(PAGES), -(-(index + len(blocks)) // chunk))
         slots = [(pages[at // chunk], at % chunk) for at in range(index, index + len(blocks))]
-        if step % 2:
+        if is_store:
             for block, slot in zip(blocks, slots, strict=True):
                 held[slot] = one.fill(block, rng.choice([*KINDS, None, None]), step)
             assert one.copy("store", blocks, pages, index).success

@@ -93,6 +93,7 @@ def test_for_arc_what_a_request_has_stored_itself_is_not_used_twice():
     store(manager, one, 0, 1)
     if not HAS_POSITIONS:
         manager.touch(keys(0, 1), one)
+    assert store(manager, one, 0, 1) == []  # it was preempted, and is offered again
     manager.on_request_finished(one)
     store(manager, another, 0, 1, prompt=1)
     manager.on_request_finished(another)
@@ -107,6 +108,7 @@ def test_a_reset_forgets_what_requests_have_had():
     manager, request = KVSwapManager(4, "lru", 0, False), context()
     store(manager, request, 0, 1)
     manager.reset_cache()
+    manager.lookup(key(0, 0), request)  # it starts again
     store(manager, request, 2, 3)
     manager.on_request_finished(request)
     assert evicted_one_by_one(manager, 4) == keys(3, 2)

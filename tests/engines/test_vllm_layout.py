@@ -113,6 +113,28 @@ def test_the_places_of_a_transfer_are_in_the_order_of_its_blocks():
 
 
 @pytest.mark.parametrize(
+    ("blocks", "pages", "index"),
+    [
+        ([1, 3, 4, 5, 6, 7], [7, 8], 0),  # one in the middle of the first chunk is missing
+        ([3, 4, 5, 6, 7], [7, 8], 1),  # the first one, and one in the second chunk
+        ([2, 3, 4, 5, 6, 7, 8], [7, 8], 1),  # the first one
+        ([2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9], 1),  # as many as in two chunks
+    ],
+)
+def test_a_store_of_a_part_of_a_chunk_is_refused(blocks, pages, index):
+    move = read_move(
+        gpu([9, 9, 9, 9, *blocks], [4, len(blocks)], [8, index]), host(1, *pages), [True] * 2, 4
+    )
+    said = f"group 1 of a store has {len(blocks)} blocks for {len(pages)} chunks of 4, from slot"
+    with pytest.raises(ValueError, match=said):
+        move.check_whole_pages(4)
+
+
+def test_a_store_of_whole_chunks_or_of_nothing_is_not_refused():
+    read_move(gpu([1, 2, 3, 4], [4, 0], [6, 3]), host(7, 8), [True] * 2, 2).check_whole_pages(2)
+
+
+@pytest.mark.parametrize(
     ("blocks", "pages"), [([1, 2, 3], [7]), ([1, 2], [7, 8, 9]), ([1, 2, 3, 4], [7, 8])]
 )
 def test_a_transfer_whose_pages_do_not_fit_its_blocks_is_refused(blocks, pages):
@@ -146,8 +168,9 @@ def test_a_copy_that_is_done_again_moves_the_same_bytes_and_no_others(direction,
     before = torch.cat(tensors, 1).cpu(), pool.pages.clone()
     retry, slots = moved(layout, pool, direction)
     assert retry.error is None
+    seconds = retry.seconds
     assert retry.has_ended()
-    assert retry.seconds > 0
+    assert retry.seconds == seconds > 0
     after, blocks = torch.cat(tensors, 1).cpu(), [4, 1, 3]
     assert torch.equal(slots, after[blocks][:, :144].view(torch.uint8))
     if direction == "store":

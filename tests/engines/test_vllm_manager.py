@@ -161,6 +161,7 @@ def test_open_loads_of_the_same_keys_are_counted(policy):
     assert ours.prepare_store(keys(5, 6, 7), request()) is None, "the second one reads them"
     ours.complete_load(set(keys(1, 2)), twice)
     assert len(ours.prepare_store(keys(5, 6, 7), request()).evicted_keys) == 1
+    assert not ours._loads
     with pytest.raises(RuntimeError, match="request twice: no load of these 2 chunks is open"):
         ours.complete_load(set(keys(1, 2)), twice)
 
@@ -222,6 +223,16 @@ def test_events_tell_in_order_what_was_stored_and_evicted_each_once():
     assert list(ours.take_events()) == []
 
 
+def test_a_reset_removes_what_was_said_to_be_stored():
+    ours = manager()
+    stored(ours, 1, 2)
+    ours.prepare_store(keys(3), request())
+    ours.reset_cache()
+    assert list(ours.take_events()) == [event(1, 2), event(1, 2, removed=True)]
+    ours.reset_cache()
+    assert list(ours.take_events()) == []
+
+
 def test_without_events_nothing_is_kept():
     ours = manager(events=False)
     stored(ours, 1, 2, 3, 4)
@@ -240,6 +251,33 @@ def test_a_reset_forgets_all_and_frees_the_pages_of_jobs_nobody_will_end():
     assert ours.get_stats().reduce()[METRIC] == 0
     assert stored(ours, 1, 2, 3, 4).keys_to_store == keys(1, 2, 3, 4)
     assert found(ours, 1, 2, 3, 4) == [HIT] * 4
+
+
+def test_a_request_that_ran_at_a_reset_stores_nothing_until_it_starts_again():
+    ours, running, waiting = manager(), request("running"), request("waiting")
+    without_stores = request("without stores")
+    for one in (running, waiting, without_stores):
+        ours.on_new_request(one)
+    ours.prepare_store(keys(1), running)
+    ours.complete_store(set(keys(1)), running)
+    ours.reset_cache()
+    ours.on_reset_flushed()
+    for _ in range(2):
+        output = ours.prepare_store(keys(1, 2), running)
+        assert (output.keys_to_store, pages(output.store_spec), output.evicted_keys) == ([], [], [])
+        ours.on_request_finished(running)  # vLLM 0.26 says so before the last store
+    assert ours.prepare_store(keys(1), without_stores).keys_to_store == []
+    assert ours.lookup(key(1), waiting) is MISS  # it starts
+    assert ours.prepare_store(keys(1), waiting).keys_to_store == keys(1)
+    assert ours.lookup(key(2), running) is MISS  # it was preempted, and starts again
+    assert ours.prepare_store(keys(1, 2), running).keys_to_store == keys(2)
+
+
+def test_a_new_request_stores_after_a_reset_without_a_lookup():
+    ours, new = manager(), request("new")
+    ours.reset_cache()
+    ours.on_new_request(new)
+    assert ours.prepare_store(keys(1), new).keys_to_store == keys(1)
 
 
 def test_the_stats_say_what_is_in_use_and_how_large_stores_were():
@@ -313,6 +351,7 @@ def test_it_agrees_with_a_model_through_random_calls(policy):
             ours.touch(some, request())
         for one in some:
             assert ours.lookup(one, request()) is state.get(one, MISS)
+        assert ours._digests.keys() == set(ours._keys.values()) == state.keys()
         assert ours.get_stats().reduce()[METRIC] == ours._measure_usage()[METRIC]
 
 

@@ -75,6 +75,11 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             "eviction_policy is 'mru'; it must be lru",
         ),
         ({"cpu_bytes_to_use": 1, "manager": "ours"}, "must be torch_kvswap or vllm"),
+        (
+            {"cpu_bytes_to_use": 1, "copy_method": "stage"},
+            "copy_method is 'stage'; it must be auto or batch or strided or staged or kernel",
+        ),
+        ({"cpu_bytes_to_use": 1, "copy_method": 3}, "copy_method is 3; it must be auto or"),
         ({"cpu_bytes_to_use": 1, "encoding": "zstd"}, "encoding is 'zstd'; it must be raw or"),
         (
             {"cpu_bytes_to_use": 1, "encoding": "lossless", "bits_per_value": 12},

@@ -205,6 +205,22 @@ def test_workers_that_share_pages_cannot_encode_them():
         KVSwapOffloadingSpec(config(8, 1, 1 << 20, replicated=True, **options))
 
 
+@pytest.mark.parametrize("windows", [(None, 1), (4, None), (1, 2)])
+def test_chunks_of_which_vllm_may_store_a_part_are_refused(windows):
+    why = "sliding windows or" if HAS_REPLICAS else "several groups of layers, and vLLM 0.26 does"
+    with pytest.raises(ValueError, match=f"chunks of 2 blocks, but this model has {why}"):
+        KVSwapOffloadingSpec(config(1, 2, windows=windows, cpu_bytes_to_use=5000))
+    assert KVSwapOffloadingSpec(config(1, 1, windows=windows, cpu_bytes_to_use=5000)).num_pages == 5
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 does not tell which groups have windows")
+def test_several_groups_without_windows_can_have_larger_chunks():
+    spec = KVSwapOffloadingSpec(config(1, 2, windows=(None, None), cpu_bytes_to_use=5000))
+    assert spec.num_pages == 2
+    with pytest.raises(ValueError, match="chunks of 2 blocks, but this model has sliding windows"):
+        KVSwapOffloadingSpec(config(1, 2, windows=(3,), cpu_bytes_to_use=5000))
+
+
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="no KV cache to offload"):
         KVSwapOffloadingSpec(config(block_bytes=0, cpu_bytes_to_use=1))

@@ -122,6 +122,8 @@ def test_blocks_of_random_transfers_and_no_others_are_moved(name, device, chunk)
         moves = []
         for _ in checked.groups:
             count, index = random_.randint(0, 5), random_.randint(0, 7)
+            if direction == "store":  # of whole chunks
+                count, index = count // chunk * chunk, index * chunk
             taken = -(-(count + index % chunk) // chunk) if count else 0
             moves.append((blocks[:count], pages[:taken], index))
             blocks, pages = blocks[count:], pages[taken:]
@@ -180,6 +182,16 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_moves(checked):
         checked.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
     assert checked.worker.get_finished() == []
     assert checked.is_right()
+
+
+def test_a_store_of_a_part_of_a_chunk_is_refused_before_anything_moves(device):
+    checked = CheckedWorker(GROUPS["padded rows"], device, chunk=3)
+    gpu = base.GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[1])
+    with pytest.raises(ValueError, match="group 0 of a store has 2 blocks for 1 chunks of 3, from"):
+        checked.worker.submit_store(1, gpu, CPULoadStoreSpec([0]))
+    assert checked.worker.get_finished() == []
+    assert checked.is_right()
+    checked.worker.shutdown()
 
 
 def test_shutdown_waits_and_can_be_repeated(device):

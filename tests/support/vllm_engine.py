@@ -50,18 +50,23 @@ def config(
     block_bytes: int = 1000,
     rank: int = 0,
     replicated: bool = False,
+    windows: Sequence[int | None] = (None,),
     **extra: Any,
 ) -> Any:
-    """Of one group of blocks with this many bytes in a worker."""
+    """Of blocks with this many bytes in a worker. windows: of each group of layers, in chunks."""
     group: dict[str, Any] = {"tokens_per_block": 16, "layer_names": ("a", "b")}
     parallel: dict[str, Any] = dict.fromkeys(("pp_size", "pcp_size", "dcp_size"), 1)
     parallel |= {"rank": rank, "world_size": world, "tp_size": world, "data_parallel_index": 0}
     parallel["is_parallelism_agnostic"] = False
+    groups = [group] * len(windows)
     if "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__:  # 0.33
-        group["group_id"] = 0
+        groups = [
+            group | {"group_id": number, "sliding_window_size_in_chunks": window}
+            for number, window in enumerate(windows)
+        ]
         parallel |= {"data_parallel_size": 1, "data_parallel_rank_local": None}
     return offload_config.OffloadingConfig(
-        groups=(offload_config.OffloadingGroupConfig(**group),),
+        groups=tuple(offload_config.OffloadingGroupConfig(**group) for group in groups),
         worker_kv_bytes_per_block=block_bytes,
         enable_kv_cache_events=False,
         extra_config=SPEC | extra,

@@ -18,8 +18,10 @@ import re
 from types import TracebackType
 from typing import Any
 
-from torch_kvswap._native.arguments import read_int, read_switch
-from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
+import torch
+
+from torch_kvswap._native.arguments import read_switch
+from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, copy_method_options
 from torch_kvswap.host_pool.encoding import RAW, EncodingName, read_encoding
 from torch_kvswap.integrations.transformers.cache import Cache, SectorCache, TensorCache
 from torch_kvswap.integrations.transformers.swap import Options
@@ -90,10 +92,10 @@ def enable(
         ImportError: transformers is missing, or this version is not supported.
         RuntimeError: already enabled.
         TypeError: staging_bytes is not an integer, or copy_engines_only is neither True nor False.
-        ValueError: encoding or bits_per_value is unknown, staging_bytes is negative, or
-            copy_engines_only is combined with an encoding, which takes kernels.
+        ValueError: copy_method, encoding or bits_per_value is unknown, staging_bytes is negative,
+            or copy_engines_only is combined with an encoding, which takes kernels.
     """
-    staging_bytes = read_int("staging_bytes", staging_bytes)
+    copy_method_options(copy_method, staging_bytes, torch.device("cpu"))  # raises now, not later
     copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
     if read_encoding(encoding, bits_per_value) is not RAW and copy_engines_only:
         raise ValueError(

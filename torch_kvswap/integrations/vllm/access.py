@@ -10,7 +10,7 @@ from typing import Any
 class Access:
     """The keys that a request has used.
 
-    A key is reused if another request had stored it; a key that the request stored itself is not.
+    A key is reused if another request had stored it when this one found it.
 
     Kept in vLLM's ReqContext, which vLLM passes to every call for the request and drops after the
     last one. vLLM before 0.33 does not report the position of a key. Keys are then in the order of
@@ -32,16 +32,21 @@ class Access:
     @classmethod
     def of(cls, context: Any, cache: object) -> Access:
         """The Access of a request; a new one if the cache was reset since."""
-        access: Access | None = getattr(context, "_kvswap_access", None)
+        access = cls.known(context)
         if access is None or access.cache is not cache:
             access = context._kvswap_access = cls(cache)
+        return access
+
+    @staticmethod
+    def known(context: Any) -> Access | None:
+        """The Access that a request has had so far."""
+        access: Access | None = getattr(context, "_kvswap_access", None)
         return access
 
     def insert(self, context: Any, keys: Iterable[bytes]) -> None:
         """Records keys that the request stores."""
         keys = list(keys)
         self._inserted.update(keys)
-        self.reused.difference_update(keys)
         self.see(context, keys)
 
     def reuse(self, context: Any, keys: Iterable[bytes]) -> None:

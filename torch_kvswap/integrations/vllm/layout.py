@@ -53,6 +53,27 @@ class Move(NamedTuple):
             for place, block in enumerate(blocks.tolist(), first)
         ]
 
+    def check_whole_pages(self, slots: int) -> None:
+        """Checks that a store fills its pages.
+
+        vLLM leaves blocks outside of a sliding window out of a store. It does not say which, so the
+        others could get into wrong slots.
+
+        Args:
+            slots (int): blocks per page.
+
+        Raises:
+            ValueError: a page is stored in part.
+        """
+        for group, (blocks, pages, first) in enumerate(zip(*self, strict=True)):
+            if first or len(blocks) != slots * len(pages):
+                raise ValueError(
+                    f"group {group} of a store has {len(blocks)} blocks for {len(pages)} chunks of "
+                    f"{slots}, from slot {first} on; chunks of models with sliding windows or "
+                    "states must have one block: leave out blocks_per_chunk and block_size in "
+                    "kv_connector_extra_config"
+                )
+
 
 def group_layouts(kv_caches: Any, dtype: torch.dtype | None = None) -> list[PagedLayout | None]:
     """Makes a layout for each group of layers; None for a group without layers in this worker.

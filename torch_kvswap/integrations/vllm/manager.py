@@ -43,7 +43,7 @@ def _digest(key: Key) -> bytes:
 class KVSwapManager(base.OffloadingManager):
     """A BlockManager behind vLLM's OffloadingManager interface.
 
-    A page holds a chunk of all groups of layers, and vLLM decides key by key which pages a prefix
+    A page holds a chunk of one group of layers, and vLLM decides key by key which pages a prefix
     needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
     Python dict. Only the scheduler's thread calls the methods.
 
@@ -73,16 +73,20 @@ class KVSwapManager(base.OffloadingManager):
         self._loads: dict[tuple[str, frozenset[Key]], list[Load]] = {}
         self._flushed: list[Load | Store] = []  # open at a reset, until their jobs have ended
         self._cache = object()  # replaced by a reset
+        self._was_reset = False
         self._events: list[Any] | None = [] if events else None
         self._sizes: list[int] = []  # chunks per store since get_stats()
         self._skipped = 0
         self._usage: dict[str, float] | None = None  # None if it must be measured again
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        self._access(req_context)
         return base.RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: base.ReqContext) -> base.LookupResult:
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
+        if self._was_reset:  # the request starts, so it may store again
+            self._access(req_context)
         return self._states.get(key, _MISS)
 
     def prepare_load(
@@ -140,11 +144,17 @@ class KVSwapManager(base.OffloadingManager):
         Its stores may still run. Their chunks are ordered behind those in front of them when they
         end.
         """
-        access = self._access(req_context)
-        self._renew(access.keys, access)
+        if not self._is_outdated(req_context):
+            access = self._access(req_context)
+            self._renew(access.keys, access)
 
     def _access(self, req_context: base.ReqContext) -> Access:
         return Access.of(req_context, self._cache)
+
+    def _is_outdated(self, context: base.ReqContext) -> bool:
+        """Whether the request has been running since before a reset."""
+        access = Access.known(context)
+        return access is not None and access.cache is not self._cache
 
     def _renew(self, keys: Collection[Key], access: Access) -> None:
         """Makes the keys the newest, from the last to the first; a reuse counts as a use."""
@@ -157,7 +167,13 @@ class KVSwapManager(base.OffloadingManager):
         """Assigns pages to new keys.
 
         keys_to_store keeps the order of `keys`, because vLLM lists the GPU blocks in that order.
+
+        A request that was running at a reset stores nothing until it starts again. vLLM offers its
+        chunks from the first one on, but the blocks of some may have other contents by then: those
+        behind a sliding window were given to other requests.
         """
+        if self._is_outdated(req_context):
+            return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)
         digests = [self._digests.get(key) or _digest(key) for key in keys]
         if self._counts_offers:
@@ -210,12 +226,15 @@ class KVSwapManager(base.OffloadingManager):
         that is ahead of another one could overwrite what that one still reads. vLLM 0.26 does not
         call it. There the pages are free at once, and each worker waits for its own jobs first.
         """
+        # vLLM's AllBlocksCleared means the GPU, and does not come while requests run.
+        if stored := [key for key in self._states if self._is_ready(key)]:
+            self._record_event(stored, removed=True)
         self._blocks.reset()
         self._flushed += chain.from_iterable(self._loads.values())
         self._flushed += {id(one): one.store for one in self._stores.values()}.values()
         for known in (self._states, self._digests, self._keys, self._stores, self._loads):
             known.clear()
-        self._cache = object()
+        self._cache, self._was_reset = object(), True
         self._blocks.events()
         self._usage = None
         if not hasattr(base.OffloadingManager, "on_reset_flushed"):

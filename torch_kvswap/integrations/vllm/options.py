@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch_kvswap._native.blocks import POLICIES
+from torch_kvswap.copy_method import CHOICES as COPY_METHODS
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.host_pool.encoding import ENCODINGS, EncodingName, read_encoding
 
@@ -19,6 +20,7 @@ _OF_VLLM = (
 _CHOICES = {
     "eviction_policy": POLICIES,
     "manager": ("torch_kvswap", "vllm"),
+    "copy_method": COPY_METHODS,
     "encoding": ENCODINGS,
 }
 _LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}

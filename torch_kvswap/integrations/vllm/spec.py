@@ -54,6 +54,7 @@ class KVSwapOffloadingSpec(OffloadingSpec):
                 raise
             # Only the first stage of a pipeline decides, and the others wait in get_worker().
             self._problem = str(error)
+        _check_chunks(config)
         if self.options.encoding != "raw":
             _check_encoding(config, self._replicas())
         self._manager: OffloadingManager | None = None
@@ -134,6 +135,33 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
         return KVSwapManager(
             self.num_pages, options.eviction_policy, options.store_threshold, events
+        )
+
+
+def _check_chunks(config: OffloadingConfig) -> None:
+    """Checks that all blocks of a chunk are stored together.
+
+    vLLM frees blocks that have left a sliding window, and states that were replaced, one by one. It
+    then stores what is left of a chunk, without saying which blocks are missing, and 0.26 also
+    counts such a chunk as complete.
+
+    Raises:
+        ValueError: a chunk has several blocks, and vLLM may store a part of it.
+    """
+    groups, blocks = config.groups, config.cache.blocks_per_chunk
+    if blocks == 1:
+        return
+    if not hasattr(groups[0], "sliding_window_size_in_chunks"):  # 0.26
+        why = "several groups of layers, and vLLM 0.26 does not tell which have sliding windows"
+        is_whole = len(groups) == 1
+    else:
+        why = "sliding windows or Mamba states"
+        is_whole = all(group.sliding_window_size_in_chunks is None for group in groups)
+    if not is_whole:
+        raise ValueError(
+            f"kv_connector_extra_config asks for chunks of {blocks} blocks, but this model has "
+            f"{why}; vLLM may store a part of their chunks: leave out blocks_per_chunk and "
+            "block_size"
         )
 
 

@@ -97,8 +97,13 @@ class KVSwapWorker(base.OffloadingWorker):
         self._ended: list[base.TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Starts a store. Always returns True; a transfer without blocks ends at once."""
+        """Starts a store. Always returns True; a transfer without blocks ends at once.
+
+        Raises:
+            ValueError: src_spec and dst_spec do not fit together, or a chunk is not complete.
+        """
         move = self._read(src_spec, dst_spec)
+        move.check_whole_pages(self._blocks_per_page)
         if self._has_blocks(job_id, move):
             blocks, pages, first = move
             job = self._handler.store(
