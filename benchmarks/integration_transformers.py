@@ -41,7 +41,7 @@ from generations import generations, new_prompts
 from integration_transformers_report import MANAGERS, Cell, Rate, judge, tables
 from preemptions import Preemptions
 from program import device_of, finish, new_parser
-from timing import no_garbage_collection
+from timing import in_turn, no_garbage_collection
 
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.integrations import transformers as integration
@@ -149,7 +149,7 @@ def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
     with no_garbage_collection():
         number = -WARM_UPS
         while number < samples or perf_counter() < deadline:
-            for manager in in_turns(number, MANAGERS):
+            for manager in in_turn(MANAGERS, number):
                 loss = runs[manager].preempt()
                 if number >= 0:
                     cell.losses[manager].append(loss)
@@ -175,15 +175,9 @@ def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> N
         number, took = 0, 0.0
         while number < options.rounds or perf_counter() + took < deadline:
             begin = perf_counter()
-            for manager in in_turns(number, tuple(rate.runs)):
+            for manager in in_turn(tuple(rate.runs), number):
                 rate.runs[manager].append(runs[manager].generate(prompts, options.tokens))
             number, took = number + 1, perf_counter() - begin
-
-
-def in_turns(number: int, managers: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the managers comes first changes from round to round."""
-    first = number % len(managers)
-    return managers[first:] + managers[:first]
 
 
 if __name__ == "__main__":
