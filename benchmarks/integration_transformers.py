@@ -17,7 +17,8 @@ The fastest of many are compared: a generation of this model is launched by the 
 programs slow down for seconds at a time. Their manager runs twice, as two, to show what runs of one
 differ by.
 
-The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
+The model has random weights. Blocks that come back with other bytes are counted; in the warm-ups
+they are also overwritten meanwhile, because a request gets the same ones again. Ends with 1 when
 there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
 """
 
@@ -150,7 +151,7 @@ def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
         number = -WARM_UPS
         while number < samples or perf_counter() < deadline:
             for manager in in_turn(MANAGERS, number):
-                loss = runs[manager].preempt()
+                loss = runs[manager].preempt(overwrites=number < 0)
                 if number >= 0:
                     cell.losses[manager].append(loss)
             number += 1
