@@ -122,7 +122,12 @@ def measure(managers: Mapping[str, Contestant], prompts: Sequence[bytes], sample
 def calls(
     manager: Contestant, prompts: Sequence[bytes], samples: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """What is called, and how long each call takes, with all pages filled but for a few."""
+    """What is called, and how long each call takes, with all pages filled but for a few.
+
+    Raises:
+        RuntimeError: the manager has stored or found other blocks than it should; a call that
+            refuses its work would look fast.
+    """
     count = len(prompts) - samples
     fill(manager, prompts[: count - samples])
     known = random.Random(1).sample(range(count - samples), samples)
@@ -131,6 +136,7 @@ def calls(
         for part in ([prompts[i] for i in known], prompts[count - samples : count], prompts[count:])
     )
     stored: list[Any] = []
+    evicting: list[Any] = []
     loaded: list[Any] = []
     hits: set[int] = set()
     yield "prepare_store", [timed(manager.prepare_store, its, stored.append) for its in new]
@@ -138,13 +144,17 @@ def calls(
     yield "complete_store", [timed(manager.complete_store, its) for its in told]
     yield "lookup", [timed(manager.lookup, its, hits.add) for its in present]
     yield MISS, [timed(manager.lookup, its, hits.add) for its in more]
-    if hits != {len(prompts[0]) // DIGEST_BYTES, 0}:
+    blocks = len(prompts[0]) // DIGEST_BYTES
+    if hits != {blocks, 0}:
         raise RuntimeError("the manager finds other blocks than were stored")
     yield "touch", [timed(manager.touch, its) for its in present]
     yield "prepare_load", [timed(manager.prepare_load, its, loaded.append) for its in present]
     told = list(map(manager.to_complete, present, loaded))
     yield "complete_load", [timed(manager.complete_load, its) for its in told]
-    yield "prepare_store, evicting", [timed(manager.prepare_store, its) for its in more]
+    taken = [timed(manager.prepare_store, its, evicting.append) for its in more]
+    if {*map(manager.stored, stored + evicting)} != {blocks}:
+        raise RuntimeError("the manager has not stored every block of a prompt")
+    yield "prepare_store, evicting", taken
 
 
 def fill(manager: Contestant, prompts: Sequence[bytes]) -> None:

@@ -22,12 +22,14 @@ VLLM_PARTS = (  # what its managers import of it and use only for logs, names an
 
 
 class Contestant(Protocol):
-    """form: the prompt of so many digests. to_complete: what is told about a job that has ended."""
+    """form: the prompt of so many digests. stored: how many blocks of it got pages from a
+    prepare_store(). to_complete: what is told about a job that has ended."""
 
     def form(self, digests: bytes) -> Any: ...
     def lookup(self, prompt: Any) -> int: ...
     def touch(self, prompt: Any) -> None: ...
     def prepare_store(self, prompt: Any) -> Any: ...
+    def stored(self, job: Any) -> int: ...
     def prepare_load(self, prompt: Any) -> Any: ...
     def to_complete(self, prompt: Any, job: Any) -> Any: ...
     def complete_store(self, told: Any) -> None: ...
@@ -48,6 +50,9 @@ class OfDigests:
 
     def lookup(self, prompt: Any) -> int:
         return self.manager.lookup(prompt).ready
+
+    def stored(self, job: Any) -> int:
+        return 0 if job is None else len(job.pages)
 
     def to_complete(self, prompt: Any, job: Any) -> Any:
         return job
@@ -90,6 +95,9 @@ class OfVllm:
     def prepare_store(self, prompt: Any) -> Any:
         return self._manager.prepare_store(prompt, self._context)
 
+    def stored(self, job: Any) -> int:
+        return 0 if job is None else len(job.keys_to_store)
+
     def prepare_load(self, prompt: Any) -> Any:
         return self._manager.prepare_load(prompt, self._context)
 
@@ -122,6 +130,9 @@ class OneByOne:
 
     def prepare_store(self, prompt: Any) -> Any:
         return [self._inner.prepare_store(block) for block in prompt]
+
+    def stored(self, job: Any) -> int:
+        return sum(map(self._inner.stored, job))
 
     def prepare_load(self, prompt: Any) -> Any:
         return [self._inner.prepare_load(block) for block in prompt]

@@ -16,7 +16,15 @@ import torch
 from big_copy import Before, BigCopy, Reference, nothing
 from blocks import NumberedBlocks
 from other_work import CALLS, MIB, OtherWork
-from timing import Hold, Move, TimeLimit, no_garbage_collection, quartiles, synchronize
+from timing import (
+    Hold,
+    Move,
+    TimeLimit,
+    in_turn,
+    no_garbage_collection,
+    quartiles,
+    synchronize,
+)
 from transfers import BOTH, Kind, Shape, add_transfers, link_us, move
 
 from torch_kvswap import OffloadHandler
@@ -171,8 +179,7 @@ def alternate(
     for number in rounds:
         if number >= LEAST and time.perf_counter() > end:
             break
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(names, number):
             moved = ways[name](before)
             everything[name].append(moved)
             if number >= 0:

@@ -4,8 +4,9 @@ Two times of each call: "idle", when nothing is submitted to the device, and "be
 caller's stream still has something to do, so that an event is recorded on it. "By hand" is what the
 call comes down to, without this library: an event on the caller's stream and a wait for it, the ids
 sent to the device, one gather or scatter for each layer, and one copy for each page. What it costs
-depends on the torch of the device's vendor, and on how busy the interpreter is. All three in turn;
-after each cell the bytes of a store or load are compared.
+depends on the torch of the device's vendor, and on how busy the interpreter is. All three run in
+changing order. After each cell the call and the copies by hand run once more, each over other
+bytes, and what they have copied is compared.
 
 With --fake-accelerator it runs on the device of tests/support/fake_accelerator, whose streams are
 threads: the figures then compare this library with bare torch, and say nothing of any device.
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 
 import torch
 from report import write_json
-from timing import Spread, new_samples
+from timing import Spread, in_turn, new_samples
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
@@ -40,7 +41,8 @@ NUM_BLOCKS = 128
 
 @dataclass(frozen=True)
 class Cell:
-    """What the calls took. wrong: blocks and pages with wrong bytes after the last one."""
+    """What the calls took. wrong: blocks and pages that a call, or the copies by hand, left with
+    wrong bytes."""
 
     blocks: int
     direction: str
@@ -115,26 +117,31 @@ def measure(kind: str, direction: str, blocks: int, samples: int) -> Cell:
                 handler.load(page_ids=pages, gpu_block_ids=ids)
 
         plain = plain_torch(tensors, pool.pages.flatten(1), direction, ids, pages, side, event)
+
+        def wait() -> None:
+            torch.accelerator.synchronize()
+            handler.synchronize()
+            handler.poll()
+
         for sample in range(samples):
-            for number, run in enumerate((call, call, plain)):
-                torch.accelerator.synchronize()
-                handler.synchronize()
-                handler.poll()
+            for number, run in in_turn(list(enumerate((call, call, plain))), sample):
+                wait()
                 if number == 1:
                     for tensor in tensors:
                         tensor.add_(0)
                 began = time.perf_counter_ns()
                 run()
                 times[number][sample] = time.perf_counter_ns() - began
-        torch.accelerator.synchronize()
-        handler.synchronize()
-        pool.pages.random_(256)
-        call()
-        handler.synchronize()
-        found = torch.stack([tensor[:blocks].cpu() for tensor in tensors], 1).view(torch.uint8)
-        wrong = (found.flatten(1) != pool.pages[pages].flatten(1)).any(1).sum()
+        wrong = 0
+        for run in (call, plain):
+            wait()
+            pool.pages.random_(256)
+            run()
+            wait()
+            found = torch.stack([tensor[:blocks].cpu() for tensor in tensors], 1).view(torch.uint8)
+            wrong += int((found.flatten(1) != pool.pages[pages].flatten(1)).any(1).sum())
     idle, behind_work, by_hand = map(Spread.of, times)
-    return Cell(blocks, direction, idle, behind_work, by_hand, int(wrong))
+    return Cell(blocks, direction, idle, behind_work, by_hand, wrong)
 
 
 def plain_torch(

@@ -1,11 +1,12 @@
 """Makes host pools, and says how soon they are ready beside torch's pinned memory.
 
-Each way makes memory of --gib once to warm up and then --samples times, in turn: pools as they are
-by default, in the background (ready when the first chunk is), on small pages, shared between
-processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Then a matrix is
-multiplied, step after step, while a pool is pinned in the background: what that costs the compute.
-Without a GPU the memory is touched, not pinned, beside torch.zeros().fill_(0), and nothing is
-judged. Memory that is not all zeros is wrong: then it ends with 1, else with 0, target met or not.
+Each way makes memory of --gib once to warm up and then --samples times, in changing order: pools
+as they are by default, in the background (ready when the first chunk is), on small pages, shared
+between processes; and torch.empty(pin_memory=True), whose cache is emptied in between. Then a
+matrix is multiplied, step after step, while a pool is pinned in the background: what that costs the
+compute. Without a GPU the memory is touched, not pinned, beside torch.zeros().fill_(0), and nothing
+is judged. A byte of each page of the memory is looked at; one that is not zero is wrong. Ends with
+1 when memory is wrong, else with 0, whether or not the target is met.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be ins
 import torch
 from host_memory_report import Beside, Cell, judge, tables
 from program import device_of, finish, new_parser
-from timing import no_garbage_collection, resident_bytes, synchronize
+from timing import in_turn, no_garbage_collection, resident_bytes, synchronize
 from torch import Tensor
 
 from torch_kvswap import HostPool, PagedLayout
@@ -105,8 +106,8 @@ def measure(ways: dict[str, Way], nbytes: int, samples: int) -> list[Cell]:
     cells = [Cell(name, nbytes) for name in ways]
     progress = Progress("host memory", (samples + 1) * len(ways), True, sys.stderr)
     for number in range(-1, samples):
-        for cell, make in zip(cells, ways.values(), strict=True):
-            take(cell, make, number >= 0)
+        for cell in in_turn(cells, number):
+            take(cell, ways[cell.name], number >= 0)
             progress.advance(1)
     return cells
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
+import numpy as np
 from report import Verdict, table
 
 SHARE = 0.25  # of torch's time
@@ -76,7 +77,7 @@ def tables(cells: Sequence[Cell], beside: Beside) -> str:
     size = f"{cells[0].nbytes / 2**30:g} GiB"
     headers = [size, "ready, s", "s per GiB", "free, s per GiB", "resident share", "huge share"]
     steps = [
-        [name, len(taken), median(taken), _p99(taken)]
+        [name, len(taken), median(taken), float(np.percentile(taken, 99))]
         for name, taken in (("alone", beside.alone_us), ("while pinned", beside.during_us))
     ]
     return "\n".join(
@@ -87,10 +88,6 @@ def tables(cells: Sequence[Cell], beside: Beside) -> str:
             f"compute lost in the {beside.seconds:.2f} s: {beside.lost:.1%}",
         ]
     )
-
-
-def _p99(taken: Sequence[float]) -> float:
-    return quantiles(taken, n=100)[98] if len(taken) > 1 else taken[0]
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:

@@ -17,7 +17,8 @@ The fastest of many are compared: a generation of this model is launched by the 
 programs slow down for seconds at a time. Their manager runs twice, as two, to show what runs of one
 differ by.
 
-The model has random weights. Blocks that come back with other bytes are counted. Ends with 1 when
+The model has random weights. Blocks that come back with other bytes are counted; in the warm-ups
+they are also overwritten meanwhile, because a request gets the same ones again. Ends with 1 when
 there are any, else with 0, whether or not the targets are met. Needs torch_kvswap[transformers].
 """
 
@@ -41,7 +42,7 @@ from generations import generations, new_prompts
 from integration_transformers_report import MANAGERS, Cell, Rate, judge, tables
 from preemptions import Preemptions
 from program import device_of, finish, new_parser
-from timing import no_garbage_collection
+from timing import in_turn, no_garbage_collection
 
 from torch_kvswap.cli.progress import Progress
 from torch_kvswap.integrations import transformers as integration
@@ -149,8 +150,8 @@ def measure(cell: Cell, model: Any, samples: int, deadline: float) -> None:
     with no_garbage_collection():
         number = -WARM_UPS
         while number < samples or perf_counter() < deadline:
-            for manager in in_turns(number, MANAGERS):
-                loss = runs[manager].preempt()
+            for manager in in_turn(MANAGERS, number):
+                loss = runs[manager].preempt(overwrites=number < 0)
                 if number >= 0:
                     cell.losses[manager].append(loss)
             number += 1
@@ -175,15 +176,9 @@ def add_rounds(rate: Rate, model: Any, options: Namespace, deadline: float) -> N
         number, took = 0, 0.0
         while number < options.rounds or perf_counter() + took < deadline:
             begin = perf_counter()
-            for manager in in_turns(number, tuple(rate.runs)):
+            for manager in in_turn(tuple(rate.runs), number):
                 rate.runs[manager].append(runs[manager].generate(prompts, options.tokens))
             number, took = number + 1, perf_counter() - begin
-
-
-def in_turns(number: int, managers: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the managers comes first changes from round to round."""
-    first = number % len(managers)
-    return managers[first:] + managers[:first]
 
 
 if __name__ == "__main__":

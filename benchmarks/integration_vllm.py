@@ -30,6 +30,7 @@ from integration_vllm_report import Round, differences, judge, table_of
 from prefix_cache_model import PrefixCacheModel, block_keys
 from program import device_of, new_parser
 from report import write_json
+from timing import in_turn
 from vllm_engines import (
     BITS_PER_VALUE,
     engine_settings,
@@ -115,8 +116,7 @@ def _measure(options: Namespace, servers: list[Server]) -> list[Round]:
     for turn in range(-1, options.turns):  # the first one warms up
         if turn > 0 and time.monotonic() - began > options.seconds:
             break
-        shift = turn % len(servers)
-        for server in [*servers[shift:], *servers[:shift]]:
+        for server in in_turn(servers, turn):
             order: dict[str, Any] = {
                 "seed": 100 + turn,
                 "prompts": options.prompts,

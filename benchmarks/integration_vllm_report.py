@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -73,9 +73,9 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
     ]
     raw, lossless = (overheads_ms(rounds, engine, "alone")[1] for engine in (OURS, LOSSLESS))
     name = "alone, overhead of lossless over that of raw pages"
-    verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw if raw > 0 else math.inf))
+    verdicts.append(Verdict(name, LOSSLESS_SHARE, lossless / raw if raw > 0 else None))
     gain = max(speedup(rounds, OURS, kind) for kind in ("cold", "warm"))
-    share, kind = least_share(rounds)
+    share, kind = min(overhead_shares(rounds), default=(math.inf, ""))
     if gain < SPEEDUP and share <= SHARE:  # one of the two is asked for
         name = f"{kind}, the best, share of the overhead of vLLM's own in time to first token"
         return [*verdicts, Verdict(name, SHARE, share)]
@@ -83,14 +83,12 @@ def judge(rounds: Sequence[Round]) -> list[Verdict]:
     return [*verdicts, Verdict(name, SPEEDUP, gain, at_least=True)]
 
 
-def least_share(rounds: Sequence[Round]) -> tuple[float, str]:
-    """Of our overhead in that of vLLM's own, in the kind of rounds where it is least."""
-    shares = [(math.inf, "none")]
+def overhead_shares(rounds: Sequence[Round]) -> Iterator[tuple[float, str]]:
+    """Our overhead over that of vLLM's own, for each kind of rounds in which theirs has one."""
     for kind in KINDS:
         [_, theirs, _], [_, ours, _] = (overheads_ms(rounds, of, kind) for of in (THEIRS, OURS))
         if theirs > 0:
-            shares.append((ours / theirs, kind))
-    return min(shares)
+            yield ours / theirs, kind
 
 
 def table_of(rounds: Sequence[Round]) -> str:

@@ -6,9 +6,10 @@ blocks after another, two at a time, by the handler as it chooses, with a forced
 with `copy_engines_only`; one big pinned copy after another; and one after another by PyTorch, with
 the guarantees of a transfer (the reference of bandwidth.py). "kernel" is the method with which an
 SM kernel copies, as the peers do. In each repeat the compute runs alone once and then beside each
-of them; figures are medians of the repeats. Transfers follow each other at once, so there is
-nothing cold here. Without a GPU a thread computes and nothing is judged. All bytes are compared in
-the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are met.
+of them, in changing order; figures are medians of the repeats. Transfers follow each other at once,
+so there is nothing cold here. Without a GPU a thread computes and nothing is judged. All bytes are
+compared in the end. Ends with 1 when bytes are wrong, else with 0, whether or not the targets are
+met.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from big_copy import BigCopy, Reference
 from computes import Compute, Idle, computes
 from interference_report import BIG, COPY_ENGINES_ONLY, REFERENCE, Cell, Sample, judge, tables
 from program import device_of, finish, new_parser
-from timing import TimeLimit, no_garbage_collection, synchronize
+from timing import TimeLimit, in_turn, no_garbage_collection, synchronize
 from traffic import BigWay, HandlerWay, ReferenceWay, Way, beside
 from transfers import DIRECTIONS, Shape, add_staging, add_transfers, shapes_of
 
@@ -149,8 +150,8 @@ def measure(
             if repeat > LEAST and time.perf_counter() > end:
                 break
             floor = beside(compute, None)[0]
-            for name, way in ways.items():
-                sample = Sample(floor, *beside(compute, way))
+            for name in in_turn(list(ways), repeat):
+                sample = Sample(floor, *beside(compute, ways[name]))
                 if repeat > 0:
                     samples[name].append(sample)
     return samples

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     big = big_copy_seconds(device, blocks.host.nbytes)
     with OffloadHandler(blocks.layout, blocks.host) as handler:
         runs = measure_all(handler, blocks, scenarios(device), big)
-    verdicts = judge(runs)
+    verdicts = judge(runs, count)
     print(f"{count:,} jobs of one block of {blocks.layout.block_bytes / 1024:g} KiB\n")
     print(tables(runs), "", *verdicts, sep="\n")
     if options.json:

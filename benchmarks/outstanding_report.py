@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from report import Verdict, table
 from rounds import Few, Round
+from timing import Spread
 
-# Resident bytes that come and go with nothing running; Python asks for 1 MiB at once.
+# Less than any record of a job, so that one that stays behind is seen.
+LEFT_PER_JOB = 64
+# Resident bytes that come and go: Python takes memory from the system 1 MiB at a time, and keeps a
+# piece as long as anything lies in it.
 NOISE = 2 << 20
 
 
@@ -28,7 +32,7 @@ class Run:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    return "\n\n".join((_submits(runs), _growths(runs), _memory(runs)))
+    return "\n\n".join((_submits(runs), _outstanding(runs), _memory(runs)))
 
 
 def _submits(runs: Sequence[Run]) -> str:
@@ -43,7 +47,7 @@ def _submits(runs: Sequence[Run]) -> str:
     return table(headers, rows)
 
 
-def _growths(runs: Sequence[Run]) -> str:
+def _outstanding(runs: Sequence[Run]) -> str:
     """Median and mean of the calls with few and with all jobs outstanding."""
     headers = ["outstanding, us", "jobs", "round", "submit, 100", "mean", "submit, all", "mean"]
     headers += ["poll, 100", "mean", "poll, all", "mean", "collect, us/job"]
@@ -74,8 +78,9 @@ def _name(run: Run) -> str:
     return f"{run.number}, Jobs kept" if run.kept else str(run.number)
 
 
-def judge(runs: Sequence[Run]) -> list[Verdict]:
-    """The worst of all runs against each target."""
+def judge(runs: Sequence[Run], jobs: int) -> list[Verdict]:
+    """The worst of all runs of so many jobs against each target. Times are medians of the rounds of
+    a kind first, because the machine is slower at times."""
 
     def worst(values: Iterator[float | None]) -> float | None:
         return max((value for value in values if value is not None), default=None)
@@ -83,15 +88,16 @@ def judge(runs: Sequence[Run]) -> list[Verdict]:
     holding = [run for run in runs if run.scenario != "free"]
     polled = [run for run in runs if run.few and run.round.poll]
     blocked = [float(not run.round.held) for run in holding]
-    second = [run for run in runs if run.number == 2]
+    # The memory that one round leaves behind may be of caches that are filled once.
+    left = (run.round.added_bytes / jobs for run in runs if run.number == 2)
     return [
         *(
-            Verdict(f"p99 of submit over its median, {name}", 3, worst(_tail(runs, name)))
+            Verdict(f"p99 of submit over its median, {name}", 3, worst(_tails(runs, name)))
             for name in ("held", "busy", "free")
         ),
         Verdict("rounds in which submitting was blocked", 0, sum(blocked) if blocked else None),
-        Verdict("median submit, all outstanding over 100", 1.5, worst(_growth(polled, "submit"))),
-        Verdict("median poll, all outstanding over 100", 1.5, worst(_growth(polled, "poll"))),
+        Verdict("median submit, all outstanding over 100", 1.5, worst(_growths(polled, "submit"))),
+        Verdict("median poll, all outstanding over 100", 1.5, worst(_growths(polled, "poll"))),
         Verdict(
             "resident bytes of an outstanding job",
             512,
@@ -100,9 +106,9 @@ def judge(runs: Sequence[Run]) -> list[Verdict]:
         Verdict("streams", 16, worst(float(run.round.streams) for run in runs)),
         Verdict("events", 1200, worst(float(run.round.events) for run in runs)),
         Verdict(
-            "resident bytes that a second round adds (2 MiB is noise)",
-            NOISE,
-            worst(float(run.round.added_bytes) for run in second),
+            "resident bytes that a second round leaves behind for each job",
+            LEFT_PER_JOB,
+            worst(left) if jobs * LEFT_PER_JOB > NOISE else None,
         ),
         Verdict("streams and events that a second round adds", 0, worst(_added(runs))),
         Verdict("blocks and pages with wrong bytes", 0, sum(run.wrong for run in runs)),
@@ -110,20 +116,29 @@ def judge(runs: Sequence[Run]) -> list[Verdict]:
     ]
 
 
-def _tail(runs: Sequence[Run], scenario: str) -> Iterator[float]:
-    spreads = (run.round.submit for run in runs if run.scenario == scenario)
-    return (spread.p99 / spread.median for spread in spreads)
+def _tails(runs: Sequence[Run], scenario: str) -> Iterator[float]:
+    def ratio(run: Run) -> float:
+        return run.round.submit.p99 / run.round.submit.median
+
+    return _medians([run for run in runs if run.scenario == scenario], ratio)
 
 
-def _growth(runs: Sequence[Run], call: str) -> Iterator[float]:
-    """The median of the rounds of a kind, because the machine is slower at times."""
-    kinds: dict[tuple[str, str], list[float]] = {}
-    for run in runs:
+def _growths(runs: Sequence[Run], call: str) -> Iterator[float]:
+    def ratio(run: Run) -> float:
         assert run.few
         assert run.round.poll
         many = run.round.submit_all if call == "submit" else run.round.poll
-        ratio = many.median / getattr(run.few, call).median
-        kinds.setdefault((run.scenario, run.direction), []).append(ratio)
+        few: Spread = getattr(run.few, call)
+        return many.median / few.median
+
+    return _medians(runs, ratio)
+
+
+def _medians(runs: Sequence[Run], ratio: Callable[[Run], float]) -> Iterator[float]:
+    """Of the rounds of each scenario and direction."""
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        kinds.setdefault((run.scenario, run.direction), []).append(ratio(run))
     return (median(ratios) for ratios in kinds.values())
 
 

@@ -12,6 +12,7 @@ from timing import Call, synchronize
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from torch_kvswap.integrations import transformers as integration
+from torch_kvswap.integrations.transformers.manager import SwapManager
 
 SMALL = 8  # requests that run beside it
 LIMIT = 500  # batches within which it is back
@@ -96,17 +97,26 @@ class Preemptions:
         self._watch_blocks("free_blocks")
         self._watch_blocks("allocate_blocks" if self._is_old else "can_store_request_tokens")
 
-    def preempt(self) -> Loss:
-        """Preempts the large request beside a batch of the others and brings it back."""
+    def preempt(self, overwrites: bool = False) -> Loss:
+        """Preempts the large request beside a batch of the others and brings it back.
+
+        Args:
+            overwrites: whether its blocks are overwritten meanwhile. It gets the same blocks again,
+                so that without this a restore that copies nothing goes unnoticed. Not for samples:
+                what was stored has to be waited for.
+        """
         self._count += 1
         self._name = name = f"large {self._count}"
         rest = f"rest {self._count}"
         usual = [self._step()]
-        state, before = self._fill(name, rest)
+        state, blocks = self._fill(name, rest)
+        before = self._contents(blocks)
         self._calls.clear()
         self._in_blocks = self._outside = 0.0
         without = [self._step()]
         assert state.is_cpu_offloaded, "the large request was not preempted"
+        if overwrites:
+            self._overwrite(blocks)
         self._cache.free_blocks(rest)
         without.append(self._step())
         self._scheduler.block_new_requests = False  # as when another request has ended
@@ -117,7 +127,7 @@ class Preemptions:
             back = self._step()
         calls, in_blocks, outside = list(self._calls), self._in_blocks, self._outside
         usual_with = [self._step()]
-        after = [one[: len(two)] for one, two in zip(self._contents(name), before, strict=True)]
+        after = self._contents(self._blocks_of(name)[: len(blocks)])
         self.wrong += not all(map(torch.equal, after, before))
         self._scheduler.finish_request(name)
         return Loss(
@@ -130,11 +140,11 @@ class Preemptions:
             usual_with=usual_with,
         )
 
-    def _fill(self, name: str, rest: str) -> tuple[Any, list[torch.Tensor]]:
-        """A large request, all free blocks in the hands of another one, and what the first has."""
+    def _fill(self, name: str, rest: str) -> tuple[Any, list[int]]:
+        """A large request and its blocks; all free blocks are in the hands of another one."""
         state = self._add(name, self._blocks)  # the next token needs one more
         self._add(rest, self._free_blocks(), runs=False)
-        return state, self._contents(name)
+        return state, self._blocks_of(name)
 
     def _add(self, name: str, blocks: int, runs: bool = True) -> Any:
         """A request that decodes, whose tokens fill so many blocks."""
@@ -208,8 +218,21 @@ class Preemptions:
 
         setattr(self._cache, name, watched)
 
-    def _contents(self, name: str) -> list[torch.Tensor]:
+    def _blocks_of(self, name: str) -> list[int]:
         [blocks] = self._view.units(self._view.tables(name))
+        return list(blocks)
+
+    def _contents(self, blocks: list[int]) -> list[torch.Tensor]:
         contents = [tensor[blocks] for tensor in self._view.layout.tensors]
         synchronize(self._model.device)
         return contents
+
+    def _overwrite(self, blocks: list[int]) -> None:
+        """When they were stored."""
+        if isinstance(self._offloading, SwapManager):
+            assert self._offloading.parked is not None
+            self._offloading.parked.swap.handler.synchronize()
+        synchronize(self._model.device)
+        for tensor in self._view.layout.tensors:
+            tensor[blocks] = 0
+        synchronize(self._model.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -23,18 +24,20 @@ class Verdict:
 
     name: str
     target: float
-    measured: float | None  # None: could not be measured here
+    measured: float | None  # None or not a number: could not be measured here
     at_least: bool = False
 
     @property
     def met(self) -> bool | None:
-        if self.measured is None:
+        if self.measured is None or math.isnan(self.measured):
             return None
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
     def __str__(self) -> str:
         word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
         got, target = (_cell(value).removesuffix(".00") for value in (self.measured, self.target))
+        if self.measured is not None and self.met is False and got == target:
+            got, target = _apart(self.measured, self.target)
         bound = "at least" if self.at_least else "at most"
         return f"{word:13}{self.name}: {got}, {bound} {target}"
 
@@ -63,6 +66,15 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Both with as many digits as it takes to tell them apart."""
+    for digits in range(3, 18):
+        texts = f"{one:,.{digits}g}", f"{other:,.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 from timing import Nanoseconds, Spread, new_samples, no_garbage_collection, resident_bytes
 
-FEW = 100  # outstanding, about
 WINDOW = 1000  # calls that are looked at with few and with all outstanding
 _BEFORE, _LOOKED_AT = 75, 50  # of a small round: it has 75 to 125 outstanding
 _clock = time.perf_counter_ns

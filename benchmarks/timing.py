@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Nanoseconds = npt.NDArray[np.int64]
+One = TypeVar("One")
 
 
 def quartiles(samples: Sequence[float]) -> list[float]:
@@ -77,6 +78,13 @@ class TimeLimit:
         share = max(0.0, self._end - now) / max(1, self._parts)
         self._parts -= 1
         return now + share
+
+
+def in_turn(ways: Sequence[One], number: int) -> list[One]:
+    """All ways. Which of them comes first changes with the number of the round, so that none always
+    has the same one before it."""
+    first = number % len(ways)
+    return [*ways[first:], *ways[:first]]
 
 
 def new_samples(count: int) -> Nanoseconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import block_manager
 import pytest
@@ -72,6 +73,30 @@ def test_every_way_of_calling_finds_what_was_stored(kind):
     assert (manager.lookup(prompt), manager.lookup(other)) == (2, 0)
     manager.touch(prompt)
     manager.complete_load(manager.to_complete(prompt, manager.prepare_load(prompt)))
+
+
+@pytest.mark.parametrize("nth", [8, 13])  # the first of the new prompts, the last that evicts
+def test_a_manager_that_does_not_store_all_of_a_prompt_is_not_timed(nth):
+    class Lazy(OfDigests):
+        called = 0
+
+        def __init__(self, pages, policy):
+            super().__init__(pages, policy)
+            self.prepare_store = self.prepare_part
+
+        def prepare_part(self, prompt):
+            self.called += 1
+            return self.manager.prepare_store(prompt[32:] if self.called == nth else prompt)
+
+    numbers = random.Random(0)
+    prompts = [numbers.randbytes(64) for _ in range(13)]
+    for manager in (OfDigests(20, "lru"), Lazy(20, "lru")):
+        turns = block_manager.calls(manager, prompts, 3)
+        if isinstance(manager, Lazy):
+            with pytest.raises(RuntimeError, match="not stored every block"):
+                dict(turns)
+        else:
+            assert {*dict(turns)} == OPERATIONS
 
 
 def test_the_least_gain_over_vllm_is_judged_and_a_miss_by_itself():

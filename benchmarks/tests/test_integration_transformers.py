@@ -172,3 +172,33 @@ def test_bytes_that_come_back_wrong_are_counted(monkeypatch):
     monkeypatch.setattr(run._offloading.parked, "park", park_and_spoil)
     run.preempt()
     assert run.wrong == 1
+
+
+@needs_transformers
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_restore_that_copies_nothing_is_seen_when_the_blocks_were_overwritten(
+    monkeypatch, overwrites
+):
+    import integration_transformers as program
+    import torch
+    from preemptions import Preemptions
+
+    model = program.new_model(torch.device("cpu"), 1, 1)
+    with program.managed_by("ours"):
+        run = Preemptions(model, 16, 4)
+    run.preempt(overwrites)
+    assert run.wrong == 0
+    swap, tensors = run._offloading.parked.swap, run._view.layout.tensors
+    load = swap.load
+
+    def load_nothing(*arguments):
+        before = [tensor.clone() for tensor in tensors]
+        copy = load(*arguments)
+        copy.job.synchronize()
+        for tensor, kept in zip(tensors, before, strict=True):
+            tensor.copy_(kept)
+        return copy
+
+    monkeypatch.setattr(swap, "load", load_nothing)
+    run.preempt(overwrites)
+    assert run.wrong == overwrites

@@ -58,6 +58,16 @@ MISSED       the better of cold and warm, throughput over vLLM's own offloading:
     )
 
 
+def test_without_an_overhead_of_raw_pages_nothing_is_said_of_lossless_ones():
+    assert_expected_inline(
+        judged((1, 1, 1.25, 1), (0.01, 0.01, 0.01, 0.02)),
+        """\
+MISSED       alone, throughput over vLLM's own offloading: 0.80, at least 1
+not measured alone, overhead of lossless over that of raw pages: -, at most 0.88
+MISSED       the better of cold and warm, throughput over vLLM's own offloading: 0.80, at least 1.15""",
+    )
+
+
 def test_answers_that_are_not_those_of_plain_are_counted():
     rounds = rounds_of(dict.fromkeys(ENGINES, 1), dict.fromkeys(ENGINES, 1))
     rounds[-1].tokens = [[1, 3]]

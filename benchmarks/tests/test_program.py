@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from program import device_of, finish, new_parser
 from report import Verdict
 
@@ -42,3 +44,34 @@ def test_a_missed_target_is_written_and_ends_nothing_with_1(tmp_path: Path) -> N
         {"name": "speed", "target": 2, "measured": 1, "at_least": True, "met": False},
         {"name": "time", "target": 1, "measured": None, "at_least": False, "met": None},
     ]
+
+
+def test_a_verdict_at_its_target_is_met_and_what_was_not_measured_is_neither_met_nor_missed() -> (
+    None
+):
+    assert Verdict("x", 3, 3.0).met
+    assert Verdict("x", 3, 3.01).met is False
+    assert Verdict("x", 3, 3.0, at_least=True).met
+    assert Verdict("x", 3, 2.99, at_least=True).met is False
+    for at_least in (False, True):
+        assert Verdict("x", 3, None, at_least).met is None
+        assert Verdict("x", 3, math.nan, at_least).met is None
+
+
+def test_a_miss_by_little_is_told_with_the_digits_that_show_it() -> None:
+    verdicts = [
+        Verdict("far", 1.05, 1.1),
+        Verdict("near", 3, 3.000447),
+        Verdict("large", 2_097_152, 2_097_153.0),
+        Verdict("met", 3, 3.0),
+        Verdict("under", 0.93, 0.9279458, at_least=True),
+    ]
+    assert_expected_inline(
+        "\n".join(map(str, verdicts)),
+        """\
+MISSED       far: 1.10, at most 1.05
+MISSED       near: 3.0004, at most 3
+MISSED       large: 2,097,153, at most 2,097,152
+met          met: 3, at most 3
+MISSED       under: 0.928, at least 0.93""",
+    )

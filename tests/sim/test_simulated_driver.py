@@ -76,12 +76,121 @@ def test_a_copy_reads_its_source_when_it_runs_unless_any_order_is_allowed(driver
     driver.set_mode("manual")
     src, in_order = sides(driver)
     early = driver.memory(16, DEVICE)
-    driver.cuda.copy_batch([(in_order, src)], 42, order=1)
-    driver.cuda.copy_batch([(early, src)], 42, order=3)
+    driver.cuda.copy_batch([(in_order, src)], 42)
+    driver.cuda.copy_batch([(early, src)], 42, 3)
     src.fill_(9)
     driver.run()
     assert in_order.tolist() == [9] * 16
     assert early.tolist() == [1] * 16
+
+
+@simulated
+def test_each_copy_of_a_batch_has_the_source_order_that_it_was_given(driver):
+    driver.set_mode("manual")
+    src, dst = driver.memory(4, HOST).fill_(1), driver.memory(4, DEVICE)
+    pairs = [(dst[at : at + 1], src[at : at + 1]) for at in range(4)]
+    driver.cuda.copy_batch(pairs, 42, 1, 2, 3, 1)
+    src.fill_(9)
+    driver.run()
+    assert dst.tolist() == [9, 1, 1, 9]
+    assert driver.log().startswith(
+        "batch of 4 on stream 42, source order 1 from 0 2 from 1 3 from 2 1 from 3\n"
+    )
+
+
+@simulated
+def test_a_batch_in_the_legacy_stream_is_refused(driver):
+    src, dst = sides(driver)
+    for stream in (0, 1):
+        assert code_of(driver.cuda.copy_batch, [(dst, src)], stream) == 1
+    driver.cuda.copy_batch([(dst, src)], 2)
+    assert torch.equal(dst, src)
+
+
+@simulated
+def test_what_a_batch_has_before_a_copy_that_fails_is_copied(driver):
+    src, dst = sides(driver)
+    driver.fail_copy(2)
+    pairs = [(dst[at : at + 4], src[at : at + 4]) for at in (0, 4, 8, 12)]
+    assert code_of(driver.cuda.copy_batch, pairs, 42) == 1
+    assert dst.tolist() == [1] * 8 + [0] * 8
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@simulated
+def test_a_copy_that_crosses_the_end_of_a_registration_is_refused(driver, side):
+    whole, other = torch.zeros(64, dtype=torch.uint8), driver.memory(64, DEVICE)
+    for at in (0, 32):  # the other piece is registered too
+        driver.cuda.check("cuMemHostRegister", whole[at:].data_ptr(), 32, 0)
+    for begin, code in ((0, 0), (16, 0), (17, 1), (31, 1), (32, 0)):
+        pair = [whole[begin : begin + 16], other[:16]]
+        dst, src = pair if side == "destination" else reversed(pair)
+        arguments = dst.data_ptr(), src.data_ptr(), 16, 42
+        assert driver.cuda.call("cuMemcpyAsync", *arguments) == code
+
+
+class Side(ctypes.Structure):
+    """Of CUDA_MEMCPY3D."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("x", "y", "z", "level_of_detail")),
+        *(("memory_type", ctypes.c_uint), ("host", ctypes.c_void_p), ("device", ctypes.c_uint64)),
+        *((name, ctypes.c_void_p) for name in ("array", "reserved")),
+        *((name, ctypes.c_size_t) for name in ("pitch", "height")),
+    ]
+
+
+class Strided(ctypes.Structure):
+    """CUDA_MEMCPY3D."""
+
+    _fields_ = [
+        *(("src", Side), ("dst", Side)),
+        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
+    ]
+
+
+def strided(driver, dst, src, width=4, dst_pitch=8, src_pitch=4) -> int:
+    """Two rows between host memory and device memory; returns the code."""
+    sides = [
+        Side(memory_type=DEVICE, device=side.data_ptr(), pitch=pitch, height=2)
+        for side, pitch in ((src, src_pitch), (dst, dst_pitch))
+    ]
+    copy = Strided(*sides, width, 2, 1)
+    return driver.cuda.call("cuMemcpy3DAsync", ctypes.byref(copy), 42)
+
+
+@simulated
+def test_a_strided_copy_leaves_out_what_lies_between_its_rows(driver):
+    src, dst = sides(driver)
+    assert strided(driver, dst, src) == 0
+    assert dst.tolist() == [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4
+
+
+@pytest.mark.parametrize("pitches", [(3, 4), (8, 3), (1 << 31, 4), (8, 1 << 31)])
+@simulated
+def test_pitches_are_at_least_the_width_and_below_2_gib(driver, pitches):
+    src, dst = sides(driver)
+    assert strided(driver, dst, src, 4, *pitches) == 1
+    assert not dst.any()
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@simulated
+def test_a_strided_copy_across_a_hole_is_refused_even_between_its_rows(driver, side):
+    src, dst = sides(driver)
+    driver.unmap((src if side == "source" else dst)[4:8])
+    assert strided(driver, dst, src, 4, 8, 8) == 1
+    assert not dst.any()
+    assert strided(driver, dst[8:], src[8:], 4, 4, 4) == 0
+
+
+@simulated
+def test_a_row_of_a_strided_copy_that_crosses_the_end_of_a_registration_is_refused(driver):
+    src, dst = torch.ones(16, dtype=torch.uint8), driver.memory(16, DEVICE)
+    for at in (0, 8):
+        driver.cuda.check("cuMemHostRegister", src[at:].data_ptr(), 8, 0)
+    assert strided(driver, dst, src[2:], 4, 4, 4) == 1
+    assert strided(driver, dst, src[2:], 4, 4, 8) == 0  # each of its rows is in one of them
 
 
 @simulated
@@ -295,6 +404,29 @@ def test_a_stream_waits_for_a_value_of_at_least_what_it_says(driver, by):
 
 
 @simulated
+def test_at_least_is_cyclic(driver):
+    driver.set_mode("manual")
+    value = word(driver).fill_(-1)
+    driver.cuda.wait_value(42, value, 1)
+    driver.run()
+    assert not driver.cuda.is_done(stream=42)
+    value.fill_(1)
+    driver.run()
+    assert driver.cuda.is_done(stream=42)
+
+
+@simulated
+def test_a_stream_waits_for_an_equal_value_when_it_is_told_so(driver):
+    driver.set_mode("manual")
+    value, equal = word(driver), 1
+    driver.cuda.check("cuStreamWaitValue64", 42, value.data_ptr(), 5, equal)
+    for number, done in ((7, False), (5, True)):
+        value.fill_(number)
+        driver.run()
+        assert driver.cuda.is_done(stream=42) == done
+
+
+@simulated
 def test_values_need_memory_of_the_driver_and_a_device_that_can(driver):
     assert code_of(driver.cuda.wait_value, 42, torch.zeros(1, dtype=torch.int64), 1) == 1
     found = ctypes.c_int()
@@ -369,12 +501,34 @@ def test_time_passes_by_a_millisecond_a_copy(driver):
 
 
 @simulated
+def test_time_between_events_needs_both_to_have_happened_and_one_gpu(driver):
+    driver.set_mode("manual")
+    start, end = driver.cuda.create_event(), driver.cuda.create_event()
+    hold = driver.hold(42)
+    driver.cuda.record(start, 42)
+    driver.cuda.record(end, 43)
+    driver.run()
+    assert code_of(driver.cuda.elapsed, start, end) == 600
+    assert code_of(driver.cuda.elapsed, end, start) == 600
+    with driver.on(1):
+        other = driver.cuda.create_event()
+        driver.cuda.record(other, 0)
+    driver.release(hold)
+    driver.run()
+    assert driver.cuda.elapsed(start, end) == 0
+    assert code_of(driver.cuda.elapsed, other, end) == 400
+
+
+@simulated
 def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
     tensor = torch.zeros(64, dtype=torch.uint8)
     assert driver.cuda.memory_type(tensor) == 0
     driver.cuda.check("cuMemHostRegister", tensor.data_ptr(), 64, 0)
     assert driver.cuda.memory_type(tensor[63:]) == 1
-    assert driver.cuda.call("cuMemHostRegister", tensor.data_ptr() + 32, 64, 0) == 712
+    for begin in (-32, 32):
+        assert driver.cuda.call("cuMemHostRegister", tensor.data_ptr() + begin, 64, 0) == 712
+    assert driver.cuda.call("cuMemHostUnregister", tensor.data_ptr() + 32) == 713
+    assert driver.cuda.call("cuMemFreeHost", tensor.data_ptr()) == 1
     driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
     assert driver.cuda.memory_type(tensor) == 0
     assert driver.cuda.call("cuMemHostUnregister", tensor.data_ptr()) == 713
@@ -385,14 +539,39 @@ def test_pinned_memory_is_host_memory_until_it_is_let_go(driver):
     assert driver.cuda.call("cuMemFreeHost", address) == 1
 
 
+@pytest.mark.parametrize("use", ["reads", "writes", "waits for", "writes a value", "uses another"])
 @simulated
-def test_letting_memory_go_that_pending_work_uses_is_told(driver):
+def test_letting_memory_go_that_pending_work_uses_is_told(driver, use):
     driver.set_mode("manual")
-    tensor = torch.zeros(64, dtype=torch.uint8)
+    tensor, other = torch.zeros(64, dtype=torch.uint8), driver.memory(64, DEVICE)
     driver.cuda.check("cuMemHostRegister", tensor.data_ptr(), 64, 0)
-    driver.cuda.copy(driver.memory(64, DEVICE), tensor, 42)
+    value = tensor[56:].view(torch.int64)
+    driver.hold(42)
+    if use == "reads":
+        driver.cuda.copy(other, tensor, 42)
+    elif use == "writes":
+        driver.cuda.copy(tensor, other, 42)
+    elif use == "waits for":
+        driver.cuda.wait_value(42, value, 1)
+    elif use == "writes a value":
+        driver.cuda.write_value(42, value, 1)
+    else:
+        driver.cuda.copy(other[:32], other[32:], 42)
     driver.cuda.check("cuMemHostUnregister", tensor.data_ptr())
-    assert driver.violations() == 1
+    assert driver.violations() == (use != "uses another")
+
+
+@simulated
+def test_registrations_can_be_limited_in_one_and_in_all(driver):
+    whole = torch.zeros(96, dtype=torch.uint8)
+    driver.limit_registration(in_one=32, in_all=64)
+
+    def register(begin, size):
+        return driver.cuda.call("cuMemHostRegister", whole[begin:].data_ptr(), size, 0)
+
+    assert [register(0, 33), register(0, 32), register(32, 32), register(64, 32)] == [2, 0, 0, 2]
+    driver.cuda.check("cuMemHostUnregister", whole.data_ptr())
+    assert register(64, 32) == 0
 
 
 @simulated
@@ -466,6 +645,32 @@ def test_a_capture_in_global_mode_is_spoilt_by_a_thread_that_is_not_relaxed(driv
 
 
 @simulated
+def test_the_calls_that_spoil_a_capture_in_global_mode(driver):
+    event, whole, address = driver.cuda.create_event(), torch.zeros(32), ctypes.c_void_p()
+    driver.cuda.record(event, 42)
+    driver.cuda.check("cuMemHostAlloc", ctypes.byref(address), 64, 0)
+    calls = {
+        "cuEventQuery": (event,),
+        "cuEventSynchronize": (event,),
+        "cuStreamQuery": (42,),
+        "cuStreamSynchronize": (42,),
+        "cuMemHostAlloc": (ctypes.byref(ctypes.c_void_p()), 64, 0),
+        "cuMemFreeHost": (address,),
+        "cuMemHostRegister": (whole.data_ptr(), whole.nbytes, 0),
+        "cuMemHostUnregister": (whole.data_ptr(),),
+    }
+    driver.set_global_capture(True)
+    refused = [driver.cuda.call(name, *arguments) for name, arguments in calls.items()]
+    assert refused == [900] * len(calls)
+    assert driver.capture_spoilt == len(calls)
+    driver.cuda.exchange_capture_mode(2)
+    done = [driver.cuda.call(name, *arguments) for name, arguments in calls.items()]
+    driver.cuda.exchange_capture_mode(0)
+    assert done == [0] * len(calls)
+    assert driver.capture_spoilt == len(calls)
+
+
+@simulated
 def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
     src, dst = sides(driver)
     outside = driver.cuda.create_event()
@@ -475,7 +680,8 @@ def test_what_a_stream_captures_runs_when_it_is_replayed(driver):
     assert code_of(driver.cuda.wait, 42, outside) == 905
     assert driver.capture_spoilt == 0
     assert code_of(driver.cuda.is_done, stream=42) == 900
-    assert driver.capture_spoilt == 1
+    assert code_of(driver.cuda.synchronize, stream=42) == 900
+    assert driver.capture_spoilt == 2
     driver.set_capturing(False, stream=42)
     assert driver.cuda.is_done(stream=42)
     assert not dst.any()

@@ -17,6 +17,9 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemHostRegister": (_Handle, _Size, ctypes.c_uint),
     "cuMemHostUnregister": (_Handle,),
     "cuMemcpyAsync": (_Word, _Word, _Size, _Handle),
+    "cuModuleGetFunction": (_Handle, _Handle, _Handle),
+    "cuLaunchKernel": (_Handle, *[ctypes.c_uint] * 7, _Handle, _Handle, _Handle),
+    "cuMemcpy3DAsync": (_Handle, _Handle),
     "cuMemcpyBatchAsync": (*[_Handle] * 3, _Size, _Handle, _Handle, _Size, _Handle, _Handle),
     "cuStreamCreateWithPriority": (_Handle, ctypes.c_uint, ctypes.c_int),
     "cuStreamDestroy": (_Handle,),
@@ -97,18 +100,37 @@ class Cuda:
         self.check("cuMemcpyAsync", dst.data_ptr(), src.data_ptr(), dst.nbytes, stream)
 
     def copy_batch(
-        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int, order: int = 1
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], stream: int, *orders: int
     ) -> None:
-        """Pairs of destination and source. order: 1 is that of the stream, 3 any."""
+        """Pairs of destination and source. orders: of the sources, one for each pair; 1, which is
+        the default, is the order of the stream, 2 during the call, 3 any."""
         count = len(pairs)
+        orders = orders or (1,) * count
+        assert len(orders) == count
         dsts = (_Word * count)(*[dst.data_ptr() for dst, _ in pairs])
         srcs = (_Word * count)(*[src.data_ptr() for _, src in pairs])
         sizes = (_Size * count)(*[dst.nbytes for dst, _ in pairs])
-        attributes, starts = (_Int * 6)(order), (_Size * 1)(0)
-        failed = ctypes.byref(_Size())
-        self.check(
-            "cuMemcpyBatchAsync", dsts, srcs, sizes, count, attributes, starts, 1, failed, stream
-        )
+        # Attributes are for all copies up to the next start.
+        firsts = [at for at in range(count) if at == 0 or orders[at] != orders[at - 1]]
+        attributes = (_Int * (6 * len(firsts)))()
+        attributes[::6] = [orders[at] for at in firsts]
+        starts, failed = (_Size * len(firsts))(*firsts), ctypes.byref(_Size())
+        arguments = dsts, srcs, sizes, count, attributes, starts, len(firsts), failed
+        self.check("cuMemcpyBatchAsync", *arguments, stream)
+
+    def launch(
+        self,
+        name: str,
+        arguments: ctypes.Structure,
+        stream: int,
+        threads: int = 32,
+        shared: int = 0,
+    ) -> None:
+        """A kernel of the library, with one CTA."""
+        function, given = ctypes.c_void_p(), (_Handle * 1)(ctypes.addressof(arguments))
+        self.check("cuModuleGetFunction", ctypes.byref(function), None, name.encode())
+        grid, block = (1, 1, 1), (threads, 1, 1)
+        self.check("cuLaunchKernel", function, *grid, *block, shared, stream, given, None)
 
     def is_done(self, *, stream: int | None = None, event: int | None = None) -> bool:
         name, handle = ("cuStreamQuery", stream) if event is None else ("cuEventQuery", event)
