@@ -127,8 +127,7 @@ def check_rejected(sizes: Sequence[int], on_gpu: MakeLayout, copy_method: str) -
         with_escapes(sizes, full),
         random_bits(sizes),
         make_block("outlier channels", sizes),
-        with_escapes(sizes, 5),
-        with_escapes(sizes, 5),
+        *(with_escapes(sizes, 5) for _ in range(4)),
     ]
     cache = Cache(blocks, on_gpu)
     pool = cache.pool(12.5)
@@ -141,15 +140,16 @@ def check_rejected(sizes: Sequence[int], on_gpu: MakeLayout, copy_method: str) -
         assert states[1:3] == [full + 1 | OVERFLOW, full]
         assert states[3] & OVERFLOW
 
-        magic, entry, place = (slot_of(pool, page) for page in cache.pages[4:])
+        magic, entry, place, low, high = (slot_of(pool, page) for page in cache.pages[4:])
         magic[0] ^= 1
         entry[16 + 2 : 16 + 4] = 0xFF  # the escapes of the first tile
         place[model.places :][:2] = 0xFF
+        low[16], high[16] = 0, 242  # the lowest exponent of the first tile
         load = handler.load(page_ids=cache.pages, gpu_block_ids=cache.targets)
         with pytest.raises(BlocksRejectedError) as rejected:
             handler.synchronize([load])
-        assert rejected.value.rejected == (1, 3, 4, 5, 6)
-        cache.assert_loaded([0, 2], undefined=[5, 6])
+        assert rejected.value.rejected == (1, 3, 4, 5, 6, 7, 8)
+        cache.assert_loaded([0, 2], undefined=[5, 6, 7, 8])
 
 
 def on_cuda(tensors: list[torch.Tensor]) -> PagedLayout:

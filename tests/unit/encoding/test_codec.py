@@ -188,6 +188,8 @@ def damaged_slots() -> dict[str, tuple[str, int, int]]:
         "magic": ("<I", 0, MAGIC ^ 1 << 24),
         "version": ("<I", 0, MAGIC + 1),
         "overflow": ("<I", 4, OVERFLOW | 3),
+        "a lowest exponent of 0": ("B", 16, 0),
+        "a lowest exponent of 242": ("B", 16, 242),
         "more escapes than fit": ("<H", 18, model.max_escapes + 1),
         "escapes that begin behind the last one": ("<I", 20, model.max_escapes + 1),
         "escapes that end behind the last one": ("<I", 20, model.max_escapes - 2),
@@ -217,6 +219,37 @@ def test_only_damage_to_the_decoded_slabs_is_refused() -> None:
     state, read = decode(slot, sizes, 12.5, range(1))
     assert state == GOOD
     assert_equal(read[:1], block[:1])
+
+
+@pytest.mark.parametrize("change", ["lowest", "first escape", "place"])
+def test_a_slot_that_changes_while_it_is_decoded_writes_nothing_outside_of_its_block(
+    change: str,
+) -> None:
+    # The values of the first slab, which have no escapes, take the place of the slot's metadata
+    # while the second slab still needs it.
+    sizes, model = [4096, 4096], SlotModel([4096, 4096], 12.5)
+    metadata = np.zeros(model.metadata_bytes, np.uint8)
+    first_escape = model.max_escapes if change == "first escape" else 0
+    struct.pack_into("<BBHI", metadata, 24, 0 if change == "lowest" else 120, 0, 1, first_escape)
+    if change == "place":
+        struct.pack_into("<H", metadata, model.places, ONE)
+    block = make_block("one value", sizes)
+    block[0][-metadata.size // 2 :] = metadata.view(np.uint16)
+    slot = encode(block, 12.5)[1]
+    assert model.state(slot) == 0
+    memory = np.concatenate([np.zeros(4096 - metadata.size, np.uint8), slot])
+    second = np.full(2 * ONE + 2, 0xA5, np.uint8)
+    state = loader.library().kvswap_decode_block(
+        numbers([memory.ctypes.data, second.ctypes.data]),
+        numbers(sizes),
+        len(sizes),
+        100,
+        memory.ctypes.data + 4096 - metadata.size,
+        0,
+        2,
+    )
+    assert (memory[:4096].view(np.uint16) == block[0]).all()
+    assert (state, set(second[4096:])) == (REFUSED, {0xA5})
 
 
 def test_a_block_may_begin_at_an_odd_address() -> None:
