@@ -23,7 +23,7 @@ constexpr uint32_t kSlotOverflow = 1u << 31;
 
 struct SlotHeader {
   uint32_t magic;
-  uint32_t state;  // escapes in the slot; kSlotOverflow: more than fit, and the rest is undefined
+  uint32_t state;  // escapes of the block; kSlotOverflow: more than fit, and the rest is undefined
   uint64_t reserved;
 };
 

@@ -22,7 +22,7 @@ WIDTHS = (12.125, 12.5)
 _USE_RAW = "use encoding='raw'"
 _IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 _BYTES = {torch.uint8, torch.int8}
-_OF_VALUES = {torch.bfloat16, *_BYTES}  # types of tensors that can hold such values
+_CAN_HOLD_BF16 = {torch.bfloat16, *_BYTES}
 SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
 
 
@@ -74,7 +74,7 @@ class Encoding:
             )
         if layout.dtype != torch.bfloat16:
             remedy = ""
-            if layout.dtype is None and {one.dtype for one in layout.tensors} - _OF_VALUES:
+            if layout.dtype is None and {one.dtype for one in layout.tensors} - _CAN_HOLD_BF16:
                 remedy = ", or make a layout for each type"
             elif layout.dtype is None or layout.dtype in _BYTES:
                 remedy = _IF_BYTES
@@ -148,10 +148,10 @@ def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor 
     block = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     bases = block.data_ptr() + np.cumsum(sizes) - sizes
     places = bases.ctypes.data, sizes.ctypes.data, len(sizes)
-    is_none = loader.call(
+    is_refused = loader.call(
         "kvswap_decode_block", *places, width_eighths, slot.data_ptr(), 0, len(sizes)
     )
-    return None if is_none else block
+    return None if is_refused else block
 
 
 def read_encoding(encoding: object, bits_per_value: object) -> Encoding:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from bf16_blocks import (
     with_escapes,
 )
 from expecttest import assert_expected_inline
-from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel
+from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel, best_window
 
 from torch_kvswap._native import abi, loader
 
@@ -263,6 +264,36 @@ def test_a_block_may_begin_at_an_odd_address() -> None:
     at = numbers([back.ctypes.data + 1])
     assert library.kvswap_decode_block(at, sizes, 1, 100, slot.ctypes.data, 0, 1) == GOOD
     np.testing.assert_array_equal(back, odd)
+
+
+def chosen_lowest(values: Values) -> int:
+    """The lowest exponent of a tile, as csrc/encoding/slot.h and codec.cpp say."""
+    vectors = values.reshape(-1, 4, 2)  # of 16 bytes
+    number = np.arange(len(vectors))
+    exponents = vectors[number, ((number >> 3) + (number >> 5)) % 4].ravel() >> 7 & 0xFF
+    lowest = best_window(exponents.astype(np.int64))
+    return lowest + 1 if lowest not in exponents and lowest < 241 else lowest
+
+
+def blocks_of_random_exponents(sizes: Sequence[int]) -> Iterator[list[Values]]:
+    """Blocks whose exponents are among some neighbours, at both ends of the range and between."""
+    random = np.random.default_rng(3)
+    for lowest, count in itertools.product([0, 1, 2, 3, 100, 238, 240, 241, 242, 255], [1, 4, 17]):
+        high = min(lowest + count, 256)
+        yield [random.integers(lowest << 7, high << 7, size // 2, np.uint16) for size in sizes]
+
+
+def test_the_window_has_most_of_the_sampled_values() -> None:
+    sizes = [64, 128, 4096, 6144, 40960]
+    model = SlotModel(sizes, 15.875)
+    for block in blocks_of_random_exponents(sizes):
+        state, slot = encode(block, 15.875)
+        assert state == GOOD
+        assert [model.entry(slot, number)[0] for number in range(len(model.tiles))] == [
+            chosen_lowest(block[tile.slab][tile.first :][: tile.count]) for tile in model.tiles
+        ]
+        assert escapes_of(block) == model.state(slot)
+        assert_equal(decode(slot, sizes, 15.875)[1], block)
 
 
 def test_what_was_not_sampled_may_be_a_little_larger() -> None:
