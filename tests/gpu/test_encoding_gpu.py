@@ -4,6 +4,7 @@ for tiles of all sizes, and touch nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -222,3 +223,35 @@ def test_layer_groups_are_decoded_by_themselves_on_a_gpu(
 @pytest.mark.gpu
 def test_what_does_not_fit_is_rejected_on_a_gpu(sizes: str, copy_method: str) -> None:
     check_rejected(SIZES[sizes], on_cuda, copy_method)
+
+
+@pytest.mark.gpu
+def test_a_load_whose_page_changes_meanwhile_ends_on_a_gpu() -> None:
+    # The threads of a team read the metadata each for itself. They need not see the same.
+    sizes = SIZES["2 MiB"]
+    tiles = len(SlotModel(sizes, 12.5).tiles)
+    cache = Cache([with_escapes(sizes, 10 * tiles)], on_cuda)
+    pool = cache.pool(12.5)
+    with OffloadHandler(cache.layout, pool, copy_method="kernel") as handler:
+        handler.store(gpu_block_ids=cache.ids, page_ids=cache.pages).synchronize(60)
+        entries = slot_of(pool, cache.pages[0])[16:][: 8 * tiles].view("<u2").reshape(tiles, 4)
+        escapes = entries[:, 1].copy()
+        assert (escapes != 0).all()
+        is_over = threading.Event()
+
+        def change() -> None:
+            while not is_over.is_set():
+                entries[:, 1] = 0
+                entries[:, 1] = escapes
+
+        changer = threading.Thread(target=change)
+        changer.start()
+        try:
+            for _ in range(200):
+                handler.load(page_ids=cache.pages, gpu_block_ids=cache.targets).synchronize(60)
+        finally:
+            is_over.set()
+            changer.join()
+        cache.assert_loaded([], undefined=[0])
+        handler.load(page_ids=cache.pages, gpu_block_ids=cache.targets).synchronize(60)
+        cache.assert_loaded([0])
