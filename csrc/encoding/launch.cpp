@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "copy/address_map.h"
 #include "cuda/context.h"
 
 namespace kvswap {
@@ -72,10 +73,10 @@ void launch_all(CodecArguments& arguments, const CodecCopy& copy, size_t first, 
 TileTable::TileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream) {
   for (size_t slab = 0; slab < gpu.count(); ++slab) {
     if ((gpu.bases[slab] | gpu.strides[slab]) % kAddressAlignment == 0) continue;
-    fail<ValueError>("slab ", slab, " begins at address ", gpu.bases[slab], " and its blocks are ",
-                     gpu.strides[slab],
-                     " bytes apart; with lossless encoding both must be multiples of ",
-                     kAddressAlignment);
+    fail<ValueError>("slab ", slab, " begins at address ", hex(gpu.bases[slab]),
+                     " and its blocks are ", gpu.strides[slab],
+                     " bytes apart; the kernels need multiples of ", kAddressAlignment,
+                     " for both: allocate the cache so, or make the pool with encoding='raw'");
   }
   const std::vector<SlotTile> tiles = tiles_in(gpu, format.tiles());
   address_ =
