@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -255,3 +256,26 @@ def test_a_load_whose_page_changes_meanwhile_ends_on_a_gpu() -> None:
         cache.assert_loaded([], undefined=[0])
         handler.load(page_ids=cache.pages, gpu_block_ids=cache.targets).synchronize(60)
         cache.assert_loaded([0])
+
+
+@pytest.mark.parametrize("encoding", ["raw", "lossless"])
+@pytest.mark.gpu
+def test_blocks_and_pages_beyond_4_gib_are_moved_on_a_gpu(
+    encoding: Literal["raw", "lossless"],
+) -> None:
+    values, blocks, pages = 1 << 20, 2200, 2800
+    cache = torch.zeros(blocks, values, dtype=torch.bfloat16, device="cuda")
+    cache[-1] = torch.randn(values)
+    layout = PagedLayout([cache])
+    pool = HostPool(layout, pages, encoding=encoding)
+    assert min((blocks - 2) * 2 * values, (pages - 1) * pool.slot_bytes) > 1 << 32
+    stored = cache[-1].cpu().view(torch.int16)
+    for copy_method in METHODS:
+        with OffloadHandler(layout, pool, copy_method=copy_method) as handler:
+            handler.store(gpu_block_ids=[blocks - 1], page_ids=[pages - 1]).synchronize(60)
+            handler.load(page_ids=[pages - 1], gpu_block_ids=[blocks - 2]).synchronize(60)
+        assert torch.equal(pool.read_block(pages - 1).view(torch.int16), stored)
+        assert torch.equal(cache[-2].cpu().view(torch.int16), stored)
+        assert not cache[:-2].any()
+        cache[-2] = 0
+        pool.pages[-1] = 0
