@@ -37,8 +37,9 @@ uint8_t choose_lowest(const uint8_t* values, uint32_t bytes) {
     if (inside > most) most = inside, lowest = from;
     inside -= bins[from];
   }
-  // A window with room to spare ends at the largest sampled exponent. One of the room is for larger
-  // values that were not sampled; most that were not are smaller.
+  // This is the first of the windows with most values, so its unused exponents are the lowest ones.
+  // One of them is given to larger values that were not sampled, and no more: most of those that
+  // were not sampled are smaller.
   if (bins[lowest] == 0 && lowest < kMaxLowest) ++lowest;
   return static_cast<uint8_t>(lowest);
 }

@@ -155,6 +155,23 @@ def test_a_slot_takes_as_many_escapes_as_it_has_room_for(sizes: list[int], width
     assert_equal(read, [np.full_like(part, 0xA5A5) for part in read])
 
 
+def test_a_slot_without_room_for_escapes_holds_a_block_that_has_none() -> None:
+    sizes = [512, 512]
+    assert SlotModel(sizes, 12.5).max_escapes == 0
+    state, slot = encode(with_escapes(sizes, 0), 12.5)
+    assert state == GOOD
+    assert_equal(decode(slot, sizes, 12.5)[1], with_escapes(sizes, 0))
+    state, slot = encode(with_escapes(sizes, 1), 12.5)
+    assert (state, decode(slot, sizes, 12.5)[0]) == (TOO_MANY, REFUSED)
+
+
+def test_blocks_of_4_gib_are_the_largest() -> None:
+    sizes, found = [1 << 31, 1 << 31], abi.SlotFormat()
+    assert loader.library().kvswap_encoding_format(numbers(sizes), 2, 127, ctypes.byref(found))
+    assert found.slot_bytes == SlotModel(sizes, 15.875).slot_bytes < 1 << 32
+    assert found.tiles == 1 << 17
+
+
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_random_bits_do_not_fit(sizes: list[int]) -> None:
     state, slot = encode(random_bits(sizes), 12.5)
