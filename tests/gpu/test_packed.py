@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from simulated_cache import needs_kernels
-from simulated_driver import Driver, on_device, simulated
+from simulated_driver import Driver, on_device, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
@@ -81,6 +81,26 @@ def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     whole = torch.randint(256, (3, 20, 256), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer][:, start : start + 64] for layer in range(3)])
     check(layout, 6, "kernel")
+    assert driver.unexpected_violations() == ""
+
+
+@pytest.mark.parametrize(("row", "size"), [(64, 24), (40, 32)])
+@needs_kernels
+@simulated
+def test_words_divide_the_size_of_a_block_and_the_way_to_the_next(
+    driver: Driver, row: int, size: int
+) -> None:
+    whole = torch.randint(256, (10, row), dtype=torch.uint8)
+    assert whole.data_ptr() % 16 == 0
+    old = whole.clone()
+    layout = on_device(driver, whole, [whole[:, :size]])
+    large = place(driver, PagedLayout([torch.zeros(10, 64, dtype=torch.uint8)]))
+    view = HostPool(large, 10).view_for(layout)  # its slots have 64 bytes
+    with OffloadHandler(layout, view, copy_method="kernel") as handler:
+        handler.synchronize([handler.store(gpu_block_ids=[3, 4], page_ids=[5, 6])])
+        handler.synchronize([handler.load(page_ids=[5, 6], gpu_block_ids=[7, 8])])
+    old[7:9, :size] = old[3:5, :size]
+    assert torch.equal(whole, old)
     assert driver.unexpected_violations() == ""
 
 
