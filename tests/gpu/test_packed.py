@@ -84,18 +84,18 @@ def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     assert driver.unexpected_violations() == ""
 
 
-@pytest.mark.parametrize(("row", "size"), [(64, 24), (40, 32)])
+@pytest.mark.parametrize(("row", "size", "slot"), [(64, 24, 64), (40, 32, 64), (64, 64, 72)])
 @needs_kernels
 @simulated
-def test_words_divide_the_size_of_a_block_and_the_way_to_the_next(
-    driver: Driver, row: int, size: int
+def test_words_divide_blocks_and_the_way_to_the_next_one_on_both_sides(
+    driver: Driver, row: int, size: int, slot: int
 ) -> None:
     whole = torch.randint(256, (10, row), dtype=torch.uint8)
     assert whole.data_ptr() % 16 == 0
     old = whole.clone()
     layout = on_device(driver, whole, [whole[:, :size]])
-    large = place(driver, PagedLayout([torch.zeros(10, 64, dtype=torch.uint8)]))
-    view = HostPool(large, 10).view_for(layout)  # its slots have 64 bytes
+    large = place(driver, PagedLayout([torch.zeros(10, slot, dtype=torch.uint8)]))
+    view = HostPool(large, 10).view_for(layout)
     with OffloadHandler(layout, view, copy_method="kernel") as handler:
         handler.synchronize([handler.store(gpu_block_ids=[3, 4], page_ids=[5, 6])])
         handler.synchronize([handler.load(page_ids=[5, 6], gpu_block_ids=[7, 8])])
