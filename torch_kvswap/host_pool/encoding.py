@@ -89,18 +89,9 @@ class Encoding:
         try:
             return int(slot_format(sizes, self.width_eighths).slot_bytes)
         except ValueError as error:
-            wider = self._wider_for(sizes) if is_width_open else None
+            wider = _width_for(sizes) if is_width_open else None
             wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
             raise ValueError(f"{error}; {wide}{advice}") from None
-
-    def _wider_for(self, sizes: Int64Array) -> float | None:
-        """The next larger bits_per_value whose slots have room for such blocks."""
-        for wider in map(Encoding, WIDTHS):
-            if wider.width_eighths > self.width_eighths:
-                with contextlib.suppress(ValueError):
-                    slot_format(sizes, wider.width_eighths)
-                    return wider.bits_per_value
-        return None
 
     def bytes_for(self, nbytes: int) -> int:
         """Bytes of a slot for blocks of this size, however they are divided into slabs.
@@ -131,6 +122,15 @@ def slot_format(sizes: Int64Array, width_eighths: int) -> abi.SlotFormat:
     place = sizes.ctypes.data, len(sizes)
     loader.call("kvswap_encoding_format", *place, width_eighths, ctypes.byref(found))
     return found
+
+
+def _width_for(sizes: Int64Array) -> float | None:
+    """The first of WIDTHS whose slots have room for such blocks."""
+    for width in WIDTHS:
+        with contextlib.suppress(ValueError):
+            slot_format(sizes, Encoding(width).width_eighths)
+            return width
+    return None
 
 
 def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor | None:
