@@ -31,6 +31,7 @@ from torch_kvswap.handler import BlocksRejectedError
 SIZES = {
     "2 KiB": [2048] * 5,
     "4 KiB": [4096] * 3,
+    "4 KiB and 64 B": [4096 + 64] * 3,
     "6 KiB": [6144] * 3,
     "16 KiB": [16 << 10] * 2,
     "18 KiB": [18 << 10] * 3,
