@@ -38,11 +38,11 @@ class SlabTable {
   uint32_t word_bytes_ = 16;
 };
 
-// Whether the kernels can name all blocks and slots.
+// Whether the numbers of all blocks and slots fit into the 32 bits that the kernels have for them.
 bool has_kernel_ids(int64_t num_blocks, int64_t num_slots);
 
-// Whether the kernels can copy: the slabs of a block are contiguous on the host, and they can name
-// all blocks and slots.
+// Whether the kernels can copy: has_kernel_ids(), and the slabs of a block are contiguous on the
+// host.
 bool is_packed(const Slabs& host, int64_t num_blocks, int64_t num_slots);
 
 // A copy of blocks, in some slabs of a group, between the GPU and host pages.

@@ -37,8 +37,9 @@ uint8_t choose_lowest(const uint8_t* values, uint32_t bytes) {
     if (inside > most) most = inside, lowest = from;
     inside -= bins[from];
   }
-  // A window with room to spare ends at the largest sampled exponent. One of the room is for larger
-  // values that were not sampled; most that were not are smaller.
+  // This is the first of the windows with most values, so its unused exponents are the lowest ones.
+  // One of them is given to larger values that were not sampled, and no more: most of those that
+  // were not sampled are smaller.
   if (bins[lowest] == 0 && lowest < kMaxLowest) ++lowest;
   return static_cast<uint8_t>(lowest);
 }
@@ -140,39 +141,58 @@ void decode_tile(const uint8_t* encoded, uint8_t lowest, uint8_t* values, uint32
   }
 }
 
-SlotEntry entry_of(const uint8_t* metadata, uint32_t tile) {
-  return read<SlotEntry>(metadata + kEntriesOffset + tile * sizeof(SlotEntry));
-}
-
 uint8_t* address_of(const SlotTile& tile, int64_t block) {
   return reinterpret_cast<uint8_t*>(tile.base + static_cast<uint64_t>(block) * tile.stride);
 }
 
-// Escape number `escape` of a slot.
-struct Escape {
-  uint16_t place;
-  uint8_t exponent;
-};
-Escape escape_of(const uint8_t* metadata, const SlotTiles& tiles, uint32_t escape) {
-  const uint8_t* places = metadata + places_offset(tiles.count);
-  const uint8_t* exponents = metadata + exponents_offset(tiles.count, tiles.max_escapes);
-  return {read<uint16_t>(places + escape * sizeof(uint16_t)), exponents[escape]};
-}
+// What a slot's metadata says, checked whenever it is read: another process may be writing to the
+// slot, so that what was valid a moment ago is not any more.
+class Metadata {
+ public:
+  struct Escape {
+    uint16_t place;
+    uint8_t exponent;
+  };
 
-bool is_valid(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* metadata) {
-  const auto header = read<SlotHeader>(metadata);
-  if (header.magic != kSlotMagic || (header.state & kSlotOverflow) != 0) return false;
-  for (uint32_t number = range.begin; number < range.end; ++number) {
-    const SlotEntry entry = entry_of(metadata, number);
-    if (entry.first_escape > tiles.max_escapes) return false;
-    if (entry.escapes > tiles.max_escapes - entry.first_escape) return false;
-    for (uint32_t i = 0; i < entry.escapes; ++i) {
-      const Escape escape = escape_of(metadata, tiles, entry.first_escape + i);
-      if (escape.place >= tiles.tiles[number].bytes / sizeof(uint16_t)) return false;
-    }
+  Metadata(const uint8_t* slot, const SlotTiles& tiles) : slot_(slot), tiles_(tiles) {}
+
+  bool is_slot() const {
+    const auto header = read<SlotHeader>(slot_);
+    return header.magic == kSlotMagic && (header.state & kSlotOverflow) == 0;
   }
-  return true;
-}
+  // Reads the entry of a tile. False if something in it is out of range.
+  bool read_entry(uint32_t tile, SlotEntry& entry) const {
+    entry = read<SlotEntry>(slot_ + kEntriesOffset + tile * sizeof(SlotEntry));
+    return entry.lowest >= 1 && entry.lowest <= kMaxLowest &&
+           entry.first_escape <= tiles_.max_escapes &&
+           entry.escapes <= tiles_.max_escapes - entry.first_escape;
+  }
+  // Calls take(escape) for each escape of a tile. False if its place is out of range.
+  template <typename Take>
+  bool read_escapes(uint32_t tile, const SlotEntry& entry, const Take& take) const {
+    const uint8_t* places = slot_ + places_offset(tiles_.count);
+    const uint8_t* exponents = slot_ + exponents_offset(tiles_.count, tiles_.max_escapes);
+    for (uint32_t i = entry.first_escape; i < entry.first_escape + entry.escapes; ++i) {
+      const Escape escape{read<uint16_t>(places + i * sizeof(uint16_t)), exponents[i]};
+      if (escape.place >= tiles_.tiles[tile].bytes / sizeof(uint16_t)) return false;
+      take(escape);
+    }
+    return true;
+  }
+  bool is_valid(SlotFormat::TileRange range) const {
+    if (!is_slot()) return false;
+    for (uint32_t tile = range.begin; tile < range.end; ++tile) {
+      SlotEntry entry;
+      if (!read_entry(tile, entry)) return false;
+      if (!read_escapes(tile, entry, [](const Escape&) {})) return false;
+    }
+    return true;
+  }
+
+ private:
+  const uint8_t* slot_;
+  const SlotTiles& tiles_;
+};
 
 }  // namespace
 
@@ -193,19 +213,21 @@ SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot) {
 
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       uint64_t skipped, int64_t block) {
-  if (!is_valid(tiles, range, slot)) return SlotState::kRefused;
+  const Metadata metadata(slot, tiles);
+  if (!metadata.is_valid(range)) return SlotState::kRefused;
   for (uint32_t number = range.begin; number < range.end; ++number) {
     const SlotTile& tile = tiles.tiles[number];
-    const SlotEntry entry = entry_of(slot, number);
     uint8_t* values = address_of(tile, block);
-    decode_tile(slot + (tile.offset - skipped), entry.lowest, values, tile.bytes);
-    for (uint32_t i = 0; i < entry.escapes; ++i) {
-      const Escape escape = escape_of(slot, tiles, entry.first_escape + i);
+    const auto set_exponent = [values](const Metadata::Escape& escape) {
       uint8_t* at = values + escape.place * sizeof(uint16_t);
       const auto value =
           static_cast<uint16_t>((read<uint16_t>(at) & 0x807f) | escape.exponent << 7);
       std::memcpy(at, &value, sizeof value);
-    }
+    };
+    SlotEntry entry;
+    if (!metadata.read_entry(number, entry)) return SlotState::kRefused;
+    decode_tile(slot + (tile.offset - skipped), entry.lowest, values, tile.bytes);
+    if (!metadata.read_escapes(number, entry, set_exponent)) return SlotState::kRefused;
   }
   return SlotState::kGood;
 }

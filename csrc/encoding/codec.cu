@@ -423,14 +423,16 @@ struct Metadata {
   __device__ uint32_t escapes() const { return entry.x >> 16; }
   __device__ uint32_t first_escape() const { return entry.y; }
   __device__ bool is_valid(const CodecArguments& a) const {
-    return header.x == kSlotMagic && (header.y & kSlotOverflow) == 0 &&
-           first_escape() <= a.max_escapes && escapes() <= a.max_escapes - first_escape();
+    return header.x == kSlotMagic && (header.y & kSlotOverflow) == 0 && lowest() >= 1 &&
+           lowest() <= kMaxLowest && first_escape() <= a.max_escapes &&
+           escapes() <= a.max_escapes - first_escape();
   }
 };
 
 template <int kWarps>
 __device__ void decode_tiles(const CodecArguments& a) {
   extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ uint32_t escapes_of_team[kCodecMaxWarps];
   const Team<kWarps> team;
   constexpr unsigned kThreads = Team<kWarps>::kThreads;
   Stages<kWarps> stages(team, memory + team.number * kStages * kWarps * kCodecWarpBytes);
@@ -470,6 +472,7 @@ __device__ void decode_tiles(const CodecArguments& a) {
                       reinterpret_cast<const uint32_t*>(stage + work.bytes / 2)[vector]};
       }
     }
+    if (team.rank == 0) escapes_of_team[team.number] = escapes;
     team.sync();  // all have read the tile, whose values take its place
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -477,7 +480,9 @@ __device__ void decode_tiles(const CodecArguments& a) {
       if (vector < vectors) reinterpret_cast<uint4*>(stage)[vector] = decode(encoded[j], lowest);
     }
     bool is_refused = !is_valid;
-    if (escapes != 0) {
+    // One thread decides whether the team meets. Each has read the metadata, which another process
+    // may be writing to: a team that does not agree would wait here for ever.
+    if (escapes_of_team[team.number] != 0) {
       team.sync();
       for (uint32_t i = team.rank; i < escapes; i += kThreads) {
         if (i != team.rank) {

@@ -19,8 +19,8 @@ struct SlotTiles {
 SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
 
 // Decodes some tiles of a slot into a block. skipped: bytes that the slot lacks between its
-// metadata and the first one of these tiles. kRefused: this is no slot that holds a block, and
-// nothing was written.
+// metadata and the first one of these tiles. kRefused: this is no slot that holds a block. Nothing
+// was written then, unless the slot has changed meanwhile.
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       uint64_t skipped, int64_t block);
 

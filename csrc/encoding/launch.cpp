@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "copy/address_map.h"
 #include "cuda/context.h"
 
 namespace kvswap {
@@ -10,8 +11,9 @@ namespace {
 
 constexpr uint64_t kAddressAlignment = 16;
 
-// ctas: at most, if each has kWarps.
-constexpr unsigned kWarps = 4, kOnDevice = 128, kOverLink = 32;
+constexpr unsigned kMinWarps = 4;  // of a CTA
+// The most warps of a launch: of one between GPU memory and GPU memory, or pinned host memory.
+constexpr unsigned kOnDevice = 128 * kMinWarps, kOverLink = 32 * kMinWarps;
 
 // Warps for the largest tile of a block.
 uint32_t team_warps(const SlotFormat& format) {
@@ -34,13 +36,13 @@ CodecArguments arguments_of(const CodecCopy& copy) {
   return arguments;
 }
 
-void launch(CodecArguments& arguments, const CodecCopy& copy, unsigned max_ctas,
+void launch(CodecArguments& arguments, const CodecCopy& copy, unsigned max_warps,
             const cuda::Kernels& kernels, cuda::Stream stream) {
   const unsigned tiles = arguments.block_count * arguments.tile_count;
   if (tiles == 0) return;
-  const unsigned warps = std::max(kWarps, arguments.team_warps);
+  const unsigned warps = std::max(kMinWarps, arguments.team_warps);
   const unsigned teams = warps / arguments.team_warps;
-  const unsigned ctas = std::min(max_ctas * kWarps / warps, (tiles + teams - 1) / teams);
+  const unsigned ctas = std::min(max_warps / warps, (tiles + teams - 1) / teams);
   void* pointers[] = {&arguments};
   const cuda::Result result = cuda::driver().launch(
       copy.to_host ? kernels.encode : kernels.decode, ctas, 1, 1, 32 * warps, 1, 1,
@@ -52,7 +54,7 @@ void launch(CodecArguments& arguments, const CodecCopy& copy, unsigned max_ctas,
 // Blocks [first, last) of the copy. slot_of: the slot of block i, counted from arguments.packed on.
 template <typename SlotOf>
 void launch_all(CodecArguments& arguments, const CodecCopy& copy, size_t first, size_t last,
-                const SlotOf& slot_of, unsigned max_ctas, const cuda::Kernels& kernels,
+                const SlotOf& slot_of, unsigned max_warps, const cuda::Kernels& kernels,
                 cuda::Stream stream) {
   for (size_t from = first; from < last; from += kCodecBlocks) {
     const size_t count = std::min<size_t>(last - from, kCodecBlocks);
@@ -62,7 +64,7 @@ void launch_all(CodecArguments& arguments, const CodecCopy& copy, size_t first, 
       arguments.slots[i] = static_cast<int32_t>(slot_of(from + i));
     }
     arguments.states = copy.states + from * sizeof(SlotState);
-    launch(arguments, copy, max_ctas, kernels, stream);
+    launch(arguments, copy, max_warps, kernels, stream);
   }
 }
 
@@ -71,10 +73,10 @@ void launch_all(CodecArguments& arguments, const CodecCopy& copy, size_t first, 
 TileTable::TileTable(const SlotFormat& format, const Slabs& gpu, cuda::Stream stream) {
   for (size_t slab = 0; slab < gpu.count(); ++slab) {
     if ((gpu.bases[slab] | gpu.strides[slab]) % kAddressAlignment == 0) continue;
-    fail<ValueError>("slab ", slab, " begins at address ", gpu.bases[slab], " and its blocks are ",
-                     gpu.strides[slab],
-                     " bytes apart; with lossless encoding both must be multiples of ",
-                     kAddressAlignment);
+    fail<ValueError>("slab ", slab, " begins at address ", hex(gpu.bases[slab]),
+                     " and its blocks are ", gpu.strides[slab],
+                     " bytes apart; the kernels need multiples of ", kAddressAlignment,
+                     " for both: allocate the cache so, or make the pool with encoding='raw'");
   }
   const std::vector<SlotTile> tiles = tiles_in(gpu, format.tiles());
   address_ =

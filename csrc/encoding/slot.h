@@ -23,7 +23,7 @@ constexpr uint32_t kSlotOverflow = 1u << 31;
 
 struct SlotHeader {
   uint32_t magic;
-  uint32_t state;  // escapes in the slot; kSlotOverflow: more than fit, and the rest is undefined
+  uint32_t state;  // escapes of the block; kSlotOverflow: more than fit, and the rest is undefined
   uint64_t reserved;
 };
 
@@ -57,9 +57,9 @@ KVSWAP_HOST_DEVICE constexpr uint32_t value_of_code(uint32_t code) {
 }
 
 // The lowest exponent of a tile is chosen by a quarter of its values, the same ones on the CPU and
-// on the GPU: of the 16 bytes `vector`, the 4 bytes of this number. Which ones changes from row to
-// row of a head, so that all channels are seen, and from thread to thread, so that threads read
-// different banks of shared memory.
+// on the GPU: of each 16 bytes of the tile, 4 bytes. Returns which ones of vector number `vector`:
+// 0 to 3. The choice changes from row to row of a head, so that all channels are sampled, and from
+// thread to thread, so that threads read different banks of shared memory.
 KVSWAP_HOST_DEVICE constexpr uint32_t sampled_word(uint32_t vector) {
   return ((vector >> 3) + (vector >> 5)) % 4;
 }

@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kShownPositions = 8;
 
-// Whose slots the first of the rejected blocks has.
+// The group of the block at a position in the job's list of blocks.
 const Group& group_at(const Job& job, int64_t position, const std::vector<Group>& groups) {
   auto part = job.work->parts.begin();
   for (auto i = static_cast<size_t>(position); i >= part->count; ++part) i -= part->count;

@@ -29,7 +29,7 @@ std::vector<RejectedBlock> find_rejected(const Transfer& transfer);
 std::unique_ptr<const std::vector<int64_t>> positions_in(
     const Job& job, const std::vector<RejectedBlock>& rejected);
 
-// Why the job has failed, which has rejected blocks at these positions.
+// Why the job has failed: its blocks at these positions were rejected.
 Reason rejection(const Job& job, const std::vector<int64_t>& positions,
                  const std::vector<Group>& groups) noexcept;
 

@@ -9,14 +9,20 @@ import re
 import pytest
 import torch
 from simulated_cache import needs_kernels
-from simulated_driver import Driver, on_device, simulated
+from simulated_driver import Driver, on_device, place, simulated
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 
 SHAPES = [(3, 4096), (7, 48), (2, 18432), (3, 7), (5, 10), (2, 36), (1, 1 << 20), (160, 2048)]
 
 
-def check(layout: PagedLayout, count: int, copy_method: str, staging_bytes: int = 32 << 20) -> None:
+def check(
+    layout: PagedLayout,
+    count: int,
+    copy_method: str,
+    staging_bytes: int = 32 << 20,
+    layer_groups: int = 1,
+) -> None:
     """Moves blocks out and in again, to other places, and compares all memory."""
     before = [tensor.cpu().clone() for tensor in layout.tensors]
     pool = HostPool(layout, num_pages=layout.num_blocks)
@@ -30,7 +36,7 @@ def check(layout: PagedLayout, count: int, copy_method: str, staging_bytes: int 
         stored = torch.full_like(pool.pages[:, 0], 0xA5)
         stored[pages] = torch.cat([old[blocks].flatten(1) for old in before], dim=1)
         assert torch.equal(pool.pages[:, 0], stored)
-        jobs.append(handler.load(page_ids=pages, gpu_block_ids=targets))
+        jobs.append(handler.load(page_ids=pages, gpu_block_ids=targets, layer_groups=layer_groups))
         handler.synchronize(jobs)
         for tensor, old in zip(layout.tensors, before, strict=True):
             new = old.clone()
@@ -71,6 +77,14 @@ def test_padded_blocks_of_several_sizes_are_moved(driver: Driver, copy_method: s
     check(layout, 6, copy_method)
 
 
+@pytest.mark.parametrize("copy_method", ["kernel", "staged"])
+@needs_kernels
+@simulated
+def test_layer_groups_are_moved_by_themselves(driver: Driver, copy_method: str) -> None:
+    whole = torch.randint(256, (4, 20, 96), dtype=torch.uint8)
+    check(on_device(driver, whole, list(whole)), 6, copy_method, layer_groups=3)
+
+
 @pytest.mark.parametrize("start", [0, 8, 4, 2, 1])
 @needs_kernels
 @simulated
@@ -81,6 +95,26 @@ def test_addresses_that_are_not_aligned_are_moved_in_smaller_words(
     whole = torch.randint(256, (3, 20, 256), dtype=torch.uint8)
     layout = on_device(driver, whole, [whole[layer][:, start : start + 64] for layer in range(3)])
     check(layout, 6, "kernel")
+    assert driver.unexpected_violations() == ""
+
+
+@pytest.mark.parametrize(("row", "size", "slot"), [(64, 24, 64), (40, 32, 64), (64, 64, 72)])
+@needs_kernels
+@simulated
+def test_words_divide_blocks_and_the_way_to_the_next_one_on_both_sides(
+    driver: Driver, row: int, size: int, slot: int
+) -> None:
+    whole = torch.randint(256, (10, row), dtype=torch.uint8)
+    assert whole.data_ptr() % 16 == 0
+    old = whole.clone()
+    layout = on_device(driver, whole, [whole[:, :size]])
+    large = place(driver, PagedLayout([torch.zeros(10, slot, dtype=torch.uint8)]))
+    view = HostPool(large, 10).view_for(layout)
+    with OffloadHandler(layout, view, copy_method="kernel") as handler:
+        handler.synchronize([handler.store(gpu_block_ids=[3, 4], page_ids=[5, 6])])
+        handler.synchronize([handler.load(page_ids=[5, 6], gpu_block_ids=[7, 8])])
+    old[7:9, :size] = old[3:5, :size]
+    assert torch.equal(whole, old)
     assert driver.unexpected_violations() == ""
 
 

@@ -864,6 +864,29 @@ def test_pages_that_are_not_pinned_are_refused(driver: Driver) -> None:
     assert (driver.live("streams"), driver.live("allocations")) == (0, 0)
 
 
+@pytest.mark.parametrize(("start", "row"), [(4, VALUES), (0, VALUES + 4)])
+@needs_kernels
+@simulated
+def test_slabs_that_the_kernels_cannot_read_are_refused_by_number(
+    driver: Driver, start: int, row: int
+) -> None:
+    # Of 2 bytes: the second slab begins in the middle of 16 bytes, or its second block does.
+    first = torch.zeros(8, VALUES, dtype=torch.bfloat16)
+    whole = torch.zeros(8 * row + 16, dtype=torch.bfloat16)
+    start += -whole.data_ptr() // 2 % 8
+    second = whole[start:][: 8 * row].view(8, row)[:, :VALUES]
+    layout = place(driver, PagedLayout([first, second]))
+    pool = HostPool(layout, 4, encoding="lossless")
+    with pytest.raises(ValueError, match="lossless") as refusal:
+        OffloadHandler(layout, pool)
+    assert str(refusal.value) == (
+        f"encoding='lossless' cannot be had: slab 1 begins at address 0x{second.data_ptr():x} and "
+        f"its blocks are {2 * row} bytes apart; the kernels need multiples of 16 for both: allocate "
+        "the cache so, or make the pool with encoding='raw'"
+    )
+    assert (driver.live("streams"), driver.live("allocations")) == (0, 0)
+
+
 @simulated_on_hip
 def test_a_gpu_for_which_there_are_no_kernels_is_refused(driver: Driver) -> None:
     with pytest.raises(ValueError, match="lossless") as refusal:

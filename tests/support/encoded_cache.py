@@ -30,7 +30,7 @@ class EncodedCache:
         encodings: of the groups, one after another. A single one gives a handler without lists.
         views: maps a group to an earlier one, of whose pool it has a view. The others have pools
             of their own.
-        bits: bits_per_value of encoded groups.
+        bits: bits_per_value of encoded groups, or a list with one per group.
         values: of a block in each layer, or in each layer of each group.
         options: of the handler.
 
@@ -51,7 +51,7 @@ class EncodedCache:
         values: int = VALUES,
         encodings: Sequence[str] = ("lossless",),
         views: Mapping[int, int] | None = None,
-        bits: float = 12.125,
+        bits: float | Sequence[float] = 12.125,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -72,7 +72,7 @@ class EncodedCache:
                 place(driver, layout)
             of_pool: dict[str, Any] = {"encoding": encoding}
             if encoding == "lossless":
-                of_pool["bits_per_value"] = bits
+                of_pool["bits_per_value"] = bits if isinstance(bits, float) else bits[group]
             self.tensors.append(tensors)
             self.layouts.append(layout)
             if group in views:

@@ -51,12 +51,13 @@ class SlotModel:
 
     def entry(self, slot: Bytes, number: int) -> tuple[int, int, int]:
         """Lowest exponent, escapes and first escape of a tile."""
-        lowest, _, escapes, first = struct.unpack_from("<BBHI", slot, 16 + 8 * number)
+        lowest, zeros, escapes, first = struct.unpack_from("<BBHI", slot, 16 + 8 * number)
+        assert zeros == 0
         return lowest, escapes, first
 
     def state(self, slot: Bytes) -> int:
-        magic, state, _ = struct.unpack_from("<IIQ", slot)
-        assert magic == MAGIC
+        magic, state, zeros = struct.unpack_from("<IIQ", slot)
+        assert (magic, zeros) == (MAGIC, 0)
         return int(state)
 
     def decode(self, slot: Bytes) -> list[Values]:

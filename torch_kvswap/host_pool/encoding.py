@@ -22,7 +22,7 @@ WIDTHS = (12.125, 12.5)
 _USE_RAW = "use encoding='raw'"
 _IF_BYTES = ", or pass dtype=torch.bfloat16 to PagedLayout if the tensors are views of such values"
 _BYTES = {torch.uint8, torch.int8}
-_OF_VALUES = {torch.bfloat16, *_BYTES}  # types of tensors that can hold such values
+_CAN_HOLD_BF16 = {torch.bfloat16, *_BYTES}
 SLOT_ALIGNMENT = 16  # of encoded slots, in bytes
 
 
@@ -74,7 +74,7 @@ class Encoding:
             )
         if layout.dtype != torch.bfloat16:
             remedy = ""
-            if layout.dtype is None and {one.dtype for one in layout.tensors} - _OF_VALUES:
+            if layout.dtype is None and {one.dtype for one in layout.tensors} - _CAN_HOLD_BF16:
                 remedy = ", or make a layout for each type"
             elif layout.dtype is None or layout.dtype in _BYTES:
                 remedy = _IF_BYTES
@@ -89,18 +89,9 @@ class Encoding:
         try:
             return int(slot_format(sizes, self.width_eighths).slot_bytes)
         except ValueError as error:
-            wider = self._wider_for(sizes) if is_width_open else None
+            wider = _width_for(sizes) if is_width_open else None
             wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
             raise ValueError(f"{error}; {wide}{advice}") from None
-
-    def _wider_for(self, sizes: Int64Array) -> float | None:
-        """The next larger bits_per_value whose slots have room for such blocks."""
-        for wider in map(Encoding, WIDTHS):
-            if wider.width_eighths > self.width_eighths:
-                with contextlib.suppress(ValueError):
-                    slot_format(sizes, wider.width_eighths)
-                    return wider.bits_per_value
-        return None
 
     def bytes_for(self, nbytes: int) -> int:
         """Bytes of a slot for blocks of this size, however they are divided into slabs.
@@ -133,6 +124,15 @@ def slot_format(sizes: Int64Array, width_eighths: int) -> abi.SlotFormat:
     return found
 
 
+def _width_for(sizes: Int64Array) -> float | None:
+    """The first of WIDTHS whose slots have room for such blocks."""
+    for width in WIDTHS:
+        with contextlib.suppress(ValueError):
+            slot_format(sizes, Encoding(width).width_eighths)
+            return width
+    return None
+
+
 def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor | None:
     """Decodes a block on the CPU.
 
@@ -148,10 +148,10 @@ def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor 
     block = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     bases = block.data_ptr() + np.cumsum(sizes) - sizes
     places = bases.ctypes.data, sizes.ctypes.data, len(sizes)
-    is_none = loader.call(
+    is_refused = loader.call(
         "kvswap_decode_block", *places, width_eighths, slot.data_ptr(), 0, len(sizes)
     )
-    return None if is_none else block
+    return None if is_refused else block
 
 
 def read_encoding(encoding: object, bits_per_value: object) -> Encoding:

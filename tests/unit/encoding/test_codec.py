@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from bf16_blocks import (
     with_escapes,
 )
 from expecttest import assert_expected_inline
-from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel
+from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel, best_window
 
 from torch_kvswap._native import abi, loader
 
@@ -154,6 +155,23 @@ def test_a_slot_takes_as_many_escapes_as_it_has_room_for(sizes: list[int], width
     assert_equal(read, [np.full_like(part, 0xA5A5) for part in read])
 
 
+def test_a_slot_without_room_for_escapes_holds_a_block_that_has_none() -> None:
+    sizes = [512, 512]
+    assert SlotModel(sizes, 12.5).max_escapes == 0
+    state, slot = encode(with_escapes(sizes, 0), 12.5)
+    assert state == GOOD
+    assert_equal(decode(slot, sizes, 12.5)[1], with_escapes(sizes, 0))
+    state, slot = encode(with_escapes(sizes, 1), 12.5)
+    assert (state, decode(slot, sizes, 12.5)[0]) == (TOO_MANY, REFUSED)
+
+
+def test_blocks_of_4_gib_are_the_largest() -> None:
+    sizes, found = [1 << 31, 1 << 31], abi.SlotFormat()
+    assert loader.library().kvswap_encoding_format(numbers(sizes), 2, 127, ctypes.byref(found))
+    assert found.slot_bytes == SlotModel(sizes, 15.875).slot_bytes < 1 << 32
+    assert found.tiles == 1 << 17
+
+
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_random_bits_do_not_fit(sizes: list[int]) -> None:
     state, slot = encode(random_bits(sizes), 12.5)
@@ -188,6 +206,8 @@ def damaged_slots() -> dict[str, tuple[str, int, int]]:
         "magic": ("<I", 0, MAGIC ^ 1 << 24),
         "version": ("<I", 0, MAGIC + 1),
         "overflow": ("<I", 4, OVERFLOW | 3),
+        "a lowest exponent of 0": ("B", 16, 0),
+        "a lowest exponent of 242": ("B", 16, 242),
         "more escapes than fit": ("<H", 18, model.max_escapes + 1),
         "escapes that begin behind the last one": ("<I", 20, model.max_escapes + 1),
         "escapes that end behind the last one": ("<I", 20, model.max_escapes - 2),
@@ -219,6 +239,37 @@ def test_only_damage_to_the_decoded_slabs_is_refused() -> None:
     assert_equal(read[:1], block[:1])
 
 
+@pytest.mark.parametrize("change", ["lowest", "first escape", "place"])
+def test_a_slot_that_changes_while_it_is_decoded_writes_nothing_outside_of_its_block(
+    change: str,
+) -> None:
+    # The values of the first slab, which have no escapes, take the place of the slot's metadata
+    # while the second slab still needs it.
+    sizes, model = [4096, 4096], SlotModel([4096, 4096], 12.5)
+    metadata = np.zeros(model.metadata_bytes, np.uint8)
+    first_escape = model.max_escapes if change == "first escape" else 0
+    struct.pack_into("<BBHI", metadata, 24, 0 if change == "lowest" else 120, 0, 1, first_escape)
+    if change == "place":
+        struct.pack_into("<H", metadata, model.places, ONE)
+    block = make_block("one value", sizes)
+    block[0][-metadata.size // 2 :] = metadata.view(np.uint16)
+    slot = encode(block, 12.5)[1]
+    assert model.state(slot) == 0
+    memory = np.concatenate([np.zeros(4096 - metadata.size, np.uint8), slot])
+    second = np.full(2 * ONE + 2, 0xA5, np.uint8)
+    state = loader.library().kvswap_decode_block(
+        numbers([memory.ctypes.data, second.ctypes.data]),
+        numbers(sizes),
+        len(sizes),
+        100,
+        memory.ctypes.data + 4096 - metadata.size,
+        0,
+        2,
+    )
+    assert (memory[:4096].view(np.uint16) == block[0]).all()
+    assert (state, set(second[4096:])) == (REFUSED, {0xA5})
+
+
 def test_a_block_may_begin_at_an_odd_address() -> None:
     block = make_block("outlier channels", [2048])
     odd = np.zeros(2049, np.uint8)
@@ -230,6 +281,36 @@ def test_a_block_may_begin_at_an_odd_address() -> None:
     at = numbers([back.ctypes.data + 1])
     assert library.kvswap_decode_block(at, sizes, 1, 100, slot.ctypes.data, 0, 1) == GOOD
     np.testing.assert_array_equal(back, odd)
+
+
+def chosen_lowest(values: Values) -> int:
+    """The lowest exponent of a tile, as csrc/encoding/slot.h and codec.cpp say."""
+    vectors = values.reshape(-1, 4, 2)  # of 16 bytes
+    number = np.arange(len(vectors))
+    exponents = vectors[number, ((number >> 3) + (number >> 5)) % 4].ravel() >> 7 & 0xFF
+    lowest = best_window(exponents.astype(np.int64))
+    return lowest + 1 if lowest not in exponents and lowest < 241 else lowest
+
+
+def blocks_of_random_exponents(sizes: Sequence[int]) -> Iterator[list[Values]]:
+    """Blocks whose exponents are among some neighbours, at both ends of the range and between."""
+    random = np.random.default_rng(3)
+    for lowest, count in itertools.product([0, 1, 2, 3, 100, 238, 240, 241, 242, 255], [1, 4, 17]):
+        high = min(lowest + count, 256)
+        yield [random.integers(lowest << 7, high << 7, size // 2, np.uint16) for size in sizes]
+
+
+def test_the_window_has_most_of_the_sampled_values() -> None:
+    sizes = [64, 128, 4096, 6144, 40960]
+    model = SlotModel(sizes, 15.875)
+    for block in blocks_of_random_exponents(sizes):
+        state, slot = encode(block, 15.875)
+        assert state == GOOD
+        assert [model.entry(slot, number)[0] for number in range(len(model.tiles))] == [
+            chosen_lowest(block[tile.slab][tile.first :][: tile.count]) for tile in model.tiles
+        ]
+        assert escapes_of(block) == model.state(slot)
+        assert_equal(decode(slot, sizes, 15.875)[1], block)
 
 
 def test_what_was_not_sampled_may_be_a_little_larger() -> None:
