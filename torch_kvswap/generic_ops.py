@@ -169,6 +169,6 @@ def _can_pin(device_type: str) -> bool:
     if accelerator is None or accelerator.type != device_type:
         return False
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:
         return False

@@ -47,7 +47,7 @@ _TAGS = (
 )
 
 _library.define(
-    "swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()",
+    "swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping) -> ()",
     tags=_TAGS,
 )
 _library.define(

@@ -25,7 +25,7 @@ def test_the_schemas_are_the_published_ones():
     assert_expected_inline(
         "\n".join(str(op._schema) for op in overloads),
         """\
-torch_kvswap::swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()
+torch_kvswap::swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping) -> ()
 torch_kvswap::swap_kv_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor src_block_ids, Tensor dst_block_ids) -> ()
 torch_kvswap::swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()
 torch_kvswap::expand_block_ids(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0, SymInt? count=None) -> Tensor
