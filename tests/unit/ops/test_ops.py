@@ -1,5 +1,8 @@
 """The ops' schemas, fake implementations and aliasing, as PyTorch checks them."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from error_text import message_of
@@ -227,3 +230,56 @@ def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeyp
         "device"
     )
     assert not dst.any()
+
+
+def wrong_addresses():
+    """Operands of `swap_blocks_batch` that are refused."""
+    null, sizes = torch.tensor([64, 0]), torch.tensor([0, 8])
+    ptrs = torch.tensor([64, 64])
+    return [
+        (ptrs, ptrs, torch.tensor([0, -5])),
+        (null, ptrs, sizes),
+        (ptrs, null, sizes),
+        (ptrs, ptrs[:1], sizes),
+        (ptrs, ptrs, sizes[:1]),
+        (null, null, torch.tensor([-3, 8])),
+    ]
+
+
+@pytest.fixture(params=["native", "backend"])
+def copies_by(request, monkeypatch):
+    """Addresses are copied by the native kernel, then by the backend of a device."""
+
+    def copy_batch(dst, src, sizes, stream, _):
+        for operands in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(*operands)
+
+    if request.param == "backend":
+        backend = SimpleNamespace(copy_batch=copy_batch, most_copies=2)
+        monkeypatch.setattr(ops, "_backend_of_other_device", lambda: backend)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
+
+
+def test_a_copy_of_no_bytes_may_have_any_addresses(copies_by):
+    src, dst = torch.arange(1.0, 5), torch.zeros(4)
+    addresses = [
+        torch.tensor([0, *range(t.data_ptr(), t.data_ptr() + 16, 4), -64]) for t in (src, dst)
+    ]
+    ops.swap_blocks_batch(*addresses, torch.tensor([0, 4, 0, 4, 4, 0]))
+    assert dst.tolist() == [1, 0, 3, 4]
+
+
+def test_wrong_copies_of_addresses_are_named_alike(copies_by):
+    assert_expected_inline(
+        "\n".join(
+            message_of(lambda: ops.swap_blocks_batch(*operands))  # noqa: B023
+            for operands in wrong_addresses()
+        ),
+        """\
+torch_kvswap::swap_blocks_batch: sizes[1] is -5; expected 0 or more bytes
+torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8; expected an address
+torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8; expected an address
+torch_kvswap::swap_blocks_batch: dst_ptrs has length 1, but src_ptrs has 2; expected the same number
+torch_kvswap::swap_blocks_batch: sizes has length 1, but src_ptrs has 2; expected the same number
+torch_kvswap::swap_blocks_batch: sizes[0] is -3; expected 0 or more bytes""",
+    )
