@@ -47,7 +47,8 @@ _TAGS = (
 )
 
 _library.define(
-    "swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping) -> ()",
+    "swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping)"
+    " -> ()",
     tags=_TAGS,
 )
 _library.define(
@@ -184,8 +185,8 @@ def _backend_of_other_device() -> DeviceBackend | None:
     backend = find_device_backend(accelerator.type)
     if backend is None:
         _refuse_batch(
-            f"no batched copy of addresses is registered for {accelerator.type}, the accelerator of "
-            "this process; use swap_blocks or swap_kv_blocks, which take tensors of any device"
+            f"no batched copy of addresses is registered for {accelerator.type}, the accelerator "
+            "of this process; use swap_blocks or swap_kv_blocks, which take tensors of any device"
         )
     return backend
 
@@ -242,7 +243,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     and scatter them, 32 MiB at a time.
 
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad. Telling autograd takes more than half of a small call, unless the tensors were created,
+    grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd takes more than half of a small call, unless the tensors were created,
     and the op is called, in ``torch.inference_mode()``.
 
     Args:
@@ -312,7 +313,7 @@ def swap_blocks_batch(
         src_ptrs (Tensor): contiguous int64 ``[n]`` on the CPU; may be changed or freed after the
             call. All device addresses of a call are on one device.
         dst_ptrs (Tensor): as src_ptrs.
-        sizes (Tensor): as src_ptrs; bytes.
+        sizes (Tensor): as src_ptrs; bytes. With a size of 0 the addresses are not looked at.
         is_src_access_order_any (bool): let the copy engine read host sources before earlier work in
             the stream has ended. For sources that are already complete. Device sources are always
             read in stream order.

@@ -168,11 +168,21 @@ def test_a_leaf_that_requires_grad_is_refused_as_pytorch_does(op, kind):
     assert leaf[1].tolist() == [1, 1]
 
 
-def test_what_was_computed_from_a_leaf_may_be_written():
+@pytest.mark.parametrize("kind", ["whole", "view"])
+def test_what_was_computed_from_a_leaf_may_be_written(kind):
     src, leaf = torch.ones(4, 2), torch.zeros(4, 2, requires_grad=True)
     computed = leaf * 2
-    ops.swap_blocks(src, computed, 8, torch.tensor([[0, 1]]))
+    dst = computed if kind == "whole" else computed[:]
+    ops.swap_blocks(src, dst, 8, torch.tensor([[0, 1]]))
     assert computed[1].tolist() == [1, 1]
+
+
+def test_gradients_are_those_without_the_write():
+    leaf = torch.ones(4, 2, requires_grad=True)
+    computed = leaf * 2
+    ops.swap_blocks(torch.zeros(4, 2), computed, 8, torch.tensor([[0, 1]]))
+    computed.sum().backward()
+    assert leaf.grad.tolist() == [[2, 2]] * 4
 
 
 @pytest.mark.parametrize(
