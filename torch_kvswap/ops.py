@@ -243,8 +243,9 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     and scatter them, 32 MiB at a time.
 
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd takes more than half of a small call, unless the tensors were created,
-    and the op is called, in ``torch.inference_mode()``.
+    grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd
+    takes more than half of a small call, unless the tensors were created, and the op is called, in
+    ``torch.inference_mode()``.
 
     Args:
         src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may

@@ -36,6 +36,11 @@ torch_kvswap::expand_block_ids.out(Tensor block_ids, SymInt block_size_factor, S
     )
 
 
+@pytest.mark.parametrize("op", [OPS.swap_blocks.default, OPS.swap_kv_blocks.default])
+def test_compilers_keep_the_strides_of_blocks_and_leave_the_ids_to_each_call(op):
+    assert {torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe} <= set(op.tags)
+
+
 def test_the_tensor_ops_pass_opcheck():
     src, dst = torch.randn(6, 4), torch.zeros(5, 4)
     mapping = torch.tensor([[0, 1], [5, 4]])
