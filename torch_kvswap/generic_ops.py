@@ -86,7 +86,7 @@ def _copy_blocks(
     do before has ended when they are: it may write the source or read the destination. On a device,
     the order of the stream is what allows staging memory to be used again.
     """
-    pairs = [pair for pair in zip(src, dst, strict=True) if pair[0].numel() and pair[1].numel()]
+    pairs = [pair for pair in zip(src, dst, strict=True) if pair[0].numel()]
     if not pairs or len(src_block_ids) == 0:
         return
     word_bytes = math.gcd(8, *(alignment(tensor, 0) for pair in pairs for tensor in pair))
@@ -169,6 +169,6 @@ def _can_pin(device_type: str) -> bool:
     if accelerator is None or accelerator.type != device_type:
         return False
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:
         return False

@@ -47,7 +47,8 @@ _TAGS = (
 )
 
 _library.define(
-    "swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()",
+    "swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping)"
+    " -> ()",
     tags=_TAGS,
 )
 _library.define(
@@ -183,31 +184,42 @@ def _backend_of_other_device() -> DeviceBackend | None:
         return None
     backend = find_device_backend(accelerator.type)
     if backend is None:
-        raise RuntimeError(
-            f"torch_kvswap::swap_blocks_batch: no batched copy of addresses is registered for "
-            f"{accelerator.type}, the accelerator of this process; use swap_blocks or "
-            "swap_kv_blocks, which take tensors of any device"
+        _refuse_batch(
+            f"no batched copy of addresses is registered for {accelerator.type}, the accelerator "
+            "of this process; use swap_blocks or swap_kv_blocks, which take tensors of any device"
         )
     return backend
 
 
+def _refuse_batch(reason: str) -> NoReturn:
+    raise RuntimeError(f"torch_kvswap::swap_blocks_batch: {reason}")
+
+
 def _copy_by_backend(backend: DeviceBackend, src: Tensor, dst: Tensor, sizes: Tensor) -> None:
     """Copies addresses on the current stream of the accelerator."""
-    name = "torch_kvswap::swap_blocks_batch"
     operands = {"src_ptrs": src, "dst_ptrs": dst, "sizes": sizes}
-    for operand, tensor in operands.items():
+    for name, tensor in operands.items():
         if tensor.device.type != "cpu" or tensor.dtype != torch.int64 or tensor.dim() != 1:
-            raise RuntimeError(
-                f"{name}: {operand} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it "
-                "must be int64 [n] on the CPU"
+            _refuse_batch(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected int64 "
+                "[n] on the CPU"
             )
-        if len(tensor) != len(sizes):
-            length, expected = len(tensor), len(sizes)
-            raise RuntimeError(f"{name}: {operand} has length {length}, sizes has {expected}")
-        smallest = 0 if tensor is sizes else 1
-        if len(tensor) and int(tensor.min()) < smallest:
-            at = int((tensor < smallest).nonzero()[0])
-            raise RuntimeError(f"{name}: {operand}[{at}] is {int(tensor[at])}")
+        if len(tensor) != len(src):
+            _refuse_batch(
+                f"{name} has length {len(tensor)}, but src_ptrs has {len(src)}; expected the same "
+                "number"
+            )
+    negative = (sizes < 0).nonzero()
+    if len(negative):
+        at = int(negative[0])
+        _refuse_batch(f"sizes[{at}] is {int(sizes[at])}; expected 0 or more bytes")
+    for name, addresses in (("src_ptrs", src), ("dst_ptrs", dst)):
+        null = ((addresses == 0) & (sizes > 0)).nonzero()
+        if len(null):
+            at = int(null[0])
+            _refuse_batch(
+                f"{name}[{at}] is null, with a size of {int(sizes[at])}; expected an address"
+            )
     kept = sizes > 0
     src, dst, sizes = src[kept], dst[kept], sizes[kept]
     stream = torch.accelerator.current_stream()
@@ -231,8 +243,9 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     and scatter them, 32 MiB at a time.
 
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
-    grad. Telling autograd takes more than half of a small call, unless the tensors were created,
-    and the op is called, in ``torch.inference_mode()``.
+    grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd
+    takes more than half of a small call, unless the tensors were created, and the op is called, in
+    ``torch.inference_mode()``.
 
     Args:
         src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may
@@ -301,7 +314,7 @@ def swap_blocks_batch(
         src_ptrs (Tensor): contiguous int64 ``[n]`` on the CPU; may be changed or freed after the
             call. All device addresses of a call are on one device.
         dst_ptrs (Tensor): as src_ptrs.
-        sizes (Tensor): as src_ptrs; bytes.
+        sizes (Tensor): as src_ptrs; bytes. With a size of 0 the addresses are not looked at.
         is_src_access_order_any (bool): let the copy engine read host sources before earlier work in
             the stream has ended. For sources that are already complete. Device sources are always
             read in stream order.

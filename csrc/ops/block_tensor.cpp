@@ -44,11 +44,11 @@ BlockTensor::BlockTensor(std::string tensor_name, const Tensor& tensor)
       base(reinterpret_cast<uint64_t>(tensor.data_ptr())),
       device(device_of(tensor)),
       offset(device.has_addresses() ? 0 : storage_offset_bytes(tensor)),
-      element_bytes(tensor.element_size()),
       order(order_within_block(tensor)) {
   check_storage(name, tensor);
   KVSWAP_CHECK(tensor.dim() >= 1, name, " has no dimension; expected blocks along dimension 0");
   count = tensor.size(0);
+  const uint64_t element_bytes = tensor.element_size();
   pitch = static_cast<uint64_t>(tensor.stride(0)) * element_bytes;
   bytes = count == 0 ? 0 : static_cast<uint64_t>(tensor.numel() / count) * element_bytes;
   KVSWAP_CHECK(bytes == 0 || is_dense(order), name, " has shape ", shape_text(tensor),
@@ -64,9 +64,9 @@ void check_same_block(const BlockTensor& src, const BlockTensor& dst) {
   KVSWAP_CHECK(src.bytes == dst.bytes || src.count == 0 || dst.count == 0, "a block of ", src.name,
                " has ", src.bytes, " bytes and a block of ", dst.name, " ", dst.bytes,
                "; expected the same");
-  const bool same_order = src.element_bytes == dst.element_bytes && src.order == dst.order;
-  KVSWAP_CHECK(same_order || (is_row_major(src.order) && is_row_major(dst.order)), "a block of ",
-               src.name, " and a block of ", dst.name,
+  // As the bytes are equal, so are those of an element where the orders are.
+  KVSWAP_CHECK(src.order == dst.order || (is_row_major(src.order) && is_row_major(dst.order)),
+               "a block of ", src.name, " and a block of ", dst.name,
                " keep their elements in different orders of dimensions; expected the same shape "
                "and strides within a block, or contiguous blocks on both sides");
 }

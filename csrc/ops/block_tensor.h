@@ -23,7 +23,6 @@ struct BlockTensor {
   uint64_t bytes;
   TensorDevice device;
   uint64_t offset;  // if `base` is no address: bytes from the begin of the storage to `base`
-  size_t element_bytes;
   std::vector<std::pair<int64_t, int64_t>> order;  // (size, stride) within a block
 
   BlockTensor(std::string name, const Tensor& tensor);

@@ -217,8 +217,8 @@ def test_addresses_are_copied_by_the_backend(accelerator: Accelerator) -> None:
     assert backend.calls == [([4], None), ([8], None)]
     assert "no batched copy of addresses is registered for fakeaccel" in refused
     assert texts == [
-        "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1",
-        "RuntimeError: torch_kvswap::swap_blocks_batch: src_ptrs has length 3, sizes has 1",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: sizes[1] is -1; expected 0 or more bytes",
+        "RuntimeError: torch_kvswap::swap_blocks_batch: sizes has length 1, but src_ptrs has 3; expected the same number",
     ]
 
 

@@ -91,6 +91,13 @@ def test_ids_and_staging_memory_may_be_used_again_before_the_copy_runs(accelerat
     assert dst.flatten().tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
+@on_fake_accelerator
+def test_a_default_device_does_not_change_how_ids_are_copied(accelerator):
+    generic_ops._can_pin.cache_clear()
+    with torch.device(DEVICE_TYPE):
+        assert generic_ops._can_pin(DEVICE_TYPE)
+
+
 @pytest.mark.parametrize("where", ["cpu", "pinned"])
 @on_fake_accelerator
 def test_a_host_destination_is_complete_when_the_op_returns(accelerator, where):

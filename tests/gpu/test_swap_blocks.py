@@ -82,6 +82,32 @@ def test_blocks_permuted_alike_on_both_sides_keep_their_elements():
     assert torch.equal(dst[2], src[1])
 
 
+def test_a_dimension_of_size_one_has_no_order():
+    src, dst = torch.randn(4, 8, 1).transpose(1, 2), torch.zeros(4, 1, 8)
+    assert src.stride() != dst.stride()
+    ops.swap_blocks(src, dst, 32, torch.tensor([[1, 2]]))
+    assert torch.equal(dst[2], src[1])
+
+
+def test_a_tensor_without_blocks_has_no_block_size():
+    none, some = torch.zeros(0, 8), torch.ones(4, 8)
+    no_ids = torch.zeros(0, 2, dtype=torch.int64)
+    for src, dst in ((none, some), (some, none), (none, none)):
+        ops.swap_blocks(src, dst, 32, no_ids)
+        ops.swap_kv_blocks([src], [dst], no_ids[:, 0], no_ids[:, 1])
+    assert some.eq(1).all()
+
+
+def test_blocks_that_overlap_are_seen_at_any_distances():
+    memory = torch.arange(16, dtype=torch.uint8)
+    src, dst = memory.as_strided((4, 1), (4, 1)), memory.as_strided((3, 1), (3, 1), 1)
+    with pytest.raises(RuntimeError, match=r"block 1 of src\[0\], .* block 1 of dst\[0\]"):
+        ops.swap_kv_blocks([src], [dst], torch.tensor([1]), torch.tensor([1]))
+    assert memory.tolist() == list(range(16))
+    ops.swap_kv_blocks([src], [dst], torch.tensor([3]), torch.tensor([0]))
+    assert memory[1] == 12
+
+
 def test_blocks_of_one_cache_move_within_it():
     cache = torch.randn(10, 32)
     before = cache.clone()
@@ -232,11 +258,12 @@ def test_a_tensor_whose_storage_was_freed_is_refused():
     src, dst, mapping = torch.zeros(4, 8), torch.zeros(6, 8), torch.tensor([[0, 1]])
     for freed, name in ((src, "src"), (dst, "dst"), (mapping, "block_mapping")):
         size = freed.untyped_storage().size()
-        freed.untyped_storage().resize_(0)
-        assert message_of(lambda: ops.swap_blocks(src, dst, 32, mapping)) == (
-            f"torch_kvswap::swap_blocks: {name} reaches to byte {size} of its storage, which has 0;"
-            " it was freed or resized: bring its memory back first"
-        )
+        for left in (0, size - 1):
+            freed.untyped_storage().resize_(left)
+            assert message_of(lambda: ops.swap_blocks(src, dst, 32, mapping)) == (
+                f"torch_kvswap::swap_blocks: {name} reaches to byte {size} of its storage, which "
+                f"has {left}; it was freed or resized: bring its memory back first"
+            )
         freed.untyped_storage().resize_(size)
 
 

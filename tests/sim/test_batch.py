@@ -439,3 +439,26 @@ torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERR
 torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
 """,
     )
+
+
+def test_the_driver_is_asked_about_an_allocation_once_and_not_for_each_fragment():
+    def body(driver):
+        gpu, host = driver.memory(4096, DEVICE), driver.memory(4096, HOST)
+        host.random_(1, 256)
+        driver.set_stream(0, 70)
+        offsets = torch.arange(0, 4096, 64)
+        swap = host.data_ptr() + offsets, gpu.data_ptr() + offsets, torch.full_like(offsets, 32)
+        # The first question is whether CUDA is in use. The next two are about the two allocations.
+        driver.fail("cuPointerGetAttributes", 4)
+        ops.swap_blocks_batch(*swap)
+        print(torch.equal(gpu.view(-1, 64)[:, :32], host.view(-1, 64)[:, :32]))
+        driver.fail("cuPointerGetAttributes", 3)
+        print(error_of(lambda: ops.swap_blocks_batch(*swap)))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+True
+torch_kvswap::swap_blocks_batch: cuPointerGetAttributes of address 0x~: CUDA_ERROR_SIMULATED (1): made up by the simulated driver
+""",
+    )

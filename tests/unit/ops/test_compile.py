@@ -136,6 +136,23 @@ def test_swap_kv_blocks_writes_every_layer_of_the_graph(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_swap_blocks_compiles_once_for_block_sizes_that_vary(backend, device):
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    frames = CompileCounterWithBackend(backend)
+
+    def step(source, cache):
+        ops.swap_blocks(source, cache, source.stride(0) * source.element_size(), MAPPING)
+
+    run = torch.compile(step, backend=frames, fullgraph=True, dynamic=True)
+    for width in range(3, 8):
+        cache, source = torch.zeros(2, width, device=device), torch.ones(2, width)
+        run(source, cache)
+        assert cache.tolist() == [[1] * width, [0] * width]
+    assert frames.frame_count == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_views_of_one_cache_are_written_through(backend, device):
     cache = torch.zeros(4, 2, 8, device=device)
     source = torch.ones(4, 8)

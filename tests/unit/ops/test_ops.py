@@ -1,5 +1,8 @@
 """The ops' schemas, fake implementations and aliasing, as PyTorch checks them."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from error_text import message_of
@@ -25,12 +28,17 @@ def test_the_schemas_are_the_published_ones():
     assert_expected_inline(
         "\n".join(str(op._schema) for op in overloads),
         """\
-torch_kvswap::swap_blocks(Tensor src, Tensor(a!) dst, int block_size_in_bytes, Tensor block_mapping) -> ()
+torch_kvswap::swap_blocks(Tensor src, Tensor(a!) dst, SymInt block_size_in_bytes, Tensor block_mapping) -> ()
 torch_kvswap::swap_kv_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor src_block_ids, Tensor dst_block_ids) -> ()
 torch_kvswap::swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()
 torch_kvswap::expand_block_ids(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0, SymInt? count=None) -> Tensor
 torch_kvswap::expand_block_ids.out(Tensor block_ids, SymInt block_size_factor, SymInt skip_count=0, SymInt? count=None, *, Tensor(a!) out) -> ()""",
     )
+
+
+@pytest.mark.parametrize("op", [OPS.swap_blocks.default, OPS.swap_kv_blocks.default])
+def test_compilers_keep_the_strides_of_blocks_and_leave_the_ids_to_each_call(op):
+    assert {torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe} <= set(op.tags)
 
 
 def test_the_tensor_ops_pass_opcheck():
@@ -165,11 +173,21 @@ def test_a_leaf_that_requires_grad_is_refused_as_pytorch_does(op, kind):
     assert leaf[1].tolist() == [1, 1]
 
 
-def test_what_was_computed_from_a_leaf_may_be_written():
+@pytest.mark.parametrize("kind", ["whole", "view"])
+def test_what_was_computed_from_a_leaf_may_be_written(kind):
     src, leaf = torch.ones(4, 2), torch.zeros(4, 2, requires_grad=True)
     computed = leaf * 2
-    ops.swap_blocks(src, computed, 8, torch.tensor([[0, 1]]))
+    dst = computed if kind == "whole" else computed[:]
+    ops.swap_blocks(src, dst, 8, torch.tensor([[0, 1]]))
     assert computed[1].tolist() == [1, 1]
+
+
+def test_gradients_are_those_without_the_write():
+    leaf = torch.ones(4, 2, requires_grad=True)
+    computed = leaf * 2
+    ops.swap_blocks(torch.zeros(4, 2), computed, 8, torch.tensor([[0, 1]]))
+    computed.sum().backward()
+    assert leaf.grad.tolist() == [[2, 2]] * 4
 
 
 @pytest.mark.parametrize(
@@ -227,3 +245,56 @@ def test_addresses_are_refused_where_they_may_be_those_of_another_device(monkeyp
         "device"
     )
     assert not dst.any()
+
+
+def wrong_addresses():
+    """Operands of `swap_blocks_batch` that are refused."""
+    null, sizes = torch.tensor([64, 0]), torch.tensor([0, 8])
+    ptrs = torch.tensor([64, 64])
+    return [
+        (ptrs, ptrs, torch.tensor([0, -5])),
+        (null, ptrs, sizes),
+        (ptrs, null, sizes),
+        (ptrs, ptrs[:1], sizes),
+        (ptrs, ptrs, sizes[:1]),
+        (null, null, torch.tensor([-3, 8])),
+    ]
+
+
+@pytest.fixture(params=["native", "backend"])
+def copies_by(request, monkeypatch):
+    """Addresses are copied by the native kernel, then by the backend of a device."""
+
+    def copy_batch(dst, src, sizes, stream, _):
+        for operands in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(*operands)
+
+    if request.param == "backend":
+        backend = SimpleNamespace(copy_batch=copy_batch, most_copies=2)
+        monkeypatch.setattr(ops, "_backend_of_other_device", lambda: backend)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
+
+
+def test_a_copy_of_no_bytes_may_have_any_addresses(copies_by):
+    src, dst = torch.arange(1.0, 5), torch.zeros(4)
+    addresses = [
+        torch.tensor([0, *range(t.data_ptr(), t.data_ptr() + 16, 4), -64]) for t in (src, dst)
+    ]
+    ops.swap_blocks_batch(*addresses, torch.tensor([0, 4, 0, 4, 4, 0]))
+    assert dst.tolist() == [1, 0, 3, 4]
+
+
+def test_wrong_copies_of_addresses_are_named_alike(copies_by):
+    assert_expected_inline(
+        "\n".join(
+            message_of(lambda: ops.swap_blocks_batch(*operands))  # noqa: B023
+            for operands in wrong_addresses()
+        ),
+        """\
+torch_kvswap::swap_blocks_batch: sizes[1] is -5; expected 0 or more bytes
+torch_kvswap::swap_blocks_batch: src_ptrs[1] is null, with a size of 8; expected an address
+torch_kvswap::swap_blocks_batch: dst_ptrs[1] is null, with a size of 8; expected an address
+torch_kvswap::swap_blocks_batch: dst_ptrs has length 1, but src_ptrs has 2; expected the same number
+torch_kvswap::swap_blocks_batch: sizes has length 1, but src_ptrs has 2; expected the same number
+torch_kvswap::swap_blocks_batch: sizes[0] is -3; expected 0 or more bytes""",
+    )
