@@ -340,12 +340,13 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
-        # Here, because what is wrong is refused also if nothing is copied.
+        # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
         load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
+            self.handler._check_options(after, layer_groups, gate)
             return None
         return self._submit(
             load,
@@ -488,6 +489,7 @@ class OffloadEngine(NotCopyable):
         """
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._read(keys, gpu_block_ids)
+        self.handler._check_options(after)
         self._grow()
         store = self.manager.preempt(self._pools.keys(digests))
         if store is None:
@@ -545,8 +547,9 @@ class OffloadEngine(NotCopyable):
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
         if self._ready != self._pools.counts:
-            self._ready = self._pools.ready
-            self.manager.grow(self._ready)
+            ready = self._pools.ready
+            self.manager.grow(ready)
+            self._ready = ready
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
@@ -579,7 +582,10 @@ class OffloadEngine(NotCopyable):
         """
         self._grow()
         store = self.manager.prepare_store(self._pools.keys(digests))
-        return None if store is None or store.id == 0 else self._submit(store, blocks, **options)
+        if store is None or store.id == 0:
+            self.handler._check_options(options["after"])
+            return None
+        return self._submit(store, blocks, **options)
 
     def _submit(
         self, reservation: Load | Store, blocks: Sequence[array[int]], **options: Any

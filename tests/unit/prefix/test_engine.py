@@ -86,6 +86,34 @@ def test_an_option_that_is_neither_true_nor_false_is_refused_also_if_nothing_is_
         assert engine.manager.stats().filling_pages == 1
 
 
+def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        errors = [
+            error_text(engine.load, ["x"], [1], gate=object()),
+            error_text(engine.load, ["x"], [1], layer_groups=0),
+            error_text(engine.load, ["x"], [1], after=object()),
+            error_text(engine.store, ["a"], [1], after=object()),
+            error_text(engine.preempt, ["a"], [1], after=object()),
+        ]
+        assert engine.manager.stats().idle_pages == 1
+    closed = "RuntimeError: the handler is closed; make a new one"
+    assert error_text(engine.load, ["x"], [1]) == closed
+    assert error_text(engine.store, ["a"], [1]) == closed
+    assert error_text(engine.preempt, ["a"], [1]) == closed
+    of_after = (
+        "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
+        "and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING"
+    )
+    assert [" ".join(error.split()) for error in errors] == [
+        "TypeError: gate is an object; pass what OffloadHandler.gate() returns",
+        "ValueError: layer_groups is 0; it must be 1 to 2",
+        *[of_after] * 3,
+    ]
+
+
 def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
     engine, tensor = make()
     with engine.handler:
