@@ -51,9 +51,8 @@ class LazyStorePolicy:
             key = keys[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             blocks = list(gpu_block_ids[place * self._per_page : (place + 1) * self._per_page])
             for block in blocks:
-                if self._key.get(block) != key:
-                    self._forget(block)
-                    self._key[block] = key
+                self._forget(block)
+                self._key[block] = key
             # If a page has two copies on the GPU, keep the newer one, which leaves later.
             self._blocks[key], self._parent[key] = blocks, parent
             parent = key

@@ -426,7 +426,8 @@ class BlockManager(NotCopyable):
             lease (int | Store): from lease() or preempt().
 
         Returns:
-            bool: False if it had already ended, by itself or by reset().
+            bool: False if its blocks were not held any more. Blocks of a lease whose time is over
+                are held until the next store, lease() or stats().
         """
         return self._native.release(
             lease.lease if isinstance(lease, Store) else read_int("lease", lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from hashlib import sha256
 from itertools import combinations
@@ -158,7 +159,8 @@ def test_a_fully_cached_prompt_of_n_tokens_yields_n_minus_1_at_most(tokens, bloc
 def test_a_part_full_block_has_a_key_of_its_own_behind_the_full_ones():
     hasher = PrefixHasher(**SETTINGS)
     part = hasher.partial_key(TOKENS[:20])
-    assert len(part) == DIGEST_BYTES
+    head = b"\x02" + struct.pack("<II", 4, 0)  # a block of 4 tokens, without items
+    assert part == sha256(head + keys()[0] + struct.pack("<4I", *TOKENS[16:20])).digest()
     others = [hasher.partial_key(TOKENS[:21]), hasher.partial_key([7, *TOKENS[1:20]]), *keys()]
     assert part not in others
     assert hasher.partial_key([*TOKENS[:20]]) == part
