@@ -104,7 +104,7 @@ class _Pools:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
         split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
         digests = [
-            read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
+            read_digests(self.name_of_keys(group), keys)
             for group, (_, _, keys, _) in enumerate(split)
         ]
         blocks = [
@@ -127,6 +127,10 @@ class _Pools:
         if not self._is_list:
             return value
         return [value if index == group else [] for index in range(len(self._pools))]
+
+    def name_of_keys(self, group: int) -> str:
+        """What errors call the argument with the keys of a group."""
+        return f"keys[{group}]" if self._is_list else "keys"
 
     def name_of_blocks(self, group: int) -> str:
         """What errors call the argument with the GPU blocks of a group."""
@@ -189,6 +193,17 @@ def _check_distinct(name: str, blocks: array[int]) -> None:
             f"{name}[{first}] and {name}[{second}] are both {block}, but no block has the contents "
             "of two; pass only keys whose blocks are on the GPU"
         )
+
+
+def _check_distinct_keys(name: str, digests: bytes) -> None:
+    """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
+    first: dict[bytes, int] = {}
+    for index in range(len(digests) // DIGEST_BYTES):
+        key = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        if (before := first.setdefault(key, index)) != index:
+            raise ValueError(
+                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
+            )
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
@@ -554,6 +569,8 @@ class OffloadEngine(NotCopyable):
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
         computed = self._read(keys, gpu_block_ids)
+        for group, digests in enumerate(computed[0]):
+            _check_distinct_keys(self._pools.name_of_keys(group), digests)
         with self._lock:
             for lazy, digests, blocks in zip(self._lazy, *computed, strict=True):
                 lazy.record(digests, blocks)

@@ -394,6 +394,20 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert engine.manager.stats().idle_pages == 2
 
 
+@simulated
+def test_blocks_of_a_store_that_was_cancelled_are_not_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        assert handler.cancel(engine.store(["a", "b"], [1, 3]))
+        driver.set_mode("immediate")
+        drain(handler)
+        assert [result.state for result in engine.poll()] == ["cancelled"]
+        assert engine.lookup(["a"]).found == 0
+        assert engine.manager.stats().free_pages == host.num_pages
+
+
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + PATIENCE
@@ -568,14 +582,16 @@ def test_only_the_blocks_that_do_not_fit_are_forgotten():
 
 
 @pytest.mark.parametrize("per_page", [2, 3])
-def test_a_page_is_forgotten_for_one_of_its_blocks(per_page):
+def test_a_page_is_forgotten_for_some_of_its_blocks(per_page):
     kinds = ["normal"] * 3 * per_page
-    kinds[2 * per_page - 1] = kinds[2 * per_page] = None
+    missing = (2 * per_page - 2, 2 * per_page - 1, 2 * per_page)  # two of one page, one of the next
+    for block in missing:
+        kinds[block] = None
     engine, _ = make_encoded(per_page, kinds)
     with engine.handler:
         engine.store(["a", "b", "part"], list(range(2 * per_page + 1)))
         (result,) = engine.poll()
-        assert result.rejected == (2 * per_page - 1, 2 * per_page)
+        assert result.rejected == missing
         assert engine.lookup(["a", "b"]).ready == 1
         assert engine.manager.stats().failed == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,22 @@ def test_blocks_that_leave_together_are_one_chain():
     storing.record(keys_of(1), [5, 6, 7, 8])
     assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
     assert evicting(storing, [8, 7]) == []
+
+
+def test_naming_all_blocks_of_a_prompt_takes_little_more_memory_than_naming_its_last():
+    storing, count = LazyStorePolicy(), 1000
+    storing.record(b"".join(number.to_bytes(32, "big") for number in range(count)), range(count))
+
+    def memory(blocks):
+        tracemalloc.start()
+        try:
+            (chain,) = storing.chains_of(blocks)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            assert chain.gpu_block_ids == [*range(count)]
+            tracemalloc.stop()
+
+    assert memory(range(count)) < 10 * memory([count - 1])
 
 
 def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
@@ -146,14 +164,17 @@ def test_each_group_of_layers_stores_what_leaves_it():
 
 
 def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
-    with PrefixServer(2, 2, store_policy="lazy") as server:
+    with PrefixServer(3, 2, store_policy="lazy") as server:
         assert [
             error_text(OffloadEngine, server.handler, store_policy="never"),
             error_text(server.engine.store, ["a"], [1], after=()),
             error_text(server.engine.store, ["a"], [1, 2]),
+            error_text(server.engine.store, ["a", "b", "a"], [0, 1, 2]),
         ] == [
             "ValueError: store_policy is 'never'; it can be eager or lazy",
             'TypeError: with store_policy="lazy", pass after and copy_engines_only to evict()',
             "ValueError: gpu_block_ids has 2 ids for 1 key of 1 block each; pass the blocks of all\n"
             "keys, also of those that the prefix of a load leaves out",
+            "ValueError: keys[2] is the same key as keys[0]; name a block once",
         ]
+        assert server.engine.evict([0, 1, 2]) == []  # nothing was recorded
