@@ -144,6 +144,18 @@ def test_a_refused_call_leaves_nothing_behind():
         assert engine.lookup(["b"]).found == 0
 
 
+def test_a_preemption_that_cannot_be_submitted_holds_nothing():
+    engine, tensor = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        tensor.data = tensor.clone()
+        with pytest.raises(RuntimeError, match="has moved"):
+            engine.preempt(["a", "b"], [1, 2])
+        stats = engine.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
+
+
 def test_a_handler_has_one_engine() -> None:
     engine, _ = make()
     with engine.handler as handler:
@@ -278,8 +290,10 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         engine.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        handler.synchronize(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
+        held = engine.preempt([9, 10, 11, 12], [9, 10, 11, 12])
+        handler.synchronize(held.job)
         engine.poll()
+        assert engine.release(held)
         stats = engine.manager.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
         keys, kept = [*range(7), *range(8, 13)], rows.clone()
@@ -434,6 +448,40 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
         stats = engine.manager.stats()
         assert stats.free_pages + stats.idle_pages == 8
         assert stats.stored == 150
+
+
+def test_a_poll_that_sees_a_job_before_it_is_recorded_waits_for_that():
+    """The job ends, and another thread polls, before the call that submits it returns."""
+
+    class Lock:
+        def __init__(self):
+            self.lock, self.poll_arrives = threading.Lock(), threading.Event()
+
+        def __enter__(self):
+            if threading.current_thread() is poller:
+                self.poll_arrives.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    engine, _ = make()
+    poller = threading.Thread(target=engine.poll)
+    engine._lock, submit = Lock(), engine.handler._submit
+
+    def submit_and_poll(*arguments, **options):
+        job = submit(*arguments, **options)
+        poller.start()
+        assert engine._lock.poll_arrives.wait(PATIENCE)
+        if not engine._lock.lock.locked():
+            poller.join(PATIENCE)  # nothing makes it wait
+        return job
+
+    with engine.handler:
+        engine.handler._submit = submit_and_poll
+        engine.store(["a"], [1])
+        poller.join(PATIENCE)
+        assert engine.lookup(["a"]).ready == 1
 
 
 def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():

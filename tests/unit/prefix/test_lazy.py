@@ -145,6 +145,20 @@ def test_what_leaves_is_left_out_where_the_host_has_no_room():
         assert server.engine.manager.stats().refused == 1
 
 
+def test_a_block_that_has_left_is_never_stored_under_its_old_key():
+    tensor = torch.arange(4.0)[:, None].repeat(1, 4)
+    layout = PagedLayout([tensor])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        engine = OffloadEngine(handler, store_policy="lazy")
+        engine.store(["a"], [1])
+        assert len(engine.evict([1])) == 1
+        engine.poll()
+        engine.manager.reset()
+        tensor[1] = 9  # the contents of a block that no key was recorded for
+        assert engine.evict([1]) == []
+        assert engine.lookup(["a"]).found == 0
+
+
 def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
