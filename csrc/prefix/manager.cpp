@@ -304,10 +304,10 @@ std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_
 }
 
 int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
-  const auto is_there = [&](const Group& group, size_t at) {
+  const auto is_present = [&](const Group& group, size_t at) {
     return ready ? group.pages->is_filled(found_pages_[at]) : found_pages_[at] != kNone;
   };
-  // Groups that need all blocks limit the prefix from the front, and need no second look.
+  // A group that needs all blocks limits the prefix to those before the first that is missing.
   int64_t units = INT64_MAX;
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
@@ -315,15 +315,14 @@ int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
     auto end = static_cast<size_t>(keys.counts[g]);
     if (group.options.window == 0) {
       size_t first_missing = 0;
-      while (first_missing < end && is_there(group, at + first_missing)) ++first_missing;
+      while (first_missing < end && is_present(group, at + first_missing)) ++first_missing;
       end = first_missing;
     }
-    group.there_from = end;
+    group.present_from = end;
     units = std::min(units, static_cast<int64_t>(end / group.options.ratio));
   }
-  // Windows are checked backwards from the end of the prefix, until no group shortens it. A prefix
-  // that lacks block j of a window can only end before that block. `there_from` keeps what was
-  // found, so that no block is checked twice.
+  // The others are checked backwards from the end of the prefix, until none shortens it: if block j
+  // of the window is missing, a prefix can only end before that block. No block is checked twice.
   for (bool shorter = true; shorter && units > 0;) {
     shorter = false;
     at = 0;
@@ -331,9 +330,9 @@ int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
       Group& group = groups_[g];
       if (group.options.window == 0) continue;
       const auto [start, end] = needed_blocks(group, units);
-      size_t& from = group.there_from;
+      size_t& from = group.present_from;
       from = std::min(from, end);
-      while (from > start && is_there(group, at + from - 1)) --from;
+      while (from > start && is_present(group, at + from - 1)) --from;
       if (from == start) continue;
       units = static_cast<int64_t>((from - 1) / group.options.ratio);
       shorter = true;

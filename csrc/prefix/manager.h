@@ -123,7 +123,7 @@ class BlockManager {
     std::unique_ptr<Pages> pages;
     Counters counters;
     std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
-    size_t there_from;  // longest_prefix(): blocks from here to the end of the prefix are there
+    size_t present_from;  // of longest_prefix(): it has seen the blocks from here to the end
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Takes the lock, for a call that visits this many keys or pages.

@@ -177,7 +177,7 @@ def test_each_group_of_layers_stores_what_leaves_it():
         assert tensors[1][5:7, 0].tolist() == [3, 4]
 
 
-def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
+def test_an_unknown_store_policy_and_wrong_arguments_of_a_lazy_store_are_refused():
     with PrefixServer(3, 2, store_policy="lazy") as server:
         assert [
             error_text(OffloadEngine, server.handler, store_policy="never"),
