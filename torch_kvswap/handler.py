@@ -847,6 +847,16 @@ class OffloadHandler(NotCopyable):
             self._tags[job.id] = tag
         return job
 
+    def _check_options(
+        self, after: object, layer_groups: int | None = None, gate: Gate | None = None
+    ) -> None:
+        """Raises what _submit() would raise for these options, if there is nothing to submit."""
+        self._native.check_open()
+        if layer_groups is not None or gate is not None:
+            self._read_layer_groups(layer_groups, gate)
+        if after is not None:
+            self._native.groups.resolve_after(after)
+
     def _read_layer_groups(self, layer_groups: int | None, gate: Gate | None) -> int:
         """The number of layer groups of a load, checked against its gate."""
         if gate is not None and not isinstance(gate, Gate):

@@ -45,7 +45,7 @@ uint32_t Arc::evict(const Admission& admission) {
   if (idle_[side].size() == 0) side = side == kRecent ? kFrequent : kRecent;
   const uint32_t page = idle_[side].take_oldest(table_.nodes);
   --sizes_[side];
-  if (admission.leaves_no_ghost && side == kRecent) {
+  if (admission.leaves_no_ghost) {  // all pages are recent
     table_.erase(page);
   } else {
     add_ghost(page, side);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <string>
 
 #include "check.h"
 
@@ -21,7 +22,7 @@ constexpr size_t kAtOnce = 64;
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
-  for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}});
+  for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}, 0});
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
   if (store_threshold_ > 1) lookups_.emplace(options.lookup_capacity);
 }
@@ -81,7 +82,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   const Stored stored{next_id(), keep ? next_id() : 0};
   const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
   try {
-    if (keep) leases_.emplace(stored.lease, std::vector<Pin>());
+    if (keep) leases_.emplace(stored.lease, Lease{{}, INFINITY});
   } catch (...) {
     reservations_.erase(reservation);
     throw;
@@ -99,7 +100,7 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   if (keep) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
     kept = pins;
-    leases_.find(stored.lease)->second = std::move(kept);
+    leases_.find(stored.lease)->second.pins = std::move(kept);
   }
   reservation->second.pins = std::move(pins);
   if (written > 0) return stored;
@@ -210,9 +211,14 @@ int64_t BlockManager::lease(const Keys& keys, double now, double seconds, bool w
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i = 0; i < keys.counts[g]; ++i) pins.push_back({g, found_pages_[at++], false});
   }
-  if (std::isfinite(seconds)) lease_ends_.push({now + seconds, id});
-  const std::vector<Pin>& kept = leases_.emplace(id, std::move(pins)).first->second;
-  for (const Pin& pin : kept) groups_[pin.group].pages->hold(pin.page);
+  const auto kept = leases_.emplace(id, Lease{std::move(pins), now + seconds}).first;
+  try {
+    if (std::isfinite(kept->second.end)) lease_ends_.emplace(kept->second.end, id);
+  } catch (...) {
+    leases_.erase(kept);
+    throw;
+  }
+  for (const Pin& pin : kept->second.pins) groups_[pin.group].pages->hold(pin.page);
   return id;
 }
 
@@ -220,8 +226,10 @@ bool BlockManager::release(int64_t id, bool wait) {
   const auto lock = lock_for(0, wait);
   const auto found = leases_.find(id);
   if (found == leases_.end()) return false;
-  if (!wait && found->second.size() > kFewKeys) throw Busy{};
-  release_all(found->second);
+  const Lease& lease = found->second;
+  if (!wait && lease.pins.size() > kFewKeys) throw Busy{};
+  release_all(lease.pins);
+  lease_ends_.erase({lease.end, id});
   leases_.erase(found);
   return true;
 }
@@ -251,14 +259,13 @@ void BlockManager::release_all(const std::vector<Pin>& pins) {
 }
 
 void BlockManager::expire(double now, bool wait) {
-  for (size_t visits = 0; !lease_ends_.empty() && lease_ends_.top().first <= now;
-       lease_ends_.pop()) {
-    const auto found = leases_.find(lease_ends_.top().second);
-    visits += 1 + (found == leases_.end() ? 0 : found->second.size());
+  for (size_t visits = 0; !lease_ends_.empty() && lease_ends_.begin()->first <= now;) {
+    const auto lease = leases_.find(lease_ends_.begin()->second);
+    visits += 1 + lease->second.pins.size();
     if (!wait && visits > kFewKeys) throw Busy{};
-    if (found == leases_.end()) continue;
-    release_all(found->second);
-    leases_.erase(found);
+    release_all(lease->second.pins);
+    leases_.erase(lease);
+    lease_ends_.erase(lease_ends_.begin());
   }
 }
 
@@ -296,36 +303,39 @@ std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_
   return {window == 0 || window > end ? 0 : end - window, end};
 }
 
-int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) const {
+int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
+  const auto is_present = [&](const Group& group, size_t at) {
+    return ready ? group.pages->is_filled(found_pages_[at]) : found_pages_[at] != kNone;
+  };
+  // A group that needs all blocks limits the prefix to those before the first that is missing.
   int64_t units = INT64_MAX;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    units = std::min(units, keys.counts[g] / static_cast<int64_t>(groups_[g].options.ratio));
+  size_t at = 0;
+  for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
+    Group& group = groups_[g];
+    auto end = static_cast<size_t>(keys.counts[g]);
+    if (group.options.window == 0) {
+      size_t first_missing = 0;
+      while (first_missing < end && is_present(group, at + first_missing)) ++first_missing;
+      end = first_missing;
+    }
+    group.present_from = end;
+    units = std::min(units, static_cast<int64_t>(end / group.options.ratio));
   }
-  // A prefix that lacks block j of a group can only end before that block. Groups that need all
-  // blocks are checked from the front, others from the end of the prefix, until no group shortens
-  // it.
+  // The others are checked backwards from the end of the prefix, until none shortens it: if block j
+  // of the window is missing, a prefix can only end before that block. No block is checked twice.
   for (bool shorter = true; shorter && units > 0;) {
     shorter = false;
-    size_t at = 0;
+    at = 0;
     for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
-      const Group& group = groups_[g];
-      const auto lacks = [&](size_t j) {
-        return ready ? !group.pages->is_filled(found_pages_[at + j])
-                     : found_pages_[at + j] == kNone;
-      };
-      auto [start, end] = needed_blocks(group, units);
-      size_t missing = end;
-      if (group.options.window == 0) {
-        missing = start;
-        while (missing < end && !lacks(missing)) ++missing;
-      } else {
-        while (missing > start && !lacks(missing - 1)) --missing;
-        missing = missing == start ? end : missing - 1;
-      }
-      if (missing == end) continue;
-      units = static_cast<int64_t>(missing / group.options.ratio);
-      // A single group that needs all blocks shortens it only once.
-      shorter = group.options.window > 0 || groups_.size() > 1;
+      Group& group = groups_[g];
+      if (group.options.window == 0) continue;
+      const auto [start, end] = needed_blocks(group, units);
+      size_t& from = group.present_from;
+      from = std::min(from, end);
+      while (from > start && is_present(group, at + from - 1)) --from;
+      if (from == start) continue;
+      units = static_cast<int64_t>((from - 1) / group.options.ratio);
+      shorter = true;
     }
   }
   return units;
@@ -349,7 +359,9 @@ Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
     group.counters.pending += static_cast<uint64_t>(pending);
   }
   if (lookups_ && !again) {
-    for (size_t i = 0; i < found_pages_.size(); ++i) lookups_->add(digest_at(keys.digests, i));
+    // The first key is counted last, and so forgotten last: a store that leaves out the first block
+    // of a prompt must not store the others.
+    for (size_t i = found_pages_.size(); i-- > 0;) lookups_->add(digest_at(keys.digests, i));
   }
   return found;
 }
@@ -366,7 +378,9 @@ void BlockManager::check_distinct(const Keys& keys) {
       size_t slot = groups_[g].pages->hash(key) & (slots - 1);
       for (; seen_[slot] != kNone; slot = (slot + 1) & (slots - 1)) {
         if (!(digest_at(keys.digests, at + seen_[slot]) == key)) continue;
-        fail<ValueError>("keys[", i, "] is the same key as keys[", seen_[slot],
+        const std::string keys_name =
+            groups_.size() == 1 ? "keys" : "keys[" + std::to_string(g) + "]";
+        fail<ValueError>(keys_name, "[", i, "] is the same key as ", keys_name, "[", seen_[slot],
                          "]; name a block once");
       }
       seen_[slot] = static_cast<uint32_t>(i);

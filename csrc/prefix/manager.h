@@ -4,7 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <queue>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -114,11 +114,16 @@ class BlockManager {
     bool is_store;
     std::vector<Pin> pins;  // in the order of the keys
   };
+  struct Lease {
+    std::vector<Pin> pins;
+    double end;  // INFINITY: only release() ends it
+  };
   struct Group {
     GroupOptions options;
     std::unique_ptr<Pages> pages;
     Counters counters;
     std::vector<uint32_t> wanted;  // indices of the keys that are to be stored
+    size_t present_from;  // of longest_prefix(): it has seen the blocks from here to the end
   };
   std::unique_ptr<Pages> make_pages(size_t group);
   // Takes the lock, for a call that visits this many keys or pages.
@@ -128,7 +133,7 @@ class BlockManager {
   // without a window, keys after the first miss may be left at kNone.
   void find_pages(const Keys& keys, bool all);
   // The longest prefix, in units, whose needed blocks are all cached. ready: all ready.
-  int64_t longest_prefix(const Keys& keys, bool ready) const;
+  int64_t longest_prefix(const Keys& keys, bool ready);
   // The range [first, end) of a group's blocks that a prefix of this length needs.
   std::pair<size_t, size_t> needed_blocks(const Group& group, int64_t units) const;
   // Throws if a group's keys contain one key twice.
@@ -152,9 +157,8 @@ class BlockManager {
   const uint32_t store_threshold_;
   std::optional<LookupCounter> lookups_;
   std::unordered_map<int64_t, Reservation> reservations_;
-  std::unordered_map<int64_t, std::vector<Pin>> leases_;
-  using LeaseEnd = std::pair<double, int64_t>;  // when a lease ends, and the lease
-  std::priority_queue<LeaseEnd, std::vector<LeaseEnd>, std::greater<LeaseEnd>> lease_ends_;
+  std::unordered_map<int64_t, Lease> leases_;
+  std::set<std::pair<double, int64_t>> lease_ends_;  // `end` and number of each finite lease
   // Of the call that is running; kept for their memory.
   std::vector<uint32_t> found_pages_;  // the page of each key, or kNone
   // assigned_: the pages given to a group's wanted keys. seen_: the hash table of check_distinct().

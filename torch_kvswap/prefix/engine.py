@@ -108,7 +108,7 @@ class _Pools:
         """Reads the arguments of a call: the digests and the GPU blocks of each pool."""
         split = self._split(keys=keys, gpu_block_ids=gpu_block_ids)
         digests = [
-            read_digests(f"keys[{group}]" if self._is_list else "keys", keys)
+            read_digests(self.name_of_keys(group), keys)
             for group, (_, _, keys, _) in enumerate(split)
         ]
         blocks = [
@@ -152,6 +152,10 @@ class _Pools:
         if not self._is_list:
             return value
         return [value if index == group else [] for index in range(len(self._pools))]
+
+    def name_of_keys(self, group: int) -> str:
+        """What errors call the argument with the keys of a group."""
+        return f"keys[{group}]" if self._is_list else "keys"
 
     def name_of_blocks(self, group: int) -> str:
         """What errors call the argument with the GPU blocks of a group."""
@@ -235,6 +239,17 @@ def _keys_on_gpu(pool: HostPool, digests: bytes, blocks: array[int]) -> tuple[by
     left_out = np.flatnonzero(np.frombuffer(blocks, np.int64) == -1) // per_page
     kept = np.delete(np.arange(len(rows)), left_out)
     return rows[kept].tobytes(), array("q", _select(pool, blocks, kept).tobytes())
+
+
+def _check_distinct_keys(name: str, digests: bytes) -> None:
+    """Raises ValueError if a key occurs twice; BlockManager.prepare_store() would, too."""
+    first: dict[bytes, int] = {}
+    for index in range(len(digests) // DIGEST_BYTES):
+        key = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        if (before := first.setdefault(key, index)) != index:
+            raise ValueError(
+                f"{name}[{index}] is the same key as {name}[{before}]; name a block once"
+            )
 
 
 def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
@@ -388,7 +403,7 @@ class OffloadEngine(NotCopyable):
             TypeError, ValueError, IndexError, RuntimeError, MemoryError: see OffloadHandler.load()
                 and BlockManager.prepare_load(). Nothing is held then.
         """
-        # Here, because what is wrong is refused also if nothing is copied.
+        # Here, because a wrong argument is refused also if nothing is copied.
         expedited = read_switch("expedited", expedited)
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         digests, blocks = self._pools.read(keys, gpu_block_ids)
@@ -399,6 +414,7 @@ class OffloadEngine(NotCopyable):
                 self._pools.check_needed(blocks, self.manager.needed_blocks(prefix))
         load = self.manager.prepare_load(self._pools.keys(digests), prefix)
         if load is None:
+            self.handler._check_options(after, layer_groups, gate)
             return None
         return self._submit(
             load,
@@ -540,6 +556,7 @@ class OffloadEngine(NotCopyable):
         """
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         prompt = self._read(keys, gpu_block_ids)
+        self.handler._check_options(after)
         self._grow()
         store = self.manager.preempt(self._pools.keys(prompt.digests))
         if store is None:
@@ -611,12 +628,15 @@ class OffloadEngine(NotCopyable):
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
         if self._ready != self._pools.counts:
-            self._ready = self._pools.ready
-            self.manager.grow(self._ready)
+            ready = self._pools.ready
+            self.manager.grow(ready)
+            self._ready = ready
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
         prompt = self._read(keys, gpu_block_ids)
+        for group, digests in enumerate(prompt.digests):
+            _check_distinct_keys(self._pools.name_of_keys(group), digests)
         with self._lock:
             self._open.record(prompt.named)
             for lazy, digests, blocks in zip(
@@ -661,6 +681,7 @@ class OffloadEngine(NotCopyable):
         self._grow()
         store = self.manager.prepare_store(self._pools.keys(prompt.digests))
         if store is None or store.id == 0:
+            self.handler._check_options(options["after"])
             return None
         return self._submit(store, prompt.blocks, prompt.named, **options)
 

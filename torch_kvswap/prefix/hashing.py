@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, kind_of, read_int
+from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, count_of, kind_of, read_int
 
 DIGEST_BYTES = abi.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
@@ -388,7 +388,8 @@ def cut_digests(
     for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
         if not 0 <= blocks.stop <= count:
             raise ValueError(
-                f"the prefix needs {blocks.stop} blocks of group {group}, which has {count} keys"
+                f"the prefix needs {count_of(blocks.stop, 'block')} of group {group}, which has "
+                f"{count_of(count, 'key')}"
             )
         first, end = start + blocks.start, start + blocks.stop
         parts.append(view[first * DIGEST_BYTES : end * DIGEST_BYTES])

@@ -43,7 +43,7 @@ class LazyStorePolicy:
         """Records that a request's first blocks were computed and have these keys.
 
         Args:
-            keys (bytes): digests from the first block of the prompt on, one per page.
+            keys (bytes): distinct digests from the first block of the prompt on, one per page.
             gpu_block_ids: their GPU blocks.
         """
         parent = None
@@ -51,22 +51,27 @@ class LazyStorePolicy:
             key = keys[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             blocks = list(gpu_block_ids[place * self._per_page : (place + 1) * self._per_page])
             for block in blocks:
-                if self._key.get(block) != key:
-                    self._forget(block)
-                    self._key[block] = key
+                self._forget(block)
+                self._key[block] = key
             # If a page has two copies on the GPU, keep the newer one, which leaves later.
             self._blocks[key], self._parent[key] = blocks, parent
             parent = key
 
     def chains_of(self, gpu_block_ids: Iterable[int]) -> list[Chain]:
         """What to store before these GPU blocks are reused or changed."""
-        keys = [self._key[block] for block in gpu_block_ids if block in self._key]
-        chains = {key: self._chain_to(key) for key in keys if key in self._blocks}
-        inner = {key for chain in chains.values() for key in chain[:-1]}
+        named = [self._key[block] for block in gpu_block_ids if block in self._key]
+        keys = dict.fromkeys(key for key in named if key in self._blocks)
+        # Only the last key of a chain is followed to the first page; `inner` are those before it.
+        inner: set[bytes] = set()
+        for key in keys:
+            parent = self._parent[key]
+            while parent is not None and parent in self._blocks and parent not in inner:
+                inner.add(parent)
+                parent = self._parent[parent]
+        chains = [self._chain_to(key) for key in keys if key not in inner]
         return [
             Chain(b"".join(chain), [block for key in chain for block in self._blocks[key]])
-            for last, chain in chains.items()
-            if last not in inner
+            for chain in chains
         ]
 
     def forget(self, gpu_block_ids: Iterable[int]) -> None:

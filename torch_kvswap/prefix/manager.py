@@ -136,12 +136,13 @@ class BlockStats:
         hits (int): blocks that were ready and needed by the prefix found.
         pending (int): blocks that were found while still being stored.
         stored (int): blocks stored.
-        loaded (int): blocks of loads that ended with complete(), also of cancelled ones.
+        loaded (int): blocks of loads that ended with complete(), also of those that were cancelled
+            or not submitted.
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
         refused (int): stores that found no room.
-        failed (int): blocks of loads and stores that ended with fail(), also of cancelled stores,
-            and rejected blocks.
+        failed (int): blocks of loads and stores that ended with fail(), also of stores that were
+            cancelled or not submitted, and rejected blocks.
         pages (int): pages that can be used.
         free_pages (int): pages without a block.
         idle_pages (int): pages that can be evicted.
@@ -197,8 +198,8 @@ class BlockManager(NotCopyable):
         num_ready_pages (int | Sequence[int] | None): pages of each group, from the first one on,
             that can be used already; None is all. grow() adds more.
         eviction_policy (str): "lru" or "arc".
-        store_threshold (int): from 2 on, a block is stored once so many lookups have asked for it;
-            1 stores every block.
+        store_threshold (int): from 2 on, a block is stored once so many lookups have asked for it.
+            As many keys as there are pages are counted, those that were looked up last.
         events (bool | Collection[str]): record events for events(): all, none, or these kinds.
             "cleared" and "lost" are always recorded with any other kind.
         clock (Callable[[], float]): monotonic seconds.
@@ -443,7 +444,8 @@ class BlockManager(NotCopyable):
             lease (int | Store): from lease() or preempt().
 
         Returns:
-            bool: False if it had already ended, by itself or by reset().
+            bool: False if its blocks were not held any more. Blocks of a lease whose time is over
+                are held until the next store, lease() or stats().
         """
         return self._native.release(
             lease.lease if isinstance(lease, Store) else read_int("lease", lease)

@@ -86,6 +86,34 @@ def test_an_option_that_is_neither_true_nor_false_is_refused_also_if_nothing_is_
         assert engine.manager.stats().filling_pages == 1
 
 
+def test_what_a_job_would_wait_for_is_checked_also_if_nothing_is_copied():
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        errors = [
+            error_text(engine.load, ["x"], [1], gate=object()),
+            error_text(engine.load, ["x"], [1], layer_groups=0),
+            error_text(engine.load, ["x"], [1], after=object()),
+            error_text(engine.store, ["a"], [1], after=object()),
+            error_text(engine.preempt, ["a"], [1], after=object()),
+        ]
+        assert engine.manager.stats().idle_pages == 1
+    closed = "RuntimeError: the handler is closed; make a new one"
+    assert error_text(engine.load, ["x"], [1]) == closed
+    assert error_text(engine.store, ["a"], [1]) == closed
+    assert error_text(engine.preempt, ["a"], [1]) == closed
+    of_after = (
+        "TypeError: after= is an object, but transfers of a cache on the CPU run inside the call "
+        "and cannot wait for a stream; wait on the host first, and pass None or AFTER_NOTHING"
+    )
+    assert [" ".join(error.split()) for error in errors] == [
+        "TypeError: gate is an object; pass what OffloadHandler.gate() returns",
+        "ValueError: layer_groups is 0; it must be 1 to 2",
+        *[of_after] * 3,
+    ]
+
+
 def test_a_load_takes_the_blocks_of_all_keys_also_beyond_the_prefix():
     engine, tensor = make()
     with engine.handler:
@@ -114,6 +142,18 @@ def test_a_refused_call_leaves_nothing_behind():
         assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
         assert engine.lookup(["a"]).ready == 1
         assert engine.lookup(["b"]).found == 0
+
+
+def test_a_preemption_that_cannot_be_submitted_holds_nothing():
+    engine, tensor = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        engine.poll()
+        tensor.data = tensor.clone()
+        with pytest.raises(RuntimeError, match="has moved"):
+            engine.preempt(["a", "b"], [1, 2])
+        stats = engine.manager.stats()
+        assert (stats.free_pages, stats.idle_pages) == (PAGES - 1, 1)
 
 
 def test_a_handler_has_one_engine() -> None:
@@ -252,8 +292,10 @@ def test_an_engine_starts_while_its_pool_is_being_pinned(driver: Driver) -> None
         engine.poll()
         steps.pin_more(2)
         assert pool.wait_ready(PATIENCE)
-        handler.synchronize(engine.store([9, 10, 11, 12], [9, 10, 11, 12]))
+        held = engine.preempt([9, 10, 11, 12], [9, 10, 11, 12])
+        handler.synchronize(held.jobs)
         engine.poll()
+        assert engine.release(held)
         stats = engine.manager.stats()
         assert (stats.pages, stats.evicted, stats.free_pages) == (12, 1, 0)
         keys, kept = [*range(7), *range(8, 13)], rows.clone()
@@ -368,6 +410,20 @@ def test_blocks_of_a_load_that_was_cancelled_are_still_found(driver: Driver) -> 
         assert engine.manager.stats().idle_pages == 2
 
 
+@simulated
+def test_blocks_of_a_store_that_was_cancelled_are_not_found(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        assert handler.cancel(engine.store(["a", "b"], [1, 3]))
+        driver.set_mode("immediate")
+        drain(handler)
+        assert [result.state for result in engine.poll()] == ["cancelled"]
+        assert engine.lookup(["a"]).found == 0
+        assert engine.manager.stats().free_pages == host.num_pages
+
+
 def test_threads_that_submit_and_one_that_collects_lose_no_job():
     engine, _ = make(pages=8)
     over, deadline = threading.Event(), time.monotonic() + PATIENCE
@@ -394,6 +450,43 @@ def test_threads_that_submit_and_one_that_collects_lose_no_job():
         stats = engine.manager.stats()
         assert stats.free_pages + stats.idle_pages == 8
         assert stats.stored == 150
+
+
+def test_a_poll_that_sees_a_job_before_it_is_recorded_waits_for_that():
+    """The job ends, and another thread polls, before the call that submits it returns."""
+
+    class Lock:
+        def __init__(self):
+            self.lock, self.poll_arrives = threading.Lock(), threading.Event()
+            self.owner = None
+
+        def __enter__(self):
+            if threading.current_thread() is poller:
+                self.poll_arrives.set()
+            self.lock.acquire()
+            self.owner = threading.current_thread()
+
+        def __exit__(self, *_):
+            self.owner = None
+            self.lock.release()
+
+    engine, _ = make()
+    poller = threading.Thread(target=engine.poll)
+    engine._lock, submit = Lock(), engine.handler._submit
+
+    def submit_and_poll(*arguments, **options):
+        job = submit(*arguments, **options)
+        poller.start()
+        assert engine._lock.poll_arrives.wait(PATIENCE)
+        if engine._lock.owner is not threading.current_thread():
+            poller.join(PATIENCE)  # nothing makes it wait
+        return job
+
+    with engine.handler:
+        engine.handler._submit = submit_and_poll
+        engine.store(["a"], [1])
+        poller.join(PATIENCE)
+        assert engine.lookup(["a"]).ready == 1
 
 
 def test_a_gpu_block_is_not_stored_as_the_contents_of_two_keys():
@@ -606,14 +699,16 @@ def test_only_the_blocks_that_do_not_fit_are_forgotten():
 
 
 @pytest.mark.parametrize("per_page", [2, 3])
-def test_a_page_is_forgotten_for_one_of_its_blocks(per_page):
+def test_a_page_is_forgotten_for_some_of_its_blocks(per_page):
     kinds = ["normal"] * 3 * per_page
-    kinds[2 * per_page - 1] = kinds[2 * per_page] = None
+    missing = (2 * per_page - 2, 2 * per_page - 1, 2 * per_page)  # two of one page, one of the next
+    for block in missing:
+        kinds[block] = None
     engine, _ = make_encoded(per_page, kinds)
     with engine.handler:
         engine.store(["a", "b", "part"], list(range(2 * per_page + 1)))
         (result,) = engine.poll()
-        assert result.rejected == (2 * per_page - 1, 2 * per_page)
+        assert result.rejected == missing
         assert engine.lookup(["a", "b"]).ready == 1
         assert engine.manager.stats().failed == 2
 

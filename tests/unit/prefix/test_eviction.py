@@ -286,6 +286,14 @@ def test_blocks_that_are_held_or_not_there_keep_their_order():
     assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[3], prompt[1]]
 
 
+def test_a_key_that_is_named_twice_is_ordered_once():
+    manager = BlockManager(3)
+    fill(manager, ["a", "b", "c"])
+    manager.order(["b", "b"])
+    pages = [manager.prepare_store([key]).pages.tolist() for key in "xyz"]
+    assert pages == [[2], [1], [0]]  # each page once, the end of the prompt first
+
+
 @pytest.mark.parametrize("renew", [False, True])
 def test_no_keys_have_no_order(renew):
     """UBSan reads along: nothing was found yet, so that there is no list to point into."""

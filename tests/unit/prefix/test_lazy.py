@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,22 @@ def test_blocks_that_leave_together_are_one_chain():
     storing.record(keys_of(1), [5, 6, 7, 8])
     assert evicting(storing, [8, 7, 6]) == [Chain(keys_of(1), [5, 6, 7, 8])]
     assert evicting(storing, [8, 7]) == []
+
+
+def test_naming_all_blocks_of_a_prompt_takes_little_more_memory_than_naming_its_last():
+    storing, count = LazyStorePolicy(), 1000
+    storing.record(b"".join(number.to_bytes(32, "big") for number in range(count)), range(count))
+
+    def memory(blocks):
+        tracemalloc.start()
+        try:
+            (chain,) = storing.chains_of(blocks)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            assert chain.gpu_block_ids == [*range(count)]
+            tracemalloc.stop()
+
+    assert memory(range(count)) < 10 * memory([count - 1])
 
 
 def test_a_block_that_was_given_to_another_prompt_is_never_named_for_the_first():
@@ -127,6 +145,20 @@ def test_what_leaves_is_left_out_where_the_host_has_no_room():
         assert server.engine.manager.stats().refused == 1
 
 
+def test_a_block_that_has_left_is_never_stored_under_its_old_key():
+    tensor = torch.arange(4.0)[:, None].repeat(1, 4)
+    layout = PagedLayout([tensor])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        engine = OffloadEngine(handler, store_policy="lazy")
+        engine.store(["a"], [1])
+        assert len(engine.evict([1])) == 1
+        engine.poll()
+        engine.manager.reset()
+        tensor[1] = 9  # the contents of a block that no key was recorded for
+        assert engine.evict([1]) == []
+        assert engine.lookup(["a"]).found == 0
+
+
 def test_each_group_of_layers_stores_what_leaves_it():
     tensors = [torch.arange(8.0)[:, None].repeat(1, width) for width in (4, 8)]
     layouts = [PagedLayout([tensor]) for tensor in tensors]
@@ -145,15 +177,18 @@ def test_each_group_of_layers_stores_what_leaves_it():
         assert tensors[1][5:7, 0].tolist() == [3, 4]
 
 
-def test_a_way_of_storing_that_there_is_not_and_options_of_a_store_that_waits_are_refused():
-    with PrefixServer(2, 2, store_policy="lazy") as server:
+def test_an_unknown_store_policy_and_wrong_arguments_of_a_lazy_store_are_refused():
+    with PrefixServer(3, 2, store_policy="lazy") as server:
         assert [
             error_text(OffloadEngine, server.handler, store_policy="never"),
             error_text(server.engine.store, ["a"], [1], after=()),
             error_text(server.engine.store, ["a"], [1, 2]),
+            error_text(server.engine.store, ["a", "b", "a"], [0, 1, 2]),
         ] == [
             "ValueError: store_policy is 'never'; it can be eager or lazy",
             'TypeError: with store_policy="lazy", pass after and copy_engines_only to evict()',
             "ValueError: gpu_block_ids has 2 ids for 1 key of 1 block each; pass one for each block\n"
             "of all keys, -1 for a block that is not on the GPU",
+            "ValueError: keys[2] is the same key as keys[0]; name a block once",
         ]
+        assert server.engine.evict([0, 1, 2]) == []  # nothing was recorded

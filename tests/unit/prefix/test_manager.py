@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import threading
+import time
 from array import array
 from random import Random
 
@@ -315,14 +316,23 @@ def test_a_job_has_no_lease_that_could_end_under_it():
     assert manager.prepare_store(["b"]) is not None
 
 
-def test_of_too_many_keys_those_that_were_asked_for_last_are_remembered():
+def test_of_too_many_keys_those_at_the_end_of_a_prompt_are_forgotten_first():
     manager = BlockManager(4, store_threshold=2)  # remembers as many keys as it has pages
-    for keys in ("abcd", "a", "e", "f"):
+    for keys in ("abcd", "e", "f"):
         manager.lookup(list(keys))
-    manager.lookup(["d"])
-    assert manager.prepare_store(list("ad")).key_indices.tolist() == [0, 1]
-    manager.lookup(["b"])  # which was forgotten
-    assert manager.prepare_store(["b"]).key_indices.tolist() == []
+    manager.lookup(["b"])
+    assert manager.prepare_store(["b"]).key_indices.tolist() == [0]
+    manager.lookup(["d"])  # which was forgotten
+    assert manager.prepare_store(["d"]).key_indices.tolist() == []
+
+
+def test_a_threshold_stores_no_block_whose_prefix_it_leaves_out():
+    manager = BlockManager(4, store_threshold=2)
+    manager.lookup(["a", "b", "c"])
+    manager.lookup(["a", "b", "c"])
+    manager.lookup(["x", "y"])  # now one of the first three keys must be forgotten
+    manager.complete(manager.prepare_store(["a", "b", "c"]))
+    assert manager.lookup(["a", "b", "c"]).ready == manager.stats().stored == 2
 
 
 def test_a_preempted_request_comes_back_although_others_need_pages():
@@ -504,6 +514,25 @@ def test_a_prefix_ends_where_all_groups_have_what_it_needs():
     assert [manager.stats(group).hits for group in range(3)] == [2 + 2 + 6, 2 + 2 + 2, 1 + 1 + 1]
 
 
+def test_a_lookup_does_not_check_all_blocks_again_for_each_state_that_is_missing():
+    count = 20_000
+    keys = b"".join(number.to_bytes(32, "big") for number in range(count))
+    full, window = BlockGroup(count), BlockGroup(count, window_tokens=count // 4)
+    state = BlockGroup(count, is_state=True)
+    manager = BlockManager([full, window, state])
+    manager.complete(manager.prepare_store([keys, keys, [keys[:32]]]))
+
+    def seconds(of_state):
+        took = []
+        for _ in range(3):
+            before = time.thread_time()
+            assert manager.lookup([keys, keys, of_state]).ready == 1
+            took.append(time.thread_time() - before)
+        return min(took)
+
+    assert seconds(keys) < 30 * seconds(keys[:32])  # with all states, and with one
+
+
 @settings(max_examples=1000, deadline=None)
 @given(st.data())
 def test_the_longest_prefix_of_any_groups_is_the_one_that_a_plain_search_finds(data):
@@ -589,6 +618,7 @@ def test_errors_say_what_was_wrong():
         error_text(manager.lookup, "abc"),
         error_text(manager.lookup, [object()]),
         error_text(manager.prepare_store, ["a", "b", "a"]),
+        error_text(two.prepare_store, [["a"], ["a", "b", "a"]]),
         error_text(manager.prepare_load, ["a"], 2),
         error_text(manager.prepare_load, ["a"], -1),
         error_text(manager.complete, store),
@@ -615,7 +645,8 @@ TypeError: keys is a str; pass bytes of digests or a list
 TypeError: keys: a key, or a part of one, is of type object; make it of None, bool, int,
 float, str, bytes and tuples of them
 ValueError: keys[2] is the same key as keys[0]; name a block once
-ValueError: the prefix needs 2 blocks of group 0, which has 1 keys
+ValueError: keys[1][2] is the same key as keys[1][0]; name a block once
+ValueError: the prefix needs 2 blocks of group 0, which has 1 key
 ValueError: prefix is -1; it must be 0 to 9223372036854775807
 ValueError: reservation ~ has ended before, or is another manager's
 ValueError: reservation ~ has ended before, or is another manager's

@@ -154,6 +154,18 @@ def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many(
     assert manager.stats().idle_pages == FEW
 
 
+def test_a_released_lease_leaves_nothing_behind_that_must_be_ended_later(
+    without_gil: Recorder,
+) -> None:
+    now = 0.0
+    manager = BlockManager(1, clock=lambda: now)
+    manager.complete(manager.prepare_store(MANY[:32]))
+    for _ in range(FEW + 1):
+        assert manager.release(manager.lease(MANY[:32], 1))
+    now = 1.0
+    assert without_gil.during(manager.prepare_store, MANY[:32]) == []
+
+
 def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go(without_gil: Recorder) -> None:
     manager, over = BlockManager(FEW), threading.Event()
     manager.complete(manager.prepare_store(MANY[:32]))
