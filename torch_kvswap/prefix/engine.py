@@ -199,16 +199,22 @@ def _select(pool: HostPool, blocks: array[int], key_indices: Any) -> Int64Array:
     return selected
 
 
-class _Open(NamedTuple):
-    """A job whose end poll() has not reported.
+class _Reserved:
+    """The pages of a job.
 
     Attributes:
-        reservation (Load | Store): the pages of the job.
+        reservation (Load | Store): from the manager.
         counts (list[int]): blocks per pool.
+        is_submitted (bool): whether there is such a job; poll() ends the reservation with it.
+        is_ending (bool): whether a poll() has begun to end the reservation.
     """
 
-    reservation: Load | Store
-    counts: list[int]
+    __slots__ = ("counts", "is_ending", "is_submitted", "reservation")
+
+    def __init__(self, reservation: Load | Store) -> None:
+        self.reservation = reservation
+        self.counts: list[int] = []
+        self.is_submitted = self.is_ending = False
 
 
 class Preempted(NamedTuple):
@@ -287,8 +293,7 @@ class OffloadEngine(NotCopyable):
         )
         pools = handler.pools if store_policy == "lazy" else ()
         self._lazy = [LazyStorePolicy(pool.blocks_per_page) for pool in pools]  # empty if eager
-        self._lock = threading.Lock()  # of _lazy, _open and _started
-        self._open: dict[int, _Open] = {}  # by job id, since the tag of a job is the caller's
+        self._lock = threading.Lock()  # of _lazy and _started
         self._started: list[Job] = []  # jobs of an evict() that raised; the next one returns them
         handler._assign_pages_to(self)
 
@@ -526,21 +531,27 @@ class OffloadEngine(NotCopyable):
         failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
         with these are, and all other blocks were stored or loaded.
         """
-        results = self.handler._take_results()
-        with self._lock:
-            ended = [self._open.pop(result.job_id, None) for result in results]
-        for result, job in zip(results, ended, strict=True):
-            if job is None:
-                continue  # submitted before the handler got this engine
-            reservation, counts = job
+        handler = self.handler
+        handler._read_ended(self._end)
+        # Nothing is called from here on, so that Ctrl-C comes before or after.
+        results, handler._ended = handler._ended, []
+        return results
+
+    def _end(self, result: Result, reserved: _Reserved) -> None:
+        """Ends the reservation of a job that has ended. Called again if it was interrupted."""
+        reservation, is_again = reserved.reservation, reserved.is_ending
+        reserved.is_ending = True
+        try:
             if result.ok or (result.state == "cancelled" and isinstance(reservation, Load)):
                 self.manager.complete(reservation)
             elif result.rejected:
-                pages = self._pools.pages_with(result.rejected, counts)
+                pages = self._pools.pages_with(result.rejected, reserved.counts)
                 self.manager.complete(reservation, pages)
             else:
                 self.manager.fail(reservation)
-        return results
+        except ValueError:  # it had ended when the call before was interrupted
+            if not is_again:
+                raise
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
@@ -595,14 +606,13 @@ class OffloadEngine(NotCopyable):
         """
         is_load = isinstance(reservation, Load)
         channel = abi.LOADS if is_load else abi.STORES
+        reserved = _Reserved(reservation)
         try:
-            selected, counts = self._pools.select(blocks, reservation.key_indices)
-            pages = self._pools.in_pools(reservation.pages)
-            with self._lock:  # poll() in another thread may see the job before it is recorded
-                job = self.handler._submit(channel, (selected, pages, 0), **options)
-                self._open[job.id] = _Open(reservation, counts)
+            selected, reserved.counts = self._pools.select(blocks, reservation.key_indices)
+            ids = selected, self._pools.in_pools(reservation.pages), 0
+            return self.handler._submit(channel, ids, reserved=reserved, **options)
         except BaseException:
-            # Nothing was copied, so the pages of a load are still valid.
-            (self.manager.complete if is_load else self.manager.fail)(reservation)
+            if not reserved.is_submitted:
+                # Nothing was copied, so the pages of a load are still valid.
+                (self.manager.complete if is_load else self.manager.fail)(reservation)
             raise
-        return job

@@ -60,8 +60,9 @@ class LateHandler:
         self.rate = self.random.choice([0.05, 0.3, 1.0])
         self.pending = {"store": deque(), "load": deque()}
         self.results, self.count = [], 0
+        self.reserved, self._ended = {}, []
 
-    def _submit(self, channel, ids, *, tag, **options):
+    def _submit(self, channel, ids, *, tag, reserved, **options):
         direction = direction_of(channel)
         blocks, pages, _ = ids
         if direction == "load":
@@ -70,6 +71,8 @@ class LateHandler:
         assert len(pages) == -(-len(blocks) // self.host.blocks_per_page)
         self.count += 1
         job = LateJob(self, self.count, direction, list(blocks), list(pages), tag)
+        reserved.is_submitted = True
+        self.reserved[job.id] = reserved
         self.pending[direction].append(job)
         return job
 
@@ -91,6 +94,11 @@ class LateHandler:
 
     def _assign_pages_to(self, engine):
         pass
+
+    def _read_ended(self, end):
+        for result in self._take_results():
+            end(result, self.reserved.pop(result.job_id))
+            self._ended.append(result)
 
     def _take_results(self):
         for direction, jobs in self.pending.items():
