@@ -59,6 +59,7 @@ State = Literal["done", "failed", "cancelled"]
 # Value of after=: start at once, wait for no stream.
 AFTER_NOTHING: Final[tuple[()]] = ()
 
+DIRECTIONS: tuple[Direction, ...] = ("store", "load", "load")  # by native channel
 _STATES: dict[int, State] = {
     abi.DONE: "done",
     abi.FAILED: "failed",
@@ -161,11 +162,6 @@ def _sentence(result: Result) -> str:
     return f"{name} failed: {result.error}"
 
 
-def direction_of(channel: int) -> Direction:
-    """The direction of a native channel."""
-    return "store" if channel == abi.STORES else "load"
-
-
 def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """The Result of a job that has ended."""
     error = None
@@ -176,7 +172,7 @@ def result_of(native: abi.JobResult, tag: object = None) -> Result:
             error.rejected = rejected
     return Result(
         job_id=native.id,
-        direction=direction_of(native.channel),
+        direction=DIRECTIONS[native.channel],
         state=_STATES[native.state],
         nbytes=native.nbytes,
         link_bytes=native.link_bytes,
@@ -281,7 +277,7 @@ class Job(NotCopyable):
     def __init__(self, handler: OffloadHandler, request: Request, tag: object) -> None:
         self._native = 0  # as id and nbytes, set once it is submitted
         self.handler = handler
-        self.direction: Direction = direction_of(request.channel)
+        self.direction: Direction = DIRECTIONS[request.channel]
         self.layer_groups: int = request.layer_groups
         self.tag: Any = tag
 
@@ -619,7 +615,7 @@ class OffloadHandler(NotCopyable):
             RuntimeError: an OffloadEngine uses this handler and must see the results; call the
                 engine's poll().
         """
-        if self._get_engine() is not None:
+        if self._engine is not None and self._get_engine() is not None:
             raise RuntimeError("an OffloadEngine uses this handler; call the engine's poll()")
         self._read_ended()
         # Nothing is called from here on, so that Ctrl-C comes before or after.
@@ -873,7 +869,8 @@ class OffloadHandler(NotCopyable):
             else:
                 self._native.submit(request)
         finally:  # Ctrl-C may come behind the submission; not here, where nothing is called
-            job.id, job.nbytes, job._native = request.numbers[:3]
+            numbers = request.numbers
+            job.id, job.nbytes, job._native = numbers[0], numbers[1], numbers[2]
             if reserved is not None:
                 reserved.is_submitted = job._native != 0
             if token and not job._native:
@@ -917,5 +914,5 @@ def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
     count = unended.count if jobs is None else len(jobs)
     have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
     of = "" if jobs is None else f"{unended.count} of "
-    first = f"{direction_of(unended.first_channel)} {unended.first_id}"
+    first = f"{DIRECTIONS[unended.first_channel]} {unended.first_id}"
     return f"{of}{have} not ended; the first is {first}"

@@ -116,9 +116,10 @@ class NativeHandler(NotCopyable):
         """Reports jobs that have ended, if the results that it reported before were taken.
 
         One thread at a time may call it and take results, which it counts in `taken`. There may be
-        more than abi.POLLED. The results are valid until the next call.
+        more than abi.POLLED. The results are valid until the next call. The caller must have called
+        check_process().
         """
-        ended: int | None = _poll(self.pointer)
+        ended: int | None = _poll(self._pointer or self.pointer)
         if ended is None:
             loader.fail()
         return abi.Ended.from_address(ended)

@@ -203,16 +203,17 @@ class _Reserved:
     """The pages of a job.
 
     Attributes:
+        manager (BlockManager): the manager of the pages.
         reservation (Load | Store): from the manager.
         counts (list[int]): blocks per pool.
         is_submitted (bool): whether there is such a job; poll() ends the reservation with it.
         is_ending (bool): whether a poll() has begun to end the reservation.
     """
 
-    __slots__ = ("counts", "is_ending", "is_submitted", "reservation")
+    __slots__ = ("counts", "is_ending", "is_submitted", "manager", "reservation")
 
-    def __init__(self, reservation: Load | Store) -> None:
-        self.reservation = reservation
+    def __init__(self, manager: BlockManager, reservation: Load | Store) -> None:
+        self.manager, self.reservation = manager, reservation
         self.counts: list[int] = []
         self.is_submitted = self.is_ending = False
 
@@ -539,6 +540,8 @@ class OffloadEngine(NotCopyable):
 
     def _end(self, result: Result, reserved: _Reserved) -> None:
         """Ends the reservation of a job that has ended. Called again if it was interrupted."""
+        if reserved.manager is not self.manager:
+            return  # of an engine that the handler had before
         reservation, is_again = reserved.reservation, reserved.is_ending
         reserved.is_ending = True
         try:
@@ -606,7 +609,7 @@ class OffloadEngine(NotCopyable):
         """
         is_load = isinstance(reservation, Load)
         channel = abi.LOADS if is_load else abi.STORES
-        reserved = _Reserved(reservation)
+        reserved = _Reserved(self.manager, reservation)
         try:
             selected, reserved.counts = self._pools.select(blocks, reservation.key_indices)
             ids = selected, self._pools.in_pools(reservation.pages), 0

@@ -52,7 +52,7 @@ class Queue:
         request = Request(self.groups, channel, ([block], [page], 0), ())
         address = request.numbers.buffer_info()[0]
         loader.call("kvswap_handler_submit", self.handler, address)
-        return request.job
+        return request.numbers[2]
 
     def carry_out(self, most: int = EVERYTHING) -> list[str]:
         """Carries out commands at once, and says which."""

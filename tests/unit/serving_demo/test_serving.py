@@ -14,7 +14,7 @@ from serving_demo.request import Request
 from serving_demo.serving import Server
 from serving_demo.swapper import Swapper
 from torch_kvswap._native import abi
-from torch_kvswap.handler import Result, direction_of
+from torch_kvswap.handler import DIRECTIONS, Result
 from torch_kvswap.prefix.engine import OffloadEngine
 
 JUNK = 77.0
@@ -63,7 +63,7 @@ class LateHandler:
         self.reserved, self._ended = {}, []
 
     def _submit(self, channel, ids, *, tag, reserved, **options):
-        direction = direction_of(channel)
+        direction = DIRECTIONS[channel]
         blocks, pages, _ = ids
         if direction == "load":
             for kv_cache in self.cache:
