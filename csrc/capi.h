@@ -185,8 +185,8 @@ struct kvswap_request {
   const int64_t* counts() const { return reinterpret_cast<const int64_t*>(this + 1); }
 };
 
-// Makes a job. What it sets is set together, and only if it succeeds: an exception that Python raises
-// right after the call loses nothing.
+// Makes a job. What it sets, it sets together and only if it succeeds: an exception that Python
+// raises right after the call loses nothing.
 KVSWAP_API bool kvswap_handler_submit(void* handler, kvswap_request* request);
 
 // The state of a job. Times are in seconds.

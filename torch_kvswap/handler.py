@@ -511,9 +511,10 @@ class OffloadHandler(NotCopyable):
         Until the job has ended, nothing may write the blocks or access the pages, except work on a
         stream that waits for the job (`Job.wait`).
 
-        If the call raises, there is no job and nothing is in flight. Any later failure ends the
-        returned job as failed. A store also fails if a load into one of its blocks failed or was
-        cancelled and poll() has not reported that load yet.
+        If the call raises, there is no job and nothing is in flight; only after Ctrl-C there may be
+        a job, which poll() reports. Any later failure ends the returned job as failed. A store also
+        fails if a load into one of its blocks failed or was cancelled and poll() has not reported
+        that load yet.
 
         Args:
             gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
@@ -604,8 +605,8 @@ class OffloadHandler(NotCopyable):
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
 
-        Call it regularly: until it has reported a job, the handler keeps the job's result (136
-        bytes) and its tag.
+        Call it regularly: until it has reported a job, the handler keeps the job's result (144
+        bytes) and its tag. If Ctrl-C interrupts it, the next call returns the results.
 
         Returns:
             list[Result]: in the order in which the jobs ended. Each job is reported once, to one
