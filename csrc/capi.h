@@ -220,9 +220,10 @@ struct kvswap_ended {
   kvswap_result results[KVSWAP_POLLED];
 };
 
-// If all results were taken, reports the next jobs that have ended, as many as there is room for.
-// Returns the handler's results, valid until all are taken and this is called again; null on
-// failure. One thread at a time may call it and read them.
+// Reports jobs that have ended, as many as there is room for: behind results that were not taken,
+// because the caller was interrupted, or from the beginning if all were. Returns the handler's
+// results, valid until all are taken and this is called again; null on failure. One thread at a
+// time may call it and read them.
 KVSWAP_API kvswap_ended* kvswap_handler_poll(void* handler);
 
 // Jobs that have not ended, and the first of them.

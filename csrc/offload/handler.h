@@ -29,15 +29,14 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
 
-  // Reports jobs that have ended, once the caller has taken the results of those reported before:
-  // a caller that was interrupted gets these again. read(job) makes a result.
+  // Reports jobs that have ended, behind results that a caller who was interrupted has not taken.
+  // read(job) makes a result.
   template <typename Read>
   kvswap_ended& report(const Read& read) {
     const Lock lock = scheduler_.lock();
-    if (ended_.taken < ended_.count) return ended_;
     scheduler_.advance(lock);
     const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
-    ended_.taken = ended_.count = 0;
+    if (ended_.taken == ended_.count) ended_.taken = ended_.count = 0;
     while (ended_.count < KVSWAP_POLLED && !unreported.empty()) {
       JobRef& job = reported_[ended_.count] = scheduler_.report_first(lock);
       ended_.results[ended_.count++] = read(*job);

@@ -90,11 +90,13 @@ def test_a_poll_returns_what_an_interrupted_one_did_not(jobs: int, stride: int) 
             results = interrupter.call(at, handler.poll)
         except Interrupted:
             interrupts += 1
+            handler.store(gpu_block_ids=[1], page_ids=[2], tag="later")
             results = handler.poll()
+            assert results.pop().tag == "later"
         else:
             break
         numbers = range(jobs)
-        assert [result.job_id % jobs for result in results] == [*numbers]
+        assert [result.job_id % (jobs + 1) for result in results] == [*numbers]
         assert [result.tag for result in results] == [n if n % 2 else None for n in numbers]
         assert handler._kept == {}
         assert handler.poll() == []

@@ -113,7 +113,7 @@ class NativeHandler(NotCopyable):
         return done == 1
 
     def poll(self) -> abi.Ended:
-        """Reports jobs that have ended, if the results that it reported before were taken.
+        """Reports jobs that have ended, behind results that it reported before and were not taken.
 
         One thread at a time may call it and take results, which it counts in `taken`. There may be
         more than abi.POLLED. The results are valid until the next call. The caller must have called
