@@ -289,6 +289,7 @@ std::vector<kvswap::Group> read_groups(const kvswap_group* groups, int count,
 kvswap_result to_c(const Job& job) {
   kvswap_result result{};
   result.id = job.id;
+  result.token = job.token;
   result.nbytes = job.nbytes;
   result.link_bytes = job.link_bytes;
   result.submit_seconds = job.submit_seconds;
@@ -366,22 +367,20 @@ bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count)
                      [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
 }
 
-void* kvswap_handler_submit(void* handler, kvswap_request* request) {
-  void* job = nullptr;
-  if (!succeeds([&] { handler_at(handler).check_process(); })) return nullptr;
-  succeeds_in(handler, [&](Handler& of) {
+bool kvswap_handler_submit(void* handler, kvswap_request* request) {
+  if (!succeeds([&] { handler_at(handler).check_process(); })) return false;
+  return succeeds_in(handler, [&](Handler& of) {
     const JobRef submitted = of.submit(*request);
     request->id = submitted->id;
     request->nbytes = static_cast<int64_t>(submitted->nbytes);
-    job = new_ref(submitted);
+    request->job = new_ref(submitted);
   });
-  return job;
 }
 
-int kvswap_handler_poll(void* handler, kvswap_result* results, int capacity) {
-  Results found(results);
-  const bool succeeded = succeeds([&] { handler_at(handler).report(capacity, std::ref(found)); });
-  return succeeded ? found.count : -1;
+kvswap_ended* kvswap_handler_poll(void* handler) {
+  kvswap_ended* ended = nullptr;
+  succeeds([&] { ended = &handler_at(handler).report(to_c); });
+  return ended;
 }
 
 int kvswap_handler_synchronize(void* handler, void* const* jobs, int count, double seconds,

@@ -169,6 +169,8 @@ enum {
 struct kvswap_request {
   int64_t id;        // the number of the job, set by the call
   int64_t nbytes;    // what it copies, set by the call
+  void* job;         // one reference, which kvswap_job_release drops, set by the call; null before
+  int64_t token;     // of the caller, for the job's result
   int64_t began_ns;  // CLOCK_MONOTONIC at the caller's call
   int64_t channel;   // 0 store, 1 load, 2 expedited load
   int64_t layer_groups;
@@ -183,12 +185,14 @@ struct kvswap_request {
   const int64_t* counts() const { return reinterpret_cast<const int64_t*>(this + 1); }
 };
 
-// A job with one reference, which kvswap_job_release drops.
-KVSWAP_API void* kvswap_handler_submit(void* handler, kvswap_request* request);
+// Makes a job. What it sets, it sets together and only if it succeeds: an exception that Python
+// raises right after the call loses nothing.
+KVSWAP_API bool kvswap_handler_submit(void* handler, kvswap_request* request);
 
 // The state of a job. Times are in seconds.
 struct kvswap_result {
   int64_t id;
+  int64_t token;        // kvswap_request.token
   uint64_t nbytes;      // of its blocks
   uint64_t link_bytes;  // between device and host: fewer if slots are encoded
   double submit_seconds, queue_seconds, copy_seconds;
@@ -208,9 +212,19 @@ struct kvswap_result {
   void* job;
 };
 
-// Writes up to `capacity` results of jobs that have ended and were not reported; each has a
-// reference to its job. Returns how many; -1 on failure.
-KVSWAP_API int kvswap_handler_poll(void* handler, kvswap_result* results, int capacity);
+enum { KVSWAP_POLLED = 64 };
+
+// Results that were reported. The caller counts in `taken` those that it has read.
+struct kvswap_ended {
+  int64_t taken, count;
+  kvswap_result results[KVSWAP_POLLED];
+};
+
+// Reports jobs that have ended, as many as there is room for: behind results that were not taken,
+// because the caller was interrupted, or from the beginning if all were. Returns the handler's
+// results, valid until all are taken and this is called again; null on failure. One thread at a
+// time may call it and read them.
+KVSWAP_API kvswap_ended* kvswap_handler_poll(void* handler);
 
 // Jobs that have not ended, and the first of them.
 struct kvswap_unended {
@@ -439,5 +453,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 11
+#define KVSWAP_ABI_VERSION 12
 KVSWAP_API int kvswap_abi_version();

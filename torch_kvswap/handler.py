@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 import torch
@@ -58,6 +59,7 @@ State = Literal["done", "failed", "cancelled"]
 # Value of after=: start at once, wait for no stream.
 AFTER_NOTHING: Final[tuple[()]] = ()
 
+DIRECTIONS: tuple[Direction, ...] = ("store", "load", "load")  # by native channel
 _STATES: dict[int, State] = {
     abi.DONE: "done",
     abi.FAILED: "failed",
@@ -71,6 +73,8 @@ _ERRORS: dict[int, type[TransferError]] = {
 }
 # Looked up here because __del__ may run at exit, when the loader module is gone.
 _release = loader.library().kvswap_job_release
+
+_NOTHING = None, None  # the tag and what is reserved of most jobs
 
 # A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
 _COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
@@ -158,11 +162,6 @@ def _sentence(result: Result) -> str:
     return f"{name} failed: {result.error}"
 
 
-def direction_of(channel: int) -> Direction:
-    """The direction of a native channel."""
-    return "store" if channel == abi.STORES else "load"
-
-
 def result_of(native: abi.JobResult, tag: object = None) -> Result:
     """The Result of a job that has ended."""
     error = None
@@ -173,7 +172,7 @@ def result_of(native: abi.JobResult, tag: object = None) -> Result:
             error.rejected = rejected
     return Result(
         job_id=native.id,
-        direction=direction_of(native.channel),
+        direction=DIRECTIONS[native.channel],
         state=_STATES[native.state],
         nbytes=native.nbytes,
         link_bytes=native.link_bytes,
@@ -272,11 +271,13 @@ class Job(NotCopyable):
         *("__weakref__", "_native", "direction", "handler", "id", "layer_groups", "nbytes", "tag"),
     )
 
-    def __init__(self, handler: OffloadHandler, native: int, request: Request, tag: object) -> None:
-        self._native = native
+    id: int
+    nbytes: int
+
+    def __init__(self, handler: OffloadHandler, request: Request, tag: object) -> None:
+        self._native = 0  # as id and nbytes, set once it is submitted
         self.handler = handler
-        self.id, self.nbytes = request.numbers[0], request.numbers[1]
-        self.direction: Direction = direction_of(request.channel)
+        self.direction: Direction = DIRECTIONS[request.channel]
         self.layer_groups: int = request.layer_groups
         self.tag: Any = tag
 
@@ -291,7 +292,7 @@ class Job(NotCopyable):
         return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={state}{tag})"
 
     def __del__(self) -> None:
-        if hasattr(self, "_native"):  # False if __init__ did not run
+        if getattr(self, "_native", 0):  # none if __init__ did not run
             _release(self._native)
 
     @property
@@ -436,8 +437,11 @@ class OffloadHandler(NotCopyable):
         submit_thread = read_switch("submit_thread", submit_thread)
         groups = Groups(gpu, host)
         self._ranges = Ranges()
-        self._tags: dict[int, object] = {}  # by job id, until poll() has reported the job
-        self._tags_lock = threading.Lock()
+        # Tag and `reserved` of a job, see _submit(), by token until poll() has reported the job.
+        self._kept: dict[int, tuple[object, Any]] = {}
+        self._tokens = itertools.count(1)
+        self._ended: list[Result] = []  # until a poll() returns them
+        self._poll_lock = threading.Lock()
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
         self._has_warned = False  # of rejected blocks
@@ -507,9 +511,10 @@ class OffloadHandler(NotCopyable):
         Until the job has ended, nothing may write the blocks or access the pages, except work on a
         stream that waits for the job (`Job.wait`).
 
-        If the call raises, there is no job and nothing is in flight. Any later failure ends the
-        returned job as failed. A store also fails if a load into one of its blocks failed or was
-        cancelled and poll() has not reported that load yet.
+        If the call raises, there is no job and nothing is in flight; only after Ctrl-C there may be
+        a job, which poll() reports. Any later failure ends the returned job as failed. A store also
+        fails if a load into one of its blocks failed or was cancelled and poll() has not reported
+        that load yet.
 
         Args:
             gpu_block_ids: 1-D list, numpy array or CPU tensor of integers, or an array("q"), which
@@ -601,8 +606,8 @@ class OffloadHandler(NotCopyable):
     def poll(self) -> list[Result]:
         """Returns the jobs that have ended since the last call, without waiting.
 
-        Call it regularly: until it has reported a job, the handler keeps the job's result (136
-        bytes) and its tag.
+        Call it regularly: until it has reported a job, the handler keeps the job's result (144
+        bytes) and its tag. If Ctrl-C interrupts it, the next call returns the results.
 
         Returns:
             list[Result]: in the order in which the jobs ended. Each job is reported once, to one
@@ -612,24 +617,43 @@ class OffloadHandler(NotCopyable):
             RuntimeError: an OffloadEngine uses this handler and must see the results; call the
                 engine's poll().
         """
-        if self._get_engine() is not None:
+        if self._engine is not None and self._get_engine() is not None:
             raise RuntimeError("an OffloadEngine uses this handler; call the engine's poll()")
-        return self._take_results()
+        self._read_ended()
+        # Nothing is called from here on, so that Ctrl-C comes before or after.
+        results, self._ended = self._ended, []
+        return results
 
-    def _take_results(self) -> list[Result]:
-        """poll() without its check for an engine, which calls this."""
-        results = self._native.poll(result_of)
-        for result in results:
-            self._ranges.end(result.job_id)
-        if not results:
-            return results
-        if any(result.rejected and result.direction == "store" for result in results):
-            self._warn_of_rejected_blocks()
-        with self._tags_lock:  # store() and load() hold it until the tag is recorded
-            if not self._tags:
-                return results
-            tags = [self._tags.pop(result.job_id, None) for result in results]
-        return [_tagged(result, tag) for result, tag in zip(results, tags, strict=True)]
+    def _read_ended(self, end: Callable[[Result, Any], None] | None = None) -> None:
+        """Adds the results of ended jobs to `_ended`, from which poll() takes them.
+
+        An exception loses no result: the next call continues.
+
+        Args:
+            end: called with a result and the `reserved` of its job, again if it was interrupted.
+        """
+        native, kept = self._native, self._kept
+        native.check_process()  # a fork may have the lock, held forever
+        with self._poll_lock:
+            count = abi.POLLED
+            while count == abi.POLLED:
+                ended = native.poll()
+                count = ended.count
+                while ended.taken < count:
+                    answer = ended.results[ended.taken]
+                    token = answer.token
+                    tag, reserved = kept[token] if token else _NOTHING
+                    result = result_of(answer, tag)
+                    self._ranges.end(result.job_id)
+                    if result.rejected and result.direction == "store":
+                        self._warn_of_rejected_blocks()
+                    if end is not None and reserved is not None:
+                        end(result, reserved)
+                    # Nothing is called in these lines, so that Ctrl-C comes before or after.
+                    self._ended += (result,)
+                    if token:
+                        del kept[token]
+                    ended.taken += 1
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
@@ -661,9 +685,9 @@ class OffloadHandler(NotCopyable):
         if answer:
             return
         if own is None:
-            results = self._native.unreported_failures(result_of)
-            with self._tags_lock:
-                failed = [_tagged(result, self._tags.get(result.job_id)) for result in results]
+            failed = self._native.unreported_failures(
+                lambda answer: result_of(answer, self._kept.get(answer.token, _NOTHING)[0])
+            )
         else:
             ended = [job.result for job in own]
             failed = [result for result in ended if result and not result.ok]
@@ -806,6 +830,7 @@ class OffloadHandler(NotCopyable):
         layer_groups: int | None = None,
         gate: Gate | None = None,
         expedited: bool = False,
+        reserved: Any = None,
     ) -> Job:
         """store() and load() without their check for an engine, which calls this.
 
@@ -813,6 +838,8 @@ class OffloadHandler(NotCopyable):
             channel (int): abi.STORES or abi.LOADS.
             ids: gpu_block_ids, page_ids and first_block.
             after, copy_engines_only, tag, layer_groups, gate, expedited: see load().
+            reserved: what the job uses, for _read_ended(). Its `job` is set once there is a job,
+                also if an exception takes the job from the caller.
         """
         try:
             # True and False need no call, which takes microseconds when it is not in the caches.
@@ -826,25 +853,30 @@ class OffloadHandler(NotCopyable):
                 num_groups = self._read_layer_groups(layer_groups, gate)
                 native_gate = None if gate is None else gate._native
             groups = self._native.groups
+            token = 0 if tag is None and reserved is None else next(self._tokens)
             request = Request(
-                groups, channel, ids, after, num_groups, native_gate, copy_engines_only
+                groups, channel, ids, after, num_groups, native_gate, copy_engines_only, token
             )
         except Exception:
             self._native.check_open()  # whatever else is wrong, this is said first
             raise
-        if tag is None and not self._ranges.enabled:
-            return Job(self, self._native.submit(request), request, None)
-        with self._ranges.submit(direction_of(channel)):
-            job = self._submit_tagged(request, tag)
-            self._ranges.begin(job.id, job.direction, job.nbytes)
-        return job
-
-    def _submit_tagged(self, request: Request, tag: object) -> Job:
-        if tag is None:
-            return Job(self, self._native.submit(request), request, tag)
-        with self._tags_lock:  # poll() in another thread may see the job before its tag is recorded
-            job = Job(self, self._native.submit(request), request, tag)
-            self._tags[job.id] = tag
+        job = Job(self, request, tag)
+        if token:
+            self._kept[token] = tag, reserved
+        try:
+            if self._ranges.enabled:
+                with self._ranges.submit(job.direction):
+                    self._native.submit(request)
+                    self._ranges.begin(request.numbers[0], job.direction, request.numbers[1])
+            else:
+                self._native.submit(request)
+        finally:  # Ctrl-C may come behind the submission; not here, where nothing is called
+            numbers = request.numbers
+            job.id, job.nbytes, job._native = numbers[0], numbers[1], numbers[2]
+            if reserved is not None and job._native:
+                reserved.job = job
+            if token and not job._native:
+                del self._kept[token]
         return job
 
     def _check_options(
@@ -894,9 +926,5 @@ def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
     count = unended.count if jobs is None else len(jobs)
     have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
     of = "" if jobs is None else f"{unended.count} of "
-    first = f"{direction_of(unended.first_channel)} {unended.first_id}"
+    first = f"{DIRECTIONS[unended.first_channel]} {unended.first_id}"
     return f"{of}{have} not ended; the first is {first}"
-
-
-def _tagged(result: Result, tag: object) -> Result:
-    return result if tag is None else replace(result, tag=tag)

@@ -29,13 +29,19 @@ class Handler {
   // Throws, with no job and nothing in flight, when the request is wrong.
   JobRef submit(const kvswap_request& request);
 
-  // Reports up to `max_jobs` jobs that have ended: calls read(job) once for each.
+  // Reports jobs that have ended, behind results that a caller who was interrupted has not taken.
+  // read(job) makes a result.
   template <typename Read>
-  void report(size_t max_jobs, const Read& read) {
+  kvswap_ended& report(const Read& read) {
     const Lock lock = scheduler_.lock();
     scheduler_.advance(lock);
     const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
-    for (; max_jobs > 0 && !unreported.empty(); --max_jobs) read(scheduler_.report_first(lock));
+    if (ended_.taken == ended_.count) ended_.taken = ended_.count = 0;
+    while (ended_.count < KVSWAP_POLLED && !unreported.empty()) {
+      JobRef& job = reported_[ended_.count] = scheduler_.report_first(lock);
+      ended_.results[ended_.count++] = read(*job);
+    }
+    return ended_;
   }
 
   // Calls read(job) for up to `max_jobs` unreported jobs that failed or were cancelled; they stay
@@ -101,6 +107,8 @@ class Handler {
   Scheduler scheduler_;
   // Guarded by the scheduler's lock.
   RequestReader reader_;
+  kvswap_ended ended_{};
+  JobRef reported_[KVSWAP_POLLED];           // those in ended_, whose texts they own
   int polling_ = 0;                          // threads that use an event without the lock
   bool stopping_ = false, stopped_ = false;  // the scheduler's threads are about to end, have ended
   std::condition_variable closing_;          // polling_ is 0, or stopped_

@@ -106,6 +106,7 @@ struct Work {
 // everything except the number of references.
 struct Job {
   int64_t id = 0;
+  int64_t token = 0;                    // kvswap_request.token
   uint64_t nbytes = 0, link_bytes = 0;  // of the blocks, and between device and host
   double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
   std::atomic<int> references{0};

@@ -93,6 +93,7 @@ JobRef RequestReader::read(const kvswap_request& request, const std::vector<Grou
   JobRef job(new Job);
   job->work = std::make_unique<Work>();
   Work& work = *job->work;
+  job->token = request.token;
   job->channel = static_cast<int>(request.channel);
   job->layer_groups = static_cast<int>(request.layer_groups);
   work.copy_engines_only = request.copy_engines_only != 0;

@@ -6,8 +6,6 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -749,46 +747,25 @@ def test_a_thread_that_polls_gets_every_tag_of_another_one() -> None:
     thread.join()
     tags += [result.tag for result in handler.poll()]
     assert tags == list(range(1, 2001))
-    assert handler._tags == {}
+    assert handler._kept == {}
 
 
-@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("tag", ["mine", None])
 def test_a_poll_within_a_submission_gets_the_tag(
-    monkeypatch: pytest.MonkeyPatch, locked: bool
+    monkeypatch: pytest.MonkeyPatch, tag: object
 ) -> None:
-    """The other thread has taken the job from the native side before store() has it. The control,
-    without the lock, loses the tag."""
-    handler, polled, has_taken = make_handler(), [], threading.Event()
-    native = handler._native
-    submit, take = native.submit, native.poll
+    """As in another thread that has polled the job before store() returns."""
+    handler, polled = make_handler(), []
+    submit = handler._native.submit
 
-    def poll() -> None:
+    def submit_and_poll(request: Any) -> None:
+        submit(request)
         polled.extend(handler.poll())
 
-    def note(read: Callable[[Any], Any]) -> list[Any]:
-        results = take(read)
-        has_taken.set()
-        return results
-
-    thread = threading.Thread(target=poll)
-
-    def submit_and_let_poll(request: Any) -> int:
-        job = submit(request)
-        thread.start()
-        if locked:
-            assert has_taken.wait(PATIENCE)
-        else:
-            thread.join(PATIENCE)
-        return job
-
-    monkeypatch.setattr(native, "submit", submit_and_let_poll)
-    monkeypatch.setattr(native, "poll", note)
-    if not locked:
-        monkeypatch.setattr(handler, "_tags_lock", nullcontext())
-    handler.store(gpu_block_ids=[1], page_ids=[0], tag="mine")
-    thread.join(PATIENCE)
-    assert [result.tag for result in polled] == ["mine" if locked else None]
-    assert len(handler._tags) == (0 if locked else 1)
+    monkeypatch.setattr(handler._native, "submit", submit_and_poll)
+    job = handler.store(gpu_block_ids=[1], page_ids=[0], tag=tag)
+    assert [(result.job_id, result.tag) for result in polled] == [(job.id, tag)]
+    assert handler._kept == {}
 
 
 def test_a_forked_child_may_not_use_the_handler_and_ends_in_peace() -> None:

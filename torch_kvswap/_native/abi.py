@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -34,6 +34,7 @@ HOST, CUDA, QUEUED_DEVICE = range(3)  # kinds of devices
 ) = range(7)
 FRAGMENT_SIZES = 14
 BUCKETS = 26
+POLLED = 64
 DIGEST_BYTES = 32
 BLOCKS_FEW_KEYS = 1024
 BLOCKS_BUSY = -2
@@ -105,6 +106,8 @@ class Request(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int64),
         ("nbytes", ctypes.c_int64),
+        ("job", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
         ("began_ns", ctypes.c_int64),
         ("channel", ctypes.c_int64),
         ("layer_groups", ctypes.c_int64),
@@ -123,6 +126,7 @@ class JobResult(ctypes.Structure):
 
     _fields_ = (
         ("id", ctypes.c_int64),
+        ("token", ctypes.c_int64),
         ("nbytes", ctypes.c_uint64),
         ("link_bytes", ctypes.c_uint64),
         ("submit_seconds", ctypes.c_double),
@@ -138,6 +142,16 @@ class JobResult(ctypes.Structure):
         ("error", ctypes.c_char_p),
         ("rejected", _Int64s),
         ("job", ctypes.c_void_p),
+    )
+
+
+class Ended(ctypes.Structure):
+    """kvswap_ended"""
+
+    _fields_ = (
+        ("taken", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("results", JobResult * POLLED),
     )
 
 
@@ -285,8 +299,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_handler_check_open": (_Bool, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
-    "kvswap_handler_submit": (_Pointer, _Pointer, _Pointer),
-    "kvswap_handler_poll": (_Int, _Pointer, _Pointer, _Int),
+    "kvswap_handler_submit": (_Bool, _Pointer, _Pointer),
+    "kvswap_handler_poll": (_Pointer, _Pointer),
     "kvswap_handler_synchronize": (_Int, _Pointer, _Pointer, _Int, _Real, _Pointer),
     "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
     "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _native = loader.library()
 _submit, _synchronize = _native.kvswap_handler_submit, _native.kvswap_handler_synchronize
+_poll = _native.kvswap_handler_poll
 _result_of, _query = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
-# Results fetched by one call. The first call fetches few: memory for many takes microseconds.
-_FIRST_BATCH, _NEXT_BATCH = 4, 64
+_FAILURES = 64  # results of failed jobs fetched by one call
 _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals between the calls
 
 
@@ -87,18 +87,16 @@ class NativeHandler(NotCopyable):
         """Raises RuntimeError in a forked child."""
         self._process.check("handler")
 
-    def submit(self, request: Request) -> int:
-        """Submits a request and returns the native job, a reference that kvswap_job_release ends.
+    def submit(self, request: Request) -> None:
+        """Submits a request: sets id, nbytes and native job in request.numbers.
 
-        Sets id and nbytes in request.numbers.
+        The native job is a reference that kvswap_job_release ends.
         """
         # Each Python function that this path calls costs 5 us when it is not in the caches.
         address = request.numbers.buffer_info()[0]
-        job: int | None = _submit(self._pointer or self.pointer, address)
-        if job is None:
+        if not _submit(self._pointer or self.pointer, address):
             self.check_process()
             loader.fail()
-        return job
 
     def job(self, native: int) -> abi.JobResult:
         """The state of a job, without asking the device."""
@@ -114,30 +112,40 @@ class NativeHandler(NotCopyable):
             loader.fail()
         return done == 1
 
-    def poll(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
-        """Converts the results of the jobs that have ended since the last call.
+    def poll(self) -> abi.Ended:
+        """Reports jobs that have ended, behind results that it reported before and were not taken.
+
+        One thread at a time may call it and take results, which it counts in `taken`. There may be
+        more than abi.POLLED. The results are valid until the next call. The caller must have called
+        check_process().
+        """
+        ended: int | None = _poll(self._pointer or self.pointer)
+        if ended is None:
+            loader.fail()
+        return abi.Ended.from_address(ended)
+
+    def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+        """Converts the results of jobs that failed or were cancelled and were not polled yet.
 
         Args:
             read: converts one result. Must copy what it needs: its argument is only valid in the
                 call.
         """
-        results: list[_T] = []
-        capacity = _FIRST_BATCH
-        while True:
-            found = self._results("kvswap_handler_poll", capacity, read)
-            results += found
-            if len(found) < capacity:
-                return results
-            capacity = _NEXT_BATCH
-
-    def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
-        """Converts the results of jobs that failed or were cancelled and were not polled yet."""
-        capacity = _NEXT_BATCH
-        while True:
-            found = self._results("kvswap_handler_unreported_failures", capacity, read)
-            if len(found) < capacity:
-                return found
+        capacity, found = _FAILURES, _FAILURES
+        while found == capacity:
             capacity *= 2
+            answers = (abi.JobResult * capacity)()
+            try:
+                found = loader.call(
+                    "kvswap_handler_unreported_failures", self.pointer, answers, capacity
+                )
+                results = list(map(read, answers[:found]))
+            finally:
+                for answer in answers:
+                    if answer.job is None:
+                        break
+                    _release(answer.job)
+        return results
 
     def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | abi.Unended:
         """Waits until jobs have ended.
@@ -231,17 +239,6 @@ class NativeHandler(NotCopyable):
             return  # at exit, when other threads may be in a call
         pointer, self._pointer = self._pointer, None
         _native.kvswap_handler_destroy(pointer)
-
-    def _results(
-        self, function: str, capacity: int, read: Callable[[abi.JobResult], _T]
-    ) -> list[_T]:
-        """Converts up to `capacity` results from a native function that returns job references."""
-        answers = (abi.JobResult * capacity)()
-        results = []
-        for answer in answers[: loader.call(function, self.pointer, answers, capacity)]:
-            results.append(read(answer))
-            _release(answer.job)
-        return results
 
 
 _kept: list[NativeHandler] = []  # handlers that could not wait for their jobs

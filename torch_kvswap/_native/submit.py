@@ -190,10 +190,12 @@ class Request:
         ids: gpu_block_ids, page_ids and first_block, see OffloadHandler.
         after, layer_groups, copy_engines_only: see OffloadHandler.
         gate (int | None): a native gate.
+        token (int): abi.JobResult.token of the job.
 
     Attributes:
         numbers (array[int]): laid out like abi.Request and the counts that follow it, but faster to
-            make. They point to copies of the ids, which this object holds.
+            make. They point to copies of the ids, which this object holds. The first three are id,
+            nbytes and reference of the native job, which submission sets together; 0 before.
         channel, layer_groups: see above.
 
     Raises:
@@ -213,6 +215,7 @@ class Request:
         layer_groups: int = 1,
         gate: int | None = None,
         copy_engines_only: bool = False,
+        token: int = 0,
     ) -> None:
         # Each Python function that this path calls costs 3 us or more when it is not in the caches:
         # what callers leave out, and tensors that have not moved, need none.
@@ -239,6 +242,8 @@ class Request:
         numbers = [
             0,  # id
             0,  # nbytes
+            0,  # job
+            token,
             began,
             channel,
             layer_groups,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.handler import NativeHandler
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from torch_kvswap._native.submit import Request
     from torch_kvswap.groups import Groups
 
-_T = TypeVar("_T")
 _BATCH, _GENERIC = abi.COPY_METHODS.index("batch"), abi.COPY_METHODS.index("generic")
 _CHANNELS = 3
 
@@ -65,19 +63,18 @@ class QueuedHandler(NativeHandler):
         super().check_open()
         self._queue.check()  # the native handler learns that the device is lost from its next job
 
-    def submit(self, request: Request) -> int:
-        job = super().submit(request)
+    def submit(self, request: Request) -> None:
+        super().submit(request)
         if not self._submit_thread:
             self._queue.run_briefly()
-        return job
 
     def query(self, native: int) -> bool:
         self._queue.run_briefly()
         return super().query(native)
 
-    def poll(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
+    def poll(self) -> abi.Ended:
         self._queue.run_briefly()
-        return super().poll(read)
+        return super().poll()
 
     def wait(self, job: int, layer_group: int, stream: object) -> None:
         """See NativeHandler."""

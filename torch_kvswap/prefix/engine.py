@@ -26,7 +26,7 @@ from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
 from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
-from torch_kvswap.prefix.open_jobs import OpenJobs
+from torch_kvswap.prefix.open_jobs import OpenJob, OpenJobs
 
 
 class _Pools:
@@ -604,16 +604,24 @@ class OffloadEngine(NotCopyable):
         may have been computed from blocks that were not loaded. Results say what was copied, so
         such a store may be done.
         """
-        results = self.handler._take_results()
-        not_loaded = [of.job_id for of in results if of.direction == "load" and not of.ok]
+        handler = self.handler
+        handler._read_ended(self._end)
+        # Nothing is called from here on, so that Ctrl-C comes before or after.
+        results, handler._ended = handler._ended, []
+        return results
+
+    def _end(self, result: Result, entry: OpenJob) -> None:
+        """Ends the reservation of a job that has ended. Called again if it was interrupted."""
+        if entry.manager is not self.manager:
+            return  # of an engine that the handler had before
         with self._lock:
-            for recorded in self._open.spoil(not_loaded):
-                for lazy, blocks in zip(self._lazy, recorded, strict=True):
-                    lazy.forget(blocks)
-            ended = [self._open.pop(result.job_id) for result in results]
-        for result, entry in zip(results, ended, strict=True):
-            if entry is None:
-                continue  # submitted before the handler got this engine
+            if entry.is_load and not result.ok:
+                for recorded in self._open.spoil(entry):
+                    for lazy, blocks in zip(self._lazy, recorded, strict=True):
+                        lazy.forget(blocks)
+            self._open.remove(entry)
+        is_again, entry.is_ending = entry.is_ending, True
+        try:
             if entry.is_spoiled:
                 self.manager.fail(entry.reservation)
             elif result.ok or (result.state == "cancelled" and entry.is_load):
@@ -623,7 +631,9 @@ class OffloadEngine(NotCopyable):
                 self.manager.complete(entry.reservation, pages)
             else:
                 self.manager.fail(entry.reservation)
-        return results
+        except ValueError:  # it had ended when the call before was interrupted
+            if not is_again:
+                raise
 
     def _grow(self) -> None:
         """Lets the manager use the pages that are ready by now. Any thread may call."""
@@ -704,15 +714,20 @@ class OffloadEngine(NotCopyable):
         """
         is_load = isinstance(reservation, Load)
         channel = abi.LOADS if is_load else abi.STORES
+        entry = None
         try:
             selected = self._pools.select(blocks, reservation.key_indices)
             ids = self._pools.join(selected), self._pools.in_pools(reservation.pages), 0
-            with self._lock:  # poll() in another thread may see the job before it is added
-                entry = self._open.prepare(reservation, selected, named)
-                job = self.handler._submit(channel, ids, **options)
-                self._open.add(job, entry)
+            entry = OpenJob(self.manager, reservation, selected)
+            with self._lock:
+                try:
+                    self._open.add(entry, named)
+                    return self.handler._submit(channel, ids, reserved=entry, **options)
+                finally:
+                    if entry.job is None:
+                        self._open.undo(entry)
         except BaseException:
-            # Nothing was copied, so the pages of a load are still valid.
-            (self.manager.complete if is_load else self.manager.fail)(reservation)
+            if entry is None or entry.job is None:
+                # Nothing was copied, so the pages of a load are still valid.
+                (self.manager.complete if is_load else self.manager.fail)(reservation)
             raise
-        return job

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.handler import Job, OffloadHandler
-from torch_kvswap.prefix.manager import Load, Store
+from torch_kvswap.prefix.manager import BlockManager, Load, Store
 
 _NO_JOB = -1
 
 
 @dataclass(eq=False, slots=True)
 class OpenJob:
-    """A job that poll() has not reported.
+    """A job that poll() has not reported, or that is about to be submitted.
 
     Attributes:
-        reservation (Load | Store): its pages.
-        blocks (list[np.ndarray]): the GPU blocks of each group that it reads or writes.
-        earlier (list[int]): of a store, ids of the stores before it that read some of its blocks.
-        loads (list[int]): of a store, ids of the loads into blocks that its prompt has.
+        manager (BlockManager): of the pages.
+        reservation (Load | Store): the pages, from the manager.
+        blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
+        number (int): its number among the jobs of OpenJobs, ascending.
+        earlier (list[int]): of a store, the stores before it that read some of its blocks.
+        loads (list[int]): of a store, the newest loads into blocks that its caller has named.
+        replaced (list[np.ndarray]): for each block of each group, the job before this one.
         job (Job | None): None until it was submitted.
         is_spoiled (bool): one of these loads has failed.
+        is_ending (bool): poll() has begun to end the reservation.
         recorded (list): of a load, the blocks of each group that were recorded for lazy storing and
             whose prompt has blocks of this load.
     """
 
+    manager: BlockManager
     reservation: Load | Store
     blocks: list[Int64Array]
-    earlier: list[int]
-    loads: list[int]
+    number: int = _NO_JOB
+    earlier: list[int] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    replaced: list[Int64Array] = field(default_factory=list)
     job: Job | None = None
     is_spoiled: bool = False
+    is_ending: bool = False
     recorded: list[Sequence[array[int]]] = field(default_factory=list)
 
     @property
@@ -55,68 +63,62 @@ class OpenJobs:
 
     def __init__(self, handler: OffloadHandler) -> None:
         self._handler = handler
-        self._jobs: dict[int, OpenJob] = {}  # by id, ascending
+        self._jobs: dict[int, OpenJob] = {}  # by number, ascending
+        self._next = 0
         self._newest_store: list[Int64Array] = []  # of each group
         self._newest_load: list[Int64Array] = []
 
-    def prepare(
-        self,
-        reservation: Load | Store,
-        blocks: list[Int64Array],
-        named: Sequence[array[int]],
-    ) -> OpenJob:
-        """Makes the entry of a job that is about to be submitted.
+    def add(self, entry: OpenJob, named: Sequence[array[int]]) -> None:
+        """Adds a job that is about to be submitted: afterwards an interrupt could come first.
 
         Args:
-            reservation (Load | Store): its pages.
-            blocks: the GPU blocks of each group that it reads or writes.
+            entry (OpenJob): the job.
             named: of a store, the blocks of the prompt in each group.
         """
         self._fit_cache()
-        if isinstance(reservation, Load):
-            return OpenJob(reservation, blocks, [], [])
-        return OpenJob(reservation, blocks, self._stores_from(blocks), self._loads_into(named))
-
-    def add(self, job: Job, entry: OpenJob) -> None:
-        """Adds the entry of a job, which is newer than all others."""
-        entry.job = job
         newest = self._newest_load if entry.is_load else self._newest_store
+        if not entry.is_load:
+            entry.earlier = self._numbers_in(newest, entry.blocks)
+            entry.loads = self._numbers_in(self._newest_load, named)
+        entry.replaced = [
+            numbers[blocks] for numbers, blocks in zip(newest, entry.blocks, strict=True)
+        ]
+        entry.number, self._next = self._next, self._next + 1
+        self._jobs[entry.number] = entry
         for numbers, blocks in zip(newest, entry.blocks, strict=True):
-            numbers[blocks] = job.id
-        self._jobs[job.id] = entry
+            numbers[blocks] = entry.number
 
-    def pop(self, job_id: int) -> OpenJob | None:
-        """Removes a job that is reported; None if it was not added."""
-        return self._jobs.pop(job_id, None)
+    def undo(self, entry: OpenJob) -> None:
+        """Removes the newest entry: its job was not submitted. add() may have been interrupted."""
+        newest = self._newest_load if entry.is_load else self._newest_store
+        for numbers, blocks, replaced in zip(newest, entry.blocks, entry.replaced, strict=False):
+            numbers[blocks] = replaced
+        self.remove(entry)
+
+    def remove(self, entry: OpenJob) -> None:
+        """Removes a job that is reported, unless it was removed before."""
+        self._jobs.pop(entry.number, None)
 
     def record(self, blocks: Sequence[array[int]]) -> None:
         """Has spoil() return these blocks of a prompt, if a load into one of them fails."""
         self._fit_cache()
-        for number in self._loads_into(blocks):
+        for number in self._numbers_in(self._newest_load, blocks):
             self._jobs[number].recorded.append(blocks)
 
-    def spoil(self, failed: Collection[int]) -> list[Sequence[array[int]]]:
-        """These loads failed: what was computed from their blocks is wrong.
+    def spoil(self, load: OpenJob) -> list[Sequence[array[int]]]:
+        """This load has failed: what was computed from its blocks is wrong.
 
         Marks the stores, and returns what was passed to record().
         """
-        if not failed:
-            return []
         for entry in self._jobs.values():
-            if not set(failed).isdisjoint(entry.loads):
-                entry.is_spoiled = True
-        return [
-            blocks
-            for number in failed
-            if number in self._jobs
-            for blocks in self._jobs[number].recorded
-        ]
+            entry.is_spoiled = entry.is_spoiled or load.number in entry.loads
+        return load.recorded
 
     def stores_reading(self, blocks: Sequence[array[int]]) -> list[Job]:
         """The stores that still read one of these blocks of each group, the oldest first."""
         self._fit_cache()
         found: dict[int, Job] = {}
-        left = self._stores_from(blocks)
+        left = self._numbers_in(self._newest_store, blocks)
         while left:
             number = left.pop()
             entry = self._jobs.get(number)
@@ -132,24 +134,16 @@ class OpenJobs:
             self._newest_store = [np.full(count + 1, _NO_JOB) for count in counts]
             self._newest_load = [np.full(count + 1, _NO_JOB) for count in counts]
 
-    def _stores_from(self, blocks: Sequence[array[int] | Int64Array]) -> list[int]:
-        """The newest stores from these blocks of each group."""
-        return self._numbers_in(self._newest_store, blocks)
-
-    def _loads_into(self, blocks: Sequence[array[int] | Int64Array]) -> list[int]:
-        """The newest loads into these blocks of each group."""
-        return self._numbers_in(self._newest_load, blocks)
-
     def _numbers_in(
         self, newest: Sequence[Int64Array], blocks: Sequence[array[int] | Int64Array]
     ) -> list[int]:
-        """The open jobs among those that `newest` has for these blocks."""
+        """The numbers of open jobs that `newest` has for these blocks of each group."""
         oldest = next(iter(self._jobs), None)
         if oldest is None:
             return []
         found: set[int] = set()
         for numbers, of_group in zip(newest, blocks, strict=True):
-            ids = numbers[np.asarray(of_group, np.int64)]
-            if len(ids) and ids.max() >= oldest:  # quick: most blocks are not being copied
-                found.update(np.unique(ids).tolist())
+            some = numbers[np.asarray(of_group, np.int64)]
+            if len(some) and some.max() >= oldest:  # quick: most blocks are not being copied
+                found.update(np.unique(some).tolist())
         return sorted(found & self._jobs.keys())

@@ -30,6 +30,7 @@ STRUCTURES = {
     "kvswap_copy_method_options": abi.CopyMethodOptions,
     "kvswap_request": abi.Request,
     "kvswap_result": abi.JobResult,
+    "kvswap_ended": abi.Ended,
     "kvswap_slot_format": abi.SlotFormat,
     "kvswap_unended": abi.Unended,
     "kvswap_histogram": abi.Histogram,

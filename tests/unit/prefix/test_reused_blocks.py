@@ -14,7 +14,7 @@ from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
 from torch_kvswap.prefix.manager import Store
-from torch_kvswap.prefix.open_jobs import OpenJobs
+from torch_kvswap.prefix.open_jobs import OpenJob, OpenJobs
 
 
 @simulated
@@ -65,11 +65,12 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block()
     engine, _ = make()
     jobs = [SimpleNamespace(id=number, query=lambda: False) for number in range(3)]
     with engine.handler as handler:
-        open_jobs = OpenJobs(handler)
+        open_jobs, entries = OpenJobs(handler), []
         for job, blocks in zip(jobs, ([1, 2], [2, 3], [3]), strict=True):
             reservation = Store(1, np.arange(1), np.arange(1))
-            entry = open_jobs.prepare(reservation, [np.array(blocks)], [array("q", blocks)])
-            open_jobs.add(job, entry)  # type: ignore[arg-type]
+            entries.append(OpenJob(engine.manager, reservation, [np.array(blocks)]))
+            open_jobs.add(entries[-1], [array("q", blocks)])
+            entries[-1].job = job  # type: ignore[assignment]
 
         def reading(block: int) -> list[int]:
             return [job.id for job in open_jobs.stores_reading([array("q", [block])])]
@@ -77,10 +78,25 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block()
         assert [reading(block) for block in range(5)] == [[], [0], [0, 1], [0, 1, 2], []]
         jobs[1].query = lambda: True
         assert [reading(block) for block in (2, 3)] == [[0], [0, 2]]
-        open_jobs.pop(2)
-        open_jobs.pop(0)
+        for entry in (entries[2], entries[0], entries[0]):
+            open_jobs.remove(entry)
         jobs[1].query = lambda: False
         assert [reading(block) for block in (1, 2, 3)] == [[], [1], []]
+
+
+def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
+    engine, _ = make()
+    job = SimpleNamespace(query=lambda: False)
+    with engine.handler as handler:
+        open_jobs, blocks = OpenJobs(handler), [np.array([1, 2])]
+        reservation = Store(1, np.arange(1), np.arange(1))
+        first, second, third = (OpenJob(engine.manager, reservation, blocks) for _ in range(3))
+        open_jobs.add(first, [array("q", [1, 2])])
+        first.job = job  # type: ignore[assignment]
+        open_jobs.add(second, [array("q", [1, 2])])
+        open_jobs.undo(second)
+        open_jobs.undo(third)  # add() was interrupted before it began
+        assert open_jobs.stores_reading([array("q", [2])]) == [job]
 
 
 def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> None:

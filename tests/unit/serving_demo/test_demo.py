@@ -138,12 +138,13 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
     reason = OSError("the link fell off")
 
     class FailingLoads(demo.OffloadHandler):
-        def _take_results(self):
-            return [
+        def _read_ended(self, end):
+            super()._read_ended(end)
+            self._ended = [
                 replace(result, state="failed", error=reason)
                 if result.direction == "load"
                 else result
-                for result in super()._take_results()
+                for result in self._ended
             ]
 
     monkeypatch.setattr(demo, "OffloadHandler", FailingLoads)

@@ -14,7 +14,7 @@ from serving_demo.request import Request
 from serving_demo.serving import Server
 from serving_demo.swapper import Swapper
 from torch_kvswap._native import abi
-from torch_kvswap.handler import Result, direction_of
+from torch_kvswap.handler import DIRECTIONS, Result
 from torch_kvswap.prefix.engine import OffloadEngine
 
 JUNK = 77.0
@@ -33,6 +33,9 @@ class LateJob:
 
     def wait(self):
         self.handler.run_up_to(self)
+
+    def query(self):
+        return self not in self.handler.pending[self.direction]
 
 
 class LateHandler:
@@ -60,9 +63,10 @@ class LateHandler:
         self.rate = self.random.choice([0.05, 0.3, 1.0])
         self.pending = {"store": deque(), "load": deque()}
         self.results, self.count = [], 0
+        self.reserved, self._ended = {}, []
 
-    def _submit(self, channel, ids, *, tag, **options):
-        direction = direction_of(channel)
+    def _submit(self, channel, ids, *, tag, reserved, **options):
+        direction = DIRECTIONS[channel]
         blocks, pages, _ = ids
         if direction == "load":
             for kv_cache in self.cache:
@@ -70,6 +74,8 @@ class LateHandler:
         assert len(pages) == -(-len(blocks) // self.host.blocks_per_page)
         self.count += 1
         job = LateJob(self, self.count, direction, list(blocks), list(pages), tag)
+        reserved.job = job
+        self.reserved[job.id] = reserved
         self.pending[direction].append(job)
         return job
 
@@ -91,6 +97,14 @@ class LateHandler:
 
     def _assign_pages_to(self, engine):
         pass
+
+    def _check_options(self, after, layer_groups=None, gate=None):
+        pass
+
+    def _read_ended(self, end):
+        for result in self._take_results():
+            end(result, self.reserved.pop(result.job_id))
+            self._ended.append(result)
 
     def _take_results(self):
         for direction, jobs in self.pending.items():

@@ -1,0 +1,198 @@
+"""Ctrl-C and other asynchronous exceptions in calls of a handler and of an engine."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupted, Interrupter
+
+import torch_kvswap.handler
+from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+
+BLOCKS = 8
+
+
+def make_handler(num_pages: int = BLOCKS) -> OffloadHandler:
+    cache = torch.arange(BLOCKS, dtype=torch.int64)[:, None].expand(BLOCKS, 4).contiguous()
+    layout = PagedLayout([cache])
+    return OffloadHandler(layout, HostPool(layout, num_pages))
+
+
+def count_references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The native jobs that were released."""
+    gc.collect()  # jobs of other tests
+    released: list[int] = []
+    release = torch_kvswap.handler._release
+
+    def note(job: int) -> None:
+        released.append(job)
+        release(job)
+
+    monkeypatch.setattr(torch_kvswap.handler, "_release", note)
+    return released
+
+
+def test_the_interrupter_reaches_every_point_once() -> None:
+    handler, interrupter = make_handler(), Interrupter()
+    interrupter.call(0, lambda: handler.store(gpu_block_ids=[1], page_ids=[2]))
+    points = interrupter.points
+    assert points > 10
+    for at in range(1, points + 1):
+        with pytest.raises(Interrupted):
+            interrupter.call(at, lambda: handler.store(gpu_block_ids=[1], page_ids=[2]))
+        assert interrupter.points == at
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("has_tag", [False, True])
+def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
+    monkeypatch: pytest.MonkeyPatch, direction: str, has_tag: bool
+) -> None:
+    released = count_references(monkeypatch)
+    handler, interrupter, outcomes = make_handler(), Interrupter(), []
+    submit = getattr(handler, direction)
+    for at in count(1):
+        tag = at if has_tag else None
+        try:
+            interrupter.call(at, partial(submit, gpu_block_ids=[1], page_ids=[2], tag=tag))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        handler.synchronize()
+        results = handler.poll()
+        assert [(result.state, result.tag) for result in results] == [("done", tag)] * len(results)
+        assert handler._kept == {}
+        outcomes.append(len(results))
+        assert len(released) == sum(outcomes), "a native job was kept"
+        if not interrupted:
+            break
+    assert outcomes == sorted(outcomes), "no job up to some point, one behind it"
+    assert {*outcomes} == {0, 1}
+    assert outcomes.count(1) > 1
+    handler.close()
+
+
+@pytest.mark.parametrize(("jobs", "stride"), [(3, 1), (70, 17)])
+def test_a_poll_returns_what_an_interrupted_one_did_not(jobs: int, stride: int) -> None:
+    handler, interrupter = make_handler(), Interrupter()
+    interrupts = 0
+    for at in count(1, stride):
+        for number in range(jobs):
+            handler.store(gpu_block_ids=[1], page_ids=[2], tag=number if number % 2 else None)
+        try:
+            results = interrupter.call(at, handler.poll)
+        except Interrupted:
+            interrupts += 1
+            handler.store(gpu_block_ids=[1], page_ids=[2], tag="later")
+            results = handler.poll()
+            assert results.pop().tag == "later"
+        else:
+            break
+        numbers = range(jobs)
+        assert [result.job_id % (jobs + 1) for result in results] == [*numbers]
+        assert [result.tag for result in results] == [n if n % 2 else None for n in numbers]
+        assert handler._kept == {}
+        assert handler.poll() == []
+    assert interrupts > 10
+    handler.close()
+
+
+def test_polls_can_be_interrupted_again_and_again() -> None:
+    handler, interrupter = make_handler(), Interrupter()
+    for number in range(200):
+        handler.store(gpu_block_ids=[1], page_ids=[2], tag=number)
+    tags: list[Any] = []
+    for at in count(1):
+        try:
+            tags += [result.tag for result in interrupter.call(at, handler.poll)]
+        except Interrupted:
+            continue
+        break
+    assert tags == [*range(200)]
+    handler.close()
+
+
+def make_engine() -> tuple[OffloadEngine, OffloadHandler]:
+    handler = make_handler()
+    return OffloadEngine(handler), handler
+
+
+def test_an_interrupted_store_of_an_engine_ends_the_reservation_of_its_job() -> None:
+    """With a job or without one: the submission knows. What the manager has assigned before that
+    is not known to the engine yet, see docs/ordering.md."""
+    interrupter, outcomes = Interrupter(), []
+    for at in count(1):
+        engine, handler = make_engine()
+        submitted = handler.metrics().stores.submitted
+        try:
+            interrupter.call(at, partial(engine.store, [b"a" * 32], [1], tag=at))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        handler.synchronize()
+        submitted = handler.metrics().stores.submitted - submitted
+        results = engine.poll()
+        assert [(result.ok, result.tag) for result in results] == [(True, at)] * submitted
+        if submitted:
+            assert engine.manager.stats().filling_pages == 0
+            assert engine.lookup([b"a" * 32]).ready == 1
+        assert handler._kept == {}
+        outcomes.append(submitted)
+        handler.close()
+        if not interrupted:
+            break
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(1) > 1
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_an_interrupted_poll_of_an_engine_ends_each_reservation_once(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    interrupter, interrupts = Interrupter(), 0
+    convert = torch_kvswap.handler.result_of
+    if state == "failed":
+        monkeypatch.setattr(
+            torch_kvswap.handler,
+            "result_of",
+            lambda native, tag=None: replace(convert(native, tag), state="failed"),
+        )
+    keys = [bytes([number]) * 32 for number in range(4)]
+    for at in count(1):
+        engine, handler = make_engine()
+        for number, key in enumerate(keys):
+            engine.store([key], [number], tag=number)
+        assert engine.manager.stats().filling_pages == len(keys)
+        try:
+            results = interrupter.call(at, engine.poll)
+        except Interrupted:
+            interrupts += 1
+            results = engine.poll()
+            interrupted = True
+        else:
+            interrupted = False
+        assert [result.tag for result in results] == [0, 1, 2, 3]
+        stats = engine.manager.stats()
+        assert stats.filling_pages == 0
+        ended = (stats.stored, stats.failed)
+        assert ended == ((4, 0) if state == "done" else (0, 4))
+        handler.close()
+        if not interrupted:
+            break
+    assert interrupts > 20
+
+
+def test_a_rejected_submission_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, handler = count_references(monkeypatch), make_handler()
+    with pytest.raises(IndexError):
+        handler.store(gpu_block_ids=[BLOCKS], page_ids=[0], tag="mine")
+    gc.collect()
+    assert (handler._kept, released, handler.poll()) == ({}, [], [])
