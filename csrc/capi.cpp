@@ -383,6 +383,12 @@ kvswap_ended* kvswap_handler_poll(void* handler) {
   return ended;
 }
 
+int kvswap_handler_wait_for_ended(void* handler, double seconds) {
+  int ended = -1;
+  succeeds([&] { ended = handler_at(handler).wait_for_ended(seconds); });
+  return ended;
+}
+
 int kvswap_handler_synchronize(void* handler, void* const* jobs, int count, double seconds,
                                kvswap_unended* unended) {
   int ended = -1;

@@ -226,6 +226,10 @@ struct kvswap_ended {
 // time may call it and read them.
 KVSWAP_API kvswap_ended* kvswap_handler_poll(void* handler);
 
+// Waits on the host until a job that was not reported has ended, or all jobs have: 1, or 0 after
+// `seconds`; -1 on failure.
+KVSWAP_API int kvswap_handler_wait_for_ended(void* handler, double seconds);
+
 // Jobs that have not ended, and the first of them.
 struct kvswap_unended {
   int64_t count, first_id;

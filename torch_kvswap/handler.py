@@ -603,23 +603,32 @@ class OffloadHandler(NotCopyable):
             abi.LOADS, ids, after, copy_engines_only, tag, layer_groups, gate, expedited
         )
 
-    def poll(self) -> list[Result]:
-        """Returns the jobs that have ended since the last call, without waiting.
+    def poll(self, timeout: float | None = 0.0) -> list[Result]:
+        """Returns the jobs that have ended since the last call.
 
         Call it regularly: until it has reported a job, the handler keeps the job's result (144
         bytes) and its tag. If Ctrl-C interrupts it, the next call returns the results.
 
+        Args:
+            timeout (float | None): if no job has ended, seconds to wait for one; None waits
+                forever. Does not wait if no job is queued or running. Python signal handlers run
+                while it waits.
+
         Returns:
             list[Result]: in the order in which the jobs ended. Each job is reported once, to one
-                caller.
+                caller. Empty after the timeout, if there is no job, or if another thread's poll()
+                took the results.
 
         Raises:
+            TypeError, ValueError: timeout is not None or a number of seconds from 0 on.
             RuntimeError: an OffloadEngine uses this handler and must see the results; call the
                 engine's poll().
         """
         if self._engine is not None and self._get_engine() is not None:
             raise RuntimeError("an OffloadEngine uses this handler; call the engine's poll()")
         self._read_ended()
+        if timeout != 0 and self._wait_for_ended(timeout):
+            self._read_ended()
         # Nothing is called from here on, so that Ctrl-C comes before or after.
         results, self._ended = self._ended, []
         return results
@@ -654,6 +663,14 @@ class OffloadHandler(NotCopyable):
                     if token:
                         del kept[token]
                     ended.taken += 1
+
+    def _wait_for_ended(self, timeout: object) -> bool:
+        """Waits for a job to end, unless poll() has some to return already; whether it waited."""
+        seconds = read_timeout("timeout", timeout)
+        if self._ended:
+            return False
+        self._native.wait_for_ended(seconds)
+        return True
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None

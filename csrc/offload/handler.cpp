@@ -145,9 +145,26 @@ int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double sec
       unended = {count, next.id, next.channel};
       return 0;
     }
-    if (next.work->transfer == nullptr && scheduler_.submit_queued(lock, next, left)) continue;
-    poll_end(lock, next.work->transfer, began);
+    wait_for_end(lock, next, left, began);
   }
+}
+
+bool Handler::wait_for_ended(double seconds) {
+  const double began = now();
+  Lock lock = scheduler_.lock();
+  const JobTable& table = scheduler_.jobs(lock);
+  for (;;) {
+    scheduler_.advance(lock);
+    if (!table.unreported().empty() || table.all_have_ended()) return true;
+    const double left = seconds - (now() - began);
+    if (left <= 0) return false;
+    wait_for_end(lock, table.oldest_unended(), left, began);
+  }
+}
+
+void Handler::wait_for_end(Lock& lock, const Job& job, double seconds, double began) {
+  if (job.work->transfer == nullptr && scheduler_.submit_queued(lock, job, seconds)) return;
+  poll_end(lock, job.work->transfer, began);
 }
 
 void Handler::poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began) {

@@ -69,6 +69,9 @@ class Handler {
   // `unended`, 2 if a job failed or was cancelled (for_all: and was not reported), otherwise 1.
   int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
                   kvswap_unended& unended);
+  // Waits on the host until a job that was not reported has ended, or all jobs have. False after
+  // `seconds`.
+  bool wait_for_ended(double seconds);
   // Makes a stream wait for a layer group of the job; -1: for all of it.
   void wait(Job* job, int layer_group, const StreamRef& stream);
   // Whether the job has ended. Asks the device.
@@ -98,6 +101,9 @@ class Handler {
   StreamRef stream_of(const kvswap_request& request) const;
   Reason set_start(const Lock& lock, Job& job, const kvswap_request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
+  // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and
+  // that takes less than `seconds`. began: when the waiting began.
+  void wait_for_end(Lock& lock, const Job& job, double seconds, double began);
   // Polls for the end of a transfer, without the lock so that other threads can submit meanwhile.
   // Returns within about a millisecond. transfer: null if the job is not on the device yet; then it
   // waits for the scheduler's progress instead.

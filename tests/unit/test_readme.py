@@ -126,7 +126,7 @@ def make_results(scheduler, monkeypatch, **changes):
     """Lets poll() report all jobs with these changes."""
     poll = scheduler.handler.poll
     monkeypatch.setattr(
-        scheduler.handler, "poll", lambda: [replace(result, **changes) for result in poll()]
+        scheduler.handler, "poll", lambda *of: [replace(each, **changes) for each in poll(*of)]
     )
 
 

@@ -301,6 +301,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
     "kvswap_handler_submit": (_Bool, _Pointer, _Pointer),
     "kvswap_handler_poll": (_Pointer, _Pointer),
+    "kvswap_handler_wait_for_ended": (_Int, _Pointer, _Real),
     "kvswap_handler_synchronize": (_Int, _Pointer, _Pointer, _Int, _Real, _Pointer),
     "kvswap_handler_unreported_failures": (_Int, _Pointer, _Pointer, _Int),
     "kvswap_handler_close": (_Int, _Pointer, ctypes.c_double),

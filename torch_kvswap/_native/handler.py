@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from array import array
@@ -123,6 +124,20 @@ class NativeHandler(NotCopyable):
         if ended is None:
             loader.fail()
         return abi.Ended.from_address(ended)
+
+    def wait_for_ended(self, timeout: float | None) -> None:
+        """Waits until a job that was not reported has ended, or all jobs have.
+
+        Args:
+            timeout (float | None): seconds; None waits forever.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        left = _WAIT_SECONDS
+        while left > 0:
+            left = deadline - time.monotonic()
+            seconds = min(max(left, 0.0), _WAIT_SECONDS)
+            if loader.call("kvswap_handler_wait_for_ended", self.pointer, seconds):
+                return
 
     def unreported_failures(self, read: Callable[[abi.JobResult], _T]) -> list[_T]:
         """Converts the results of jobs that failed or were cancelled and were not polled yet.

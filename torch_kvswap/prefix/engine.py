@@ -594,7 +594,7 @@ class OffloadEngine(NotCopyable):
             raise TypeError(f"preempted is {kind_of(preempted)}; pass what preempt() returned")
         return self.manager.release(preempted.lease)
 
-    def poll(self) -> list[Result]:
+    def poll(self, timeout: float | None = 0.0) -> list[Result]:
         """Reports ended jobs, as OffloadHandler.poll(). Call it in every scheduler step.
 
         Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
@@ -603,9 +603,14 @@ class OffloadEngine(NotCopyable):
         the blocks of stores that its blocks were named in before this call are forgotten too: they
         may have been computed from blocks that were not loaded. Results say what was copied, so
         such a store may be done.
+
+        Args:
+            timeout (float | None): as in OffloadHandler.poll().
         """
         handler = self.handler
         handler._read_ended(self._end)
+        if timeout != 0 and handler._wait_for_ended(timeout):
+            handler._read_ended(self._end)
         # Nothing is called from here on, so that Ctrl-C comes before or after.
         results, handler._ended = handler._ended, []
         return results

@@ -1,0 +1,106 @@
+"""poll(timeout) waits for a job to end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from engine_bytes import make
+from error_text import error_text
+from patience import PATIENCE
+from simulated_driver import Driver, cache, simulated
+
+from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+
+
+@simulated
+@pytest.mark.parametrize("timeout", [PATIENCE, None])
+@pytest.mark.parametrize("with_engine", [False, True])
+def test_it_returns_when_a_job_has_ended(
+    driver: Driver, timeout: float | None, with_engine: bool
+) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler) if with_engine else None
+        if engine is None:
+            handler.store(gpu_block_ids=[1], page_ids=[1])
+        else:
+            engine.store(["a"], [1])
+        poll = handler.poll if engine is None else engine.poll
+        assert poll(0.02) == []
+        results: list[object] = []
+        waiting = threading.Thread(target=lambda: results.extend(poll(timeout)))
+        waiting.start()
+        driver.run()
+        waiting.join(PATIENCE)
+        assert len(results) == 1
+        assert engine is None or engine.lookup(["a"]).ready == 1
+        driver.set_mode("immediate")
+
+
+@simulated
+def test_a_job_that_ends_before_an_older_one_is_returned(driver: Driver) -> None:
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+        load = handler.load(page_ids=[2], gpu_block_ids=[2])
+        assert handler.cancel(load) is True
+        driver.fail("cuMemcpyBatchAsync")
+        failed = handler.load(page_ids=[3], gpu_block_ids=[3])
+        assert failed.id in [result.job_id for result in handler.poll(PATIENCE)]
+        driver.set_mode("immediate")
+
+
+def test_it_does_not_wait_if_there_is_a_result_or_no_job() -> None:
+    layout = PagedLayout([torch.zeros(4, 4)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        assert handler.poll(None) == []
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+        assert len(handler.poll(None)) == 1
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+    assert len(handler.poll(None)) == 1  # closed
+    assert handler.poll(None) == []
+
+
+@simulated
+def test_a_signal_handler_runs_while_it_waits(driver: Driver) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StopError
+
+    driver.set_mode("manual")
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        handler.store(gpu_block_ids=[1], page_ids=[1])
+        before = signal.signal(signal.SIGALRM, stop)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(StopError):
+                handler.poll(PATIENCE)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        driver.set_mode("immediate")
+        driver.run()
+        assert [result.ok for result in handler.poll(PATIENCE)] == [True]
+
+
+def test_a_wrong_timeout_is_refused_also_if_there_is_a_result() -> None:
+    engine, _ = make()
+    with engine.handler:
+        engine.store(["a"], [1])
+        assert [error_text(engine.poll, value) for value in (-1, "1", float("nan"))] == [
+            "ValueError: timeout is -1.0; it must be 0 seconds or more",
+            "TypeError: timeout is a str; it must be a number of seconds",
+            "ValueError: timeout is nan; it must be 0 seconds or more",
+        ]
+        began = time.monotonic()
+        assert len(engine.poll(PATIENCE)) == 1
+        assert time.monotonic() - began < PATIENCE
