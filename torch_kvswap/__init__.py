@@ -30,9 +30,9 @@ from torch_kvswap.prefix.manager import (
     BlockEvent,
     BlockManager,
     BlockStats,
-    Load,
+    LoadReservation,
     Lookup,
-    Store,
+    StoreReservation,
 )
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ __all__ = [
     "Histogram",
     "HostPool",
     "Job",
-    "Load",
+    "LoadReservation",
     "Lookup",
     "Metrics",
     "MultiModalItem",
@@ -65,7 +65,7 @@ __all__ = [
     "PrefixHasher",
     "Result",
     "SourceFailedError",
-    "Store",
+    "StoreReservation",
     "TransferError",
     "__version__",
     "allocate_layers",

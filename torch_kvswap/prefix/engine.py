@@ -25,7 +25,13 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
 from torch_kvswap.prefix.lazy import LazyStorePolicy
-from torch_kvswap.prefix.manager import BlockManager, EventKind, Load, Lookup, Store
+from torch_kvswap.prefix.manager import (
+    BlockManager,
+    EventKind,
+    LoadReservation,
+    Lookup,
+    Reservation,
+)
 from torch_kvswap.prefix.open_jobs import OpenJob, OpenJobs
 
 
@@ -702,7 +708,7 @@ class OffloadEngine(NotCopyable):
 
     def _submit(
         self,
-        reservation: Load | Store,
+        reservation: Reservation,
         blocks: Sequence[array[int]],
         named: Sequence[array[int]],
         **options: Any,
@@ -712,12 +718,12 @@ class OffloadEngine(NotCopyable):
         Ends the reservation if the job cannot be submitted.
 
         Args:
-            reservation (Load | Store): from the manager.
+            reservation (Reservation): from the manager.
             blocks: the GPU blocks of all keys, per pool.
             named: of a store, all blocks that the caller has named, per pool.
             **options: of the handler's load() or store(), without ids.
         """
-        is_load = isinstance(reservation, Load)
+        is_load = isinstance(reservation, LoadReservation)
         channel = abi.LOADS if is_load else abi.STORES
         entry = None
         try:

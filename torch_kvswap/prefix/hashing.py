@@ -65,7 +65,7 @@ def key_digest(key: Hashable) -> bytes:
     """The digest of any key. A bytes key of DIGEST_BYTES is its own digest.
 
     Raises:
-        TypeError: see encode().
+        TypeError: the key is not None, a bool, int, float, str, bytes or a tuple of these.
     """
     if type(key) is bytes and len(key) == DIGEST_BYTES:
         return key
@@ -135,7 +135,8 @@ class PrefixHasher:
         extra (Hashable): anything else that decides the bytes of a block.
 
     Raises:
-        TypeError: an argument has a wrong type; see encode() for Hashable arguments.
+        TypeError: an argument has a wrong type, or a Hashable one is not None, a bool, int, float,
+            str, bytes or a tuple of these.
         ValueError: a number is out of range.
     """
 

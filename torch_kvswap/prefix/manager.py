@@ -75,7 +75,7 @@ class Lookup(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class LoadReservation:
     """A reservation of pages to load. They are held until complete() or fail() is called.
 
     With several groups, key_indices and pages are lists with one entry per group.
@@ -92,7 +92,7 @@ class Load:
 
 
 @dataclass(eq=False, slots=True)
-class Store:
+class StoreReservation:
     """A reservation of pages to store, for the keys that have none.
 
     They are held until complete() or fail() is called.
@@ -110,6 +110,9 @@ class Store:
     key_indices: Int64Array | list[Int64Array]
     pages: Int64Array | list[Int64Array]
     lease: int = 0
+
+
+Reservation = LoadReservation | StoreReservation
 
 
 class BlockEvent(NamedTuple):
@@ -169,7 +172,16 @@ class BlockStats:
         return self.hits / self.asked if self.asked else 0.0
 
 
-__all__ = ["BlockEvent", "BlockGroup", "BlockManager", "BlockStats", "Load", "Lookup", "Store"]
+__all__ = [
+    "BlockEvent",
+    "BlockGroup",
+    "BlockManager",
+    "BlockStats",
+    "LoadReservation",
+    "Lookup",
+    "Reservation",
+    "StoreReservation",
+]
 
 
 class BlockManager(NotCopyable):
@@ -300,7 +312,9 @@ class BlockManager(NotCopyable):
         needed = needed_blocks(self.groups, read_int("prefix", prefix))
         return needed if self._is_list else needed[0]
 
-    def prepare_load(self, keys: Keys | Sequence[Keys], prefix: int | None = None) -> Load | None:
+    def prepare_load(
+        self, keys: Keys | Sequence[Keys], prefix: int | None = None
+    ) -> LoadReservation | None:
         """Holds the pages of ready blocks for a load.
 
         Args:
@@ -309,7 +323,7 @@ class BlockManager(NotCopyable):
                 as `Lookup.ready`. None is all keys.
 
         Returns:
-            Load | None: None, with nothing held, if a block is not ready.
+            LoadReservation | None: None, with nothing held, if a block is not ready.
 
         Raises:
             ValueError: prefix is longer than the keys.
@@ -323,9 +337,9 @@ class BlockManager(NotCopyable):
         if reservation == 0:
             return None
         key_indices = needed if self._is_list else needed[0]
-        return Load(reservation, key_indices, self._split(pages, counts))
+        return LoadReservation(reservation, key_indices, self._split(pages, counts))
 
-    def prepare_store(self, keys: Keys | Sequence[Keys]) -> Store | None:
+    def prepare_store(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
         """Assigns pages to the keys that have none, evicting other blocks if needed.
 
         Until the store has ended, its blocks are pending, and cached blocks of these keys are not
@@ -335,14 +349,14 @@ class BlockManager(NotCopyable):
             keys: keys of a prompt's blocks, in order.
 
         Returns:
-            Store | None: None, with nothing changed, if there is not enough room.
+            StoreReservation | None: None, with nothing changed, if there is not enough room.
 
         Raises:
             ValueError: a key occurs twice.
         """
         return self._store(keys, keep=False)
 
-    def preempt(self, keys: Keys | Sequence[Keys]) -> Store | None:
+    def preempt(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
         """prepare_store() for a preempted request, whose blocks stay until release().
 
         Ignores store_threshold. To restore the request, call prepare_load(), then release(store).
@@ -351,21 +365,21 @@ class BlockManager(NotCopyable):
             keys: keys of all blocks of the request.
 
         Returns:
-            Store | None: None, with nothing changed, if there is not enough room.
+            StoreReservation | None: None, with nothing changed, if there is not enough room.
 
         Raises:
             ValueError: a key occurs twice.
         """
         return self._store(keys, keep=True)
 
-    def complete(self, reservation: Load | Store, rejected: Sequence[int] = ()) -> None:
+    def complete(self, reservation: Reservation, rejected: Sequence[int] = ()) -> None:
         """Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
 
         Stored blocks become ready, loaded blocks can be evicted again. Rejected blocks are
         forgotten: a lookup finds the blocks in front of them only.
 
         Args:
-            reservation (Load | Store): from prepare_load(), prepare_store() or preempt().
+            reservation (Reservation): from prepare_load(), prepare_store() or preempt().
             rejected (Sequence[int]): positions of pages with a block in `Result.rejected`, in
                 reservation.pages, those of all groups one after another; ascending.
 
@@ -376,13 +390,13 @@ class BlockManager(NotCopyable):
         """
         self._end(reservation, True, rejected)
 
-    def fail(self, reservation: Load | Store) -> None:
+    def fail(self, reservation: Reservation) -> None:
         """Ends a reservation whose copy failed, or a store that was cancelled or not submitted.
 
         Its blocks are forgotten, those of a failed load because their pages may be invalid.
 
         Args:
-            reservation (Load | Store): from prepare_load(), prepare_store() or preempt().
+            reservation (Reservation): from prepare_load(), prepare_store() or preempt().
 
         Raises:
             ValueError: the reservation has already ended.
@@ -437,18 +451,18 @@ class BlockManager(NotCopyable):
         digests, counts = self._digests(keys)
         return self._native.lease(digests, counts, self._clock(), seconds) or None
 
-    def release(self, lease: int | Store) -> bool:
+    def release(self, lease: int | StoreReservation) -> bool:
         """Ends a lease.
 
         Args:
-            lease (int | Store): from lease() or preempt().
+            lease (int | StoreReservation): from lease() or preempt().
 
         Returns:
             bool: False if its blocks were not held any more. Blocks of a lease whose time is over
                 are held until the next store, lease() or stats().
         """
         return self._native.release(
-            lease.lease if isinstance(lease, Store) else read_int("lease", lease)
+            lease.lease if isinstance(lease, StoreReservation) else read_int("lease", lease)
         )
 
     def reset(self) -> None:
@@ -482,24 +496,25 @@ class BlockManager(NotCopyable):
         native = self._native.stats(group, self._clock())
         return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
 
-    def _end(
-        self, reservation: Load | Store, succeeded: bool, rejected: Sequence[int] = ()
-    ) -> None:
-        if not isinstance(reservation, Load | Store):
-            raise TypeError(f"reservation is {kind_of(reservation)}; pass a Load or a Store")
+    def _end(self, reservation: Reservation, succeeded: bool, rejected: Sequence[int] = ()) -> None:
+        if not isinstance(reservation, Reservation):
+            raise TypeError(
+                f"reservation is {kind_of(reservation)}; pass what prepare_load() or "
+                "prepare_store() returned"
+            )
         is_none = type(rejected) is tuple and not rejected  # the default, fast
         positions = _NO_POSITIONS if is_none else read_ids("rejected", rejected)
         if reservation.id:
             self._native.end(reservation.id, succeeded, positions)
 
-    def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> Store | None:
+    def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> StoreReservation | None:
         """prepare_store(); with `keep`, preempt()."""
         stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
         if stored is None:
             return None
         reservation, lease, key_indices, pages, counts = stored
         split = self._split(key_indices, counts), self._split(pages, counts)
-        return Store(reservation, *split, lease)
+        return StoreReservation(reservation, *split, lease)
 
     def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
         """The digests of all groups in a row, and the number of each group."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap.handler import Job, OffloadHandler
-from torch_kvswap.prefix.manager import BlockManager, Load, Store
+from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation
 
 _NO_JOB = -1
 
@@ -21,7 +21,7 @@ class OpenJob:
 
     Attributes:
         manager (BlockManager): of the pages.
-        reservation (Load | Store): the pages, from the manager.
+        reservation (Reservation): the pages, from the manager.
         blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
         number (int): its number among the jobs of OpenJobs, ascending.
         earlier (list[int]): of a store, the stores before it that read some of its blocks.
@@ -35,7 +35,7 @@ class OpenJob:
     """
 
     manager: BlockManager
-    reservation: Load | Store
+    reservation: Reservation
     blocks: list[Int64Array]
     number: int = _NO_JOB
     earlier: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class OpenJob:
 
     @property
     def is_load(self) -> bool:
-        return isinstance(self.reservation, Load)
+        return isinstance(self.reservation, LoadReservation)
 
 
 class OpenJobs:

@@ -755,8 +755,8 @@ TypeError: keys is a dict; pass a list with the keys of each group
 TypeError: keys[1] is None; pass bytes of digests or a list
 TypeError: prefix is a float; it must be an integer
 ValueError: prefix is 18446744073709551616; it must be 0 to 9223372036854775807
-TypeError: reservation is None; pass a Load or a Store
-TypeError: reservation is an int; pass a Load or a Store
+TypeError: reservation is None; pass what prepare_load() or prepare_store() returned
+TypeError: reservation is an int; pass what prepare_load() or prepare_store() returned
 TypeError: seconds is a str; it must be a number of seconds
 TypeError: seconds is None; it must be a number of seconds
 ValueError: seconds is nan; it must be 0 seconds or more

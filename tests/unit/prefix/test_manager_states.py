@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from manager_model import Model
 
 from torch_kvswap.prefix.hashing import key_digest
-from torch_kvswap.prefix.manager import BlockManager, Load, Store
+from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
 
 PAGES, KEYS = 6, 10
 lists = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=5, unique=True)
@@ -30,7 +30,7 @@ picks = st.integers(0, 1 << 16)
 
 @dataclass
 class Flight:
-    job: Load | Store
+    job: Reservation
     pages: list[int]  # all that it holds
     fills: dict[int, int]  # key to page
 
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.model = Model(ready, policy == "lru")
         self.flights: list[Flight] = []
-        self.leases: dict[int | Store, tuple[float, list[int]]] = {}
+        self.leases: dict[int | StoreReservation, tuple[float, list[int]]] = {}
 
     @rule(ready=st.integers(0, PAGES))
     def grow(self, ready: int) -> None:
@@ -108,7 +108,11 @@ class Machine(RuleBasedStateMachine):
         before = dict(self.model.page_of)
         if well:
             ready = set(self.model.ready)
-            copied = flight.pages if isinstance(flight.job, Load) else [*flight.fills.values()]
+            copied = (
+                flight.pages
+                if isinstance(flight.job, LoadReservation)
+                else [*flight.fills.values()]
+            )
             rejected = sorted(position for position in rejects if position < len(copied))
             self.manager.complete(flight.job, rejected)
             lost = {copied[position] for position in rejected}
@@ -126,7 +130,9 @@ class Machine(RuleBasedStateMachine):
             }
         else:
             self.manager.fail(flight.job)
-            lost = flight.pages if isinstance(flight.job, Load) else flight.fills.values()
+            lost = (
+                flight.pages if isinstance(flight.job, LoadReservation) else flight.fills.values()
+            )
             ready = set(self.model.ready)
             gone = {key for key, page in before.items() if page in lost}
             for key in gone:

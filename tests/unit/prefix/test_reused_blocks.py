@@ -13,7 +13,7 @@ from engine_bytes import BLOCKS, make
 from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap.prefix.manager import Store
+from torch_kvswap.prefix.manager import StoreReservation
 from torch_kvswap.prefix.open_jobs import OpenJob, OpenJobs
 
 
@@ -67,7 +67,7 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block()
     with engine.handler as handler:
         open_jobs, entries = OpenJobs(handler), []
         for job, blocks in zip(jobs, ([1, 2], [2, 3], [3]), strict=True):
-            reservation = Store(1, np.arange(1), np.arange(1))
+            reservation = StoreReservation(1, np.arange(1), np.arange(1))
             entries.append(OpenJob(engine.manager, reservation, [np.array(blocks)]))
             open_jobs.add(entries[-1], [array("q", blocks)])
             entries[-1].job = job  # type: ignore[assignment]
@@ -89,7 +89,7 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
     job = SimpleNamespace(query=lambda: False)
     with engine.handler as handler:
         open_jobs, blocks = OpenJobs(handler), [np.array([1, 2])]
-        reservation = Store(1, np.arange(1), np.arange(1))
+        reservation = StoreReservation(1, np.arange(1), np.arange(1))
         first, second, third = (OpenJob(engine.manager, reservation, blocks) for _ in range(3))
         open_jobs.add(first, [array("q", [1, 2])])
         first.job = job  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
 from torch_kvswap.integrations.vllm.access import Access
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, key_digest
-from torch_kvswap.prefix.manager import BlockManager, Load, Store
+from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
 
 Key = bytes  # vLLM's OffloadKey
 _GROUP_0 = bytes(4)
@@ -28,7 +28,7 @@ _PENDING = base.LookupResult.HIT_PENDING
 class _PendingStore:
     """A store that has not ended."""
 
-    store: Store
+    store: StoreReservation
     keys: tuple[Key, ...]  # in the order of the prompt
     access: Access
 
@@ -70,8 +70,8 @@ class KVSwapManager(base.OffloadingManager):
         self._keys: dict[bytes, Key] = {}
         self._stores: dict[Key, _PendingStore] = {}
         # A request may load the same keys several times at once. These loads are interchangeable.
-        self._loads: dict[tuple[str, frozenset[Key]], list[Load]] = {}
-        self._flushed: list[Load | Store] = []  # open at a reset, until their jobs have ended
+        self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
+        self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
         self._cache = object()  # replaced by a reset
         self._was_reset = False
         self._events: list[Any] | None = [] if events else None

@@ -63,7 +63,11 @@ int64_t accelerator_fail(int device, const char* call, int64_t nth, int64_t time
                          bool when_it_runs) {
   return attempt([&]() -> int64_t {
     const auto found = std::find(kCallNames.begin(), kCallNames.end(), std::string(call));
-    if (found == kCallNames.end()) throw Failure(std::string("there is no call ") + call);
+    if (found == kCallNames.end()) {
+      std::string text = std::string("there is no call ") + call + "; there are";
+      for (const char* name : kCallNames) text += std::string(" ") + name;
+      throw Failure(text);
+    }
     Device::at(device).fail(static_cast<Call>(found - kCallNames.begin()), nth, times,
                             when_it_runs);
     return 0;
