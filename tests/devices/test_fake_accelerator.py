@@ -875,3 +875,14 @@ def test_the_process_of_other_tests_has_no_fake_accelerator():
     assert "fake" not in torch._C._get_privateuse1_backend_name()
     assert load.cache_info().currsize == 0
     assert "OMP_NUM_THREADS" in environment()
+
+
+@needs_compiler
+def test_the_program_of_the_documentation_runs():
+    page = Path(__file__).parents[2] / "docs" / "fake_accelerator.md"
+    program, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert run_script(program).splitlines() == [
+        "False []",
+        "store done None",
+        "load failed fakeaccel:0: copy call 4 fails, as the test wants",
+    ]
