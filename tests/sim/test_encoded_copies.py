@@ -217,7 +217,7 @@ record event 9 on kernels
 @needs_kernels
 @simulated
 def test_addresses_of_encoded_blocks_are_checked_when_asked(driver: Driver, checks: bool) -> None:
-    layout = PagedLayout([torch.randn(4, VALUES).bfloat16()])
+    layout = PagedLayout([(1 + torch.rand(4, VALUES)).bfloat16()])
     # Its third block leaves the device's memory in its last byte.
     driver.adopt(layout.tensors[0].view(-1).view(torch.uint8)[: 3 * 2 * VALUES - 1], DEVICE)
     layout.device = torch.device("cuda", 0)
@@ -724,7 +724,7 @@ def test_a_lost_device_fails_encoded_jobs_as_any_other(driver: Driver) -> None:
 @needs_kernels
 @simulated
 def test_a_closed_handler_has_given_all_memory_back(driver: Driver) -> None:
-    layout = place(driver, PagedLayout([torch.randn(8, VALUES).bfloat16()]))
+    layout = place(driver, PagedLayout([(1 + torch.rand(8, VALUES)).bfloat16()]))
     pool = HostPool(layout, 8, encoding="lossless")
     OffloadHandler(layout, pool, staging_bytes=STAGING_BYTES).close()
     before = driver.live("allocations"), driver.live("streams"), driver.live("events")
