@@ -860,7 +860,7 @@ def test_a_test_fails_if_it_lost_the_device_and_did_not_look(worker):
 @needs_compiler
 def test_the_example_of_the_docs_passes(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "fake_accelerator.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     file = tmp_path / "accelerator_example.py"
     file.write_text(f"import torch\nfrom fake_accelerator import on_fake_accelerator\n{code}")
     spec = importlib.util.spec_from_file_location("accelerator_example", file)
