@@ -30,6 +30,8 @@ class OpenJob:
         job (Job | None): None until it was submitted.
         is_spoiled (bool): one of these loads has failed.
         is_ending (bool): poll() has begun to end the reservation.
+        removed_with (list[OpenJob]): later stores that are reported, and stay because they say that
+            this store reads their blocks, too.
         recorded (list): of a load, the blocks of each group that were recorded for lazy storing and
             whose prompt has blocks of this load.
     """
@@ -45,6 +47,7 @@ class OpenJob:
     is_spoiled: bool = False
     is_ending: bool = False
     recorded: list[Sequence[array[int]]] = field(default_factory=list)
+    removed_with: list[OpenJob] = field(default_factory=list)
 
     @property
     def is_load(self) -> bool:
@@ -93,11 +96,21 @@ class OpenJobs:
         newest = self._newest_load if entry.is_load else self._newest_store
         for numbers, blocks, replaced in zip(newest, entry.blocks, entry.replaced, strict=False):
             numbers[blocks] = replaced
-        self.remove(entry)
+        self._jobs.pop(entry.number, None)
 
     def remove(self, entry: OpenJob) -> None:
         """Removes a job that is reported, unless it was removed before."""
-        self._jobs.pop(entry.number, None)
+        left = [entry]
+        while left:
+            ended = left.pop()
+            # A store that failed or was cancelled may end before those in front of it, which are
+            # found through it only.
+            before = next(filter(None, map(self._jobs.get, ended.earlier)), None)
+            if before is not None:
+                before.removed_with.append(ended)
+            else:
+                self._jobs.pop(ended.number, None)
+                left += ended.removed_with
 
     def record(self, blocks: Sequence[array[int]]) -> None:
         """Has spoil() return these blocks of a prompt, if a load into one of them fails."""
@@ -111,7 +124,11 @@ class OpenJobs:
         Marks the stores, and returns what was passed to record().
         """
         for entry in self._jobs.values():
-            entry.is_spoiled = entry.is_spoiled or load.number in entry.loads
+            if load.number in entry.loads:
+                entry.is_spoiled = True
+            elif load.recorded and not entry.is_load and entry.number > load.number:
+                # Lazy storing names the blocks in front only as long as they have not left.
+                entry.is_spoiled |= any(_share_a_block(entry.blocks, of) for of in load.recorded)
         return load.recorded
 
     def stores_reading(self, blocks: Sequence[array[int]]) -> list[Job]:
@@ -147,3 +164,8 @@ class OpenJobs:
             if len(some) and some.max() >= oldest:  # quick: most blocks are not being copied
                 found.update(np.unique(some).tolist())
         return sorted(found & self._jobs.keys())
+
+
+def _share_a_block(blocks: Sequence[Int64Array], others: Sequence[array[int] | Int64Array]) -> bool:
+    """Whether some block of a group is in both."""
+    return any(np.isin(one, other).any() for one, other in zip(blocks, others, strict=True))

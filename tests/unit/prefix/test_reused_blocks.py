@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,10 +79,11 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block()
         assert [reading(block) for block in range(5)] == [[], [0], [0, 1], [0, 1, 2], []]
         jobs[1].query = lambda: True
         assert [reading(block) for block in (2, 3)] == [[0], [0, 2]]
+        jobs[0].query = jobs[2].query = lambda: True
         for entry in (entries[2], entries[0], entries[0]):
             open_jobs.remove(entry)
         jobs[1].query = lambda: False
-        assert [reading(block) for block in (1, 2, 3)] == [[], [1], []]
+        assert [reading(block) for block in (1, 2, 3)] == [[], [1], [1]]
 
 
 def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
@@ -97,6 +99,28 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
         open_jobs.undo(second)
         open_jobs.undo(third)  # add() was interrupted before it began
         assert open_jobs.stores_reading([array("q", [2])]) == [job]
+
+
+def test_stores_that_failed_and_are_reported_do_not_hide_an_earlier_one() -> None:
+    engine, _ = make()
+    jobs: list[Any] = [
+        SimpleNamespace(query=lambda: False),
+        *[SimpleNamespace(query=lambda: True)] * 3,
+    ]
+    with engine.handler as handler:
+        open_jobs, entries = OpenJobs(handler), []
+        for job in jobs:
+            reservation = StoreReservation(1, np.arange(1), np.arange(1))
+            entries.append(OpenJob(engine.manager, reservation, [np.array([1])]))
+            open_jobs.add(entries[-1], [array("q", [1])])
+            entries[-1].job = job
+        block = [array("q", [1])]
+        for failed in (2, 1, 3, 3):  # 3: its poll() was interrupted
+            open_jobs.remove(entries[failed])
+            assert open_jobs.stores_reading(block) == jobs[:1]
+        open_jobs.remove(entries[0])
+        assert open_jobs.stores_reading(block) == []
+        assert open_jobs._jobs == {}
 
 
 def test_a_cache_that_has_moved_and_grown_has_blocks_that_nothing_reads() -> None:
@@ -164,6 +188,28 @@ def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: D
         assert len(engine.evict([8])) == 1
         engine.poll()
         assert [engine.lookup([key]).found for key in ("a", "b", "c", "other")] == [0, 0, 0, 1]
+
+
+@simulated
+def test_blocks_that_leave_one_by_one_behind_a_load_that_failed_are_not_found(
+    driver: Driver,
+) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler, store_policy="lazy")
+        engine.preempt(["a", "kept"], [1, 2])
+        engine.poll()
+        driver.fail("cuMemcpyBatchAsync")
+        engine.load(["a"], [5])
+        engine.store(["a", "b", "c"], [5, 6, 7])
+        engine.store(["other"], [8])
+        assert [len(engine.evict([block])) for block in (5, 6, 7, 8)] == [0, 1, 1, 1]
+        engine.load(["kept"], [7])  # which is reused
+        drain(handler)
+        results = engine.poll()
+        assert [result.state for result in results] == ["failed", "done", "done", "done", "done"]
+        found = [engine.lookup([key]).found for key in ("a", "b", "c", "other", "kept")]
+        assert found == [0, 0, 0, 1, 1]
 
 
 @simulated
