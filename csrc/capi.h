@@ -214,7 +214,7 @@ struct kvswap_result {
 
 enum { KVSWAP_POLLED = 64 };
 
-// Results that were reported. The caller counts in `taken` those that it has read.
+// Results that were reported. taken: how many of them the caller has read, which it counts itself.
 struct kvswap_ended {
   int64_t taken, count;
   kvswap_result results[KVSWAP_POLLED];

@@ -626,20 +626,21 @@ class OffloadHandler(NotCopyable):
         """
         if self._engine is not None and self._get_engine() is not None:
             raise RuntimeError("an OffloadEngine uses this handler; call the engine's poll()")
-        self._read_ended()
-        if timeout != 0 and self._wait_for_ended(timeout):
-            self._read_ended()
+        self._read_ended(timeout=timeout)
         # Nothing is called from here on, so that Ctrl-C comes before or after.
         results, self._ended = self._ended, []
         return results
 
-    def _read_ended(self, end: Callable[[Result, Any], None] | None = None) -> None:
+    def _read_ended(
+        self, end: Callable[[Result, Any], None] | None = None, timeout: object = 0.0
+    ) -> None:
         """Adds the results of ended jobs to `_ended`, from which poll() takes them.
 
         An exception loses no result: the next call continues.
 
         Args:
             end: called with a result and the `reserved` of its job, again if it was interrupted.
+            timeout: see poll().
         """
         native, kept = self._native, self._kept
         native.check_process()  # a fork may have the lock, held forever
@@ -663,14 +664,11 @@ class OffloadHandler(NotCopyable):
                     if token:
                         del kept[token]
                     ended.taken += 1
-
-    def _wait_for_ended(self, timeout: object) -> bool:
-        """Waits for a job to end, unless poll() has some to return already; whether it waited."""
-        seconds = read_timeout("timeout", timeout)
-        if self._ended:
-            return False
-        self._native.wait_for_ended(seconds)
-        return True
+        if timeout != 0:
+            seconds = read_timeout("timeout", timeout)
+            if not self._ended:
+                native.wait_for_ended(seconds)
+                self._read_ended(end)
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None

@@ -26,7 +26,7 @@ _submit, _synchronize = _native.kvswap_handler_submit, _native.kvswap_handler_sy
 _poll = _native.kvswap_handler_poll
 _result_of, _query = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
-_FAILURES = 64  # results of failed jobs fetched by one call
+_FIRST_FAILURES = 64  # results of failed jobs that the first call asks for; the next ones double it
 _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals between the calls
 
 
@@ -146,9 +146,8 @@ class NativeHandler(NotCopyable):
             read: converts one result. Must copy what it needs: its argument is only valid in the
                 call.
         """
-        capacity, found = _FAILURES, _FAILURES
-        while found == capacity:
-            capacity *= 2
+        capacity = _FIRST_FAILURES
+        while True:
             answers = (abi.JobResult * capacity)()
             try:
                 found = loader.call(
@@ -160,7 +159,9 @@ class NativeHandler(NotCopyable):
                     if answer.job is None:
                         break
                     _release(answer.job)
-        return results
+            if found < capacity:
+                return results
+            capacity *= 2
 
     def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | abi.Unended:
         """Waits until jobs have ended.

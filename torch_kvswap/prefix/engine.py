@@ -395,9 +395,8 @@ class OffloadEngine(NotCopyable):
 
         Args:
             keys: keys of a prompt's blocks, as in BlockManager.
-            gpu_block_ids: a destination block for each block of all keys. -1 for blocks that are
-                not loaded: those that `prefix` leaves out; without a prefix, keys with a -1 are
-                left out.
+            gpu_block_ids: a destination for each block of all keys. With `prefix`, -1 stands for a
+                block that it leaves out. Without, a key that has a -1 is not loaded.
             prefix (int | None): only the blocks needed after a prefix of this length, in units,
                 such as `Lookup.ready`: see BlockManager.needed_blocks(). None is all keys.
             after, layer_groups, expedited, gate, copy_engines_only, tag: see OffloadHandler.load().
@@ -495,8 +494,8 @@ class OffloadEngine(NotCopyable):
         """Returns the stores that must end before these GPU blocks are reused.
 
         Call it before blocks are reused; `Job.wait` orders that on a stream. With a lazy store
-        policy it first stores the blocks, and all blocks before them; those that do not fit on the
-        host are not stored. If it raises, no block has left: call it again, and it continues.
+        policy it first stores the blocks and all blocks before them, except blocks that the host
+        has no room for. If it raises, no block has left: call it again, and it continues.
 
         Args:
             gpu_block_ids: the blocks that leave; -1 is none.
@@ -530,7 +529,7 @@ class OffloadEngine(NotCopyable):
         with self._lock:
             for group, lazy in enumerate(self._lazy):
                 lazy.forget(leaving[group])
-        return [*self._stores_reading(leaving, started), *started]
+        return self._jobs_reading(leaving, started)
 
     def preempt(
         self,
@@ -582,7 +581,7 @@ class OffloadEngine(NotCopyable):
         except BaseException:
             self.manager.release(store)
             raise
-        return Preempted([*self._stores_reading(prompt.named, started), *started], store.lease)
+        return Preempted(self._jobs_reading(prompt.named, started), store.lease)
 
     def release(self, preempted: Preempted) -> bool:
         """Lets the blocks of a preempted request be evicted.
@@ -605,18 +604,16 @@ class OffloadEngine(NotCopyable):
 
         Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
         failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
-        with these are, and all other blocks were stored or loaded. After a load that was not done,
-        the blocks of stores that its blocks were named in before this call are forgotten too: they
-        may have been computed from blocks that were not loaded. Results say what was copied, so
-        such a store may be done.
+        with these are, and all other blocks were stored or loaded. If a load was not done, the new
+        blocks of every store() that named one of its blocks before this call are forgotten too:
+        they may have been computed from blocks that were not loaded. Such a store is reported as
+        done if its copy is.
 
         Args:
             timeout (float | None): as in OffloadHandler.poll().
         """
         handler = self.handler
-        handler._read_ended(self._end)
-        if timeout != 0 and handler._wait_for_ended(timeout):
-            handler._read_ended(self._end)
+        handler._read_ended(self._end, timeout)
         # Nothing is called from here on, so that Ctrl-C comes before or after.
         results, handler._ended = handler._ended, []
         return results
@@ -675,11 +672,11 @@ class OffloadEngine(NotCopyable):
             return _Prompt(digests, named, named)
         return _Prompt(*self._pools.keys_on_gpu(digests, named), named)
 
-    def _stores_reading(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
-        """The stores that still read one of these blocks, without those that were just started."""
+    def _jobs_reading(self, blocks: Sequence[array[int]], started: Sequence[Job]) -> list[Job]:
+        """The earlier stores that still read one of these blocks, and the ones just started."""
         with self._lock:
-            jobs = self._open.stores_reading(blocks)
-        return [job for job in jobs if job not in started]
+            reading = self._open.stores_reading(blocks)
+        return [*(job for job in reading if job not in started), *started]
 
     def _check_gpu_blocks(self, several: Sequence[array[int]]) -> bool:
         """Whether one of the GPU blocks is -1. Raises IndexError if one does not exist."""

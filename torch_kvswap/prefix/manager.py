@@ -139,8 +139,8 @@ class BlockStats:
         hits (int): blocks that were ready and needed by the prefix found.
         pending (int): blocks that were found while still being stored.
         stored (int): blocks stored.
-        loaded (int): blocks of loads that ended with complete(), also of those that were cancelled
-            or not submitted.
+        loaded (int): blocks of loads that ended with complete(), including loads that were
+            cancelled or not submitted.
         evicted (int): blocks evicted.
         skipped (int): blocks not stored because of store_threshold.
         refused (int): stores that found no room.

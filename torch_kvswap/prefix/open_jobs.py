@@ -25,10 +25,10 @@ class OpenJob:
         blocks (list[np.ndarray]): the GPU blocks of each group that the job reads or writes.
         number (int): its number among the jobs of OpenJobs, ascending.
         earlier (list[int]): of a store, the stores before it that read some of its blocks.
-        loads (list[int]): of a store, the newest loads into blocks that its caller has named.
         replaced (list[np.ndarray]): for each block of each group, the job before this one.
         job (Job | None): None until it was submitted.
-        is_spoiled (bool): one of these loads has failed.
+        dependents (list[OpenJob]): of a load, the stores whose callers have named its blocks.
+        is_spoiled (bool): of a store, such a load has failed.
         is_ending (bool): poll() has begun to end the reservation.
         removed_with (list[OpenJob]): later stores that are reported, and stay because they say that
             this store reads their blocks, too.
@@ -41,9 +41,9 @@ class OpenJob:
     blocks: list[Int64Array]
     number: int = _NO_JOB
     earlier: list[int] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
     replaced: list[Int64Array] = field(default_factory=list)
     job: Job | None = None
+    dependents: list[OpenJob] = field(default_factory=list)
     is_spoiled: bool = False
     is_ending: bool = False
     recorded: list[Sequence[array[int]]] = field(default_factory=list)
@@ -82,7 +82,8 @@ class OpenJobs:
         newest = self._newest_load if entry.is_load else self._newest_store
         if not entry.is_load:
             entry.earlier = self._numbers_in(newest, entry.blocks)
-            entry.loads = self._numbers_in(self._newest_load, named)
+            for number in self._numbers_in(self._newest_load, named):
+                self._jobs[number].dependents.append(entry)
         entry.replaced = [
             numbers[blocks] for numbers, blocks in zip(newest, entry.blocks, strict=True)
         ]
@@ -123,11 +124,11 @@ class OpenJobs:
 
         Marks the stores, and returns what was passed to record().
         """
-        for entry in self._jobs.values():
-            if load.number in entry.loads:
-                entry.is_spoiled = True
-            elif load.recorded and not entry.is_load and entry.number > load.number:
-                # Lazy storing names the blocks in front only as long as they have not left.
+        for store in load.dependents:
+            store.is_spoiled = True
+        # Lazy storing names the blocks in front only as long as they have not left.
+        for entry in self._jobs.values() if load.recorded else ():
+            if not entry.is_load and entry.number > load.number:
                 entry.is_spoiled |= any(_share_a_block(entry.blocks, of) for of in load.recorded)
         return load.recorded
 

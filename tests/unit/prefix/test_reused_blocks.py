@@ -61,17 +61,27 @@ def test_a_preempted_request_waits_for_a_store_of_its_blocks_that_is_queued(driv
         driver.set_mode("immediate")
 
 
+def add_store(
+    open_jobs: OpenJobs, engine: OffloadEngine, blocks: list[int], job: Any = None
+) -> OpenJob:
+    """A store of these blocks in the only group; without a job it was not submitted."""
+    reservation = StoreReservation(1, np.arange(1), np.arange(1))
+    entry = OpenJob(engine.manager, reservation, [np.array(blocks)])
+    open_jobs.add(entry, [array("q", blocks)])
+    entry.job = job
+    return entry
+
+
 def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block() -> None:
     """It can have failed before the earlier one has ended."""
     engine, _ = make()
     jobs = [SimpleNamespace(id=number, query=lambda: False) for number in range(3)]
     with engine.handler as handler:
-        open_jobs, entries = OpenJobs(handler), []
-        for job, blocks in zip(jobs, ([1, 2], [2, 3], [3]), strict=True):
-            reservation = StoreReservation(1, np.arange(1), np.arange(1))
-            entries.append(OpenJob(engine.manager, reservation, [np.array(blocks)]))
-            open_jobs.add(entries[-1], [array("q", blocks)])
-            entries[-1].job = job  # type: ignore[assignment]
+        open_jobs = OpenJobs(handler)
+        entries = [
+            add_store(open_jobs, engine, blocks, job)
+            for job, blocks in zip(jobs, ([1, 2], [2, 3], [3]), strict=True)
+        ]
 
         def reading(block: int) -> list[int]:
             return [job.id for job in open_jobs.stores_reading([array("q", [block])])]
@@ -90,14 +100,11 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
     engine, _ = make()
     job = SimpleNamespace(query=lambda: False)
     with engine.handler as handler:
-        open_jobs, blocks = OpenJobs(handler), [np.array([1, 2])]
-        reservation = StoreReservation(1, np.arange(1), np.arange(1))
-        first, second, third = (OpenJob(engine.manager, reservation, blocks) for _ in range(3))
-        open_jobs.add(first, [array("q", [1, 2])])
-        first.job = job  # type: ignore[assignment]
-        open_jobs.add(second, [array("q", [1, 2])])
-        open_jobs.undo(second)
-        open_jobs.undo(third)  # add() was interrupted before it began
+        open_jobs = OpenJobs(handler)
+        first = add_store(open_jobs, engine, [1, 2], job)
+        open_jobs.undo(add_store(open_jobs, engine, [1, 2]))
+        # As if add() was interrupted before it began.
+        open_jobs.undo(OpenJob(engine.manager, first.reservation, first.blocks))
         assert open_jobs.stores_reading([array("q", [2])]) == [job]
 
 
@@ -108,12 +115,8 @@ def test_stores_that_failed_and_are_reported_do_not_hide_an_earlier_one() -> Non
         *[SimpleNamespace(query=lambda: True)] * 3,
     ]
     with engine.handler as handler:
-        open_jobs, entries = OpenJobs(handler), []
-        for job in jobs:
-            reservation = StoreReservation(1, np.arange(1), np.arange(1))
-            entries.append(OpenJob(engine.manager, reservation, [np.array([1])]))
-            open_jobs.add(entries[-1], [array("q", [1])])
-            entries[-1].job = job
+        open_jobs = OpenJobs(handler)
+        entries = [add_store(open_jobs, engine, [1], job) for job in jobs]
         block = [array("q", [1])]
         for failed in (2, 1, 3, 3):  # 3: its poll() was interrupted
             open_jobs.remove(entries[failed])

@@ -138,8 +138,8 @@ def test_a_failed_transfer_ends_the_demo_with_its_error(small, monkeypatch):
     reason = OSError("the link fell off")
 
     class FailingLoads(demo.OffloadHandler):
-        def _read_ended(self, end):
-            super()._read_ended(end)
+        def _read_ended(self, end, timeout):
+            super()._read_ended(end, timeout)
             self._ended = [
                 replace(result, state="failed", error=reason)
                 if result.direction == "load"

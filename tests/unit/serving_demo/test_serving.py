@@ -101,7 +101,8 @@ class LateHandler:
     def _check_options(self, after, layer_groups=None, gate=None):
         pass
 
-    def _read_ended(self, end):
+    def _read_ended(self, end, timeout):
+        assert timeout == 0
         for result in self._take_results():
             end(result, self.reserved.pop(result.job_id))
             self._ended.append(result)
