@@ -390,7 +390,7 @@ KVSWAP_API bool kvswap_blocks_grow(void* blocks, const int64_t* ready_pages);
 struct kvswap_blocks_lookup_result {
   int64_t found;    // cached
   int64_t ready;    // with all needed blocks ready
-  int64_t pending;  // blocks, not units: needed by `found`, and not ready
+  int64_t pending;  // blocks, not units: cached, and not ready
 };
 
 // again: a repeated lookup, which is not counted. Returns 1, -1 on failure, or KVSWAP_BLOCKS_BUSY,

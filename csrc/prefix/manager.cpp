@@ -348,9 +348,15 @@ Lookup BlockManager::lookup(const Keys& keys, bool again, bool wait) {
   size_t at = 0;
   for (size_t g = 0; g < groups_.size(); at += static_cast<size_t>(keys.counts[g++])) {
     Group& group = groups_[g];
-    const auto [start, end] = needed_blocks(group, found.found);
     int64_t pending = 0;
-    for (size_t i = start; i < end; ++i) pending += !group.pages->is_filled(found_pages_[at + i]);
+    for (size_t i = 0; i < static_cast<size_t>(keys.counts[g]); ++i) {
+      const uint32_t page = found_pages_[at + i];
+      if (page != kNone) {
+        pending += !group.pages->is_filled(page);
+      } else if (group.options.window == 0) {
+        break;
+      }
+    }
     found.pending += pending;
     if (again) continue;
     const auto [first, last] = needed_blocks(group, found.ready);

@@ -35,8 +35,9 @@ struct Keys {
 };
 
 // found: length of the longest cached prefix, in units. ready: length of the longest prefix that
-// can be loaded now, in units. pending: blocks, not units, that `found` needs and that are not
-// ready.
+// can be loaded now, in units. pending: blocks, not units, of the keys that have a page but are not
+// ready, also those behind `found`. In a group that needs all blocks, keys behind the first missing
+// one do not count: no load can use them.
 struct Lookup {
   int64_t found, ready, pending;
 };

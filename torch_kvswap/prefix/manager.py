@@ -65,8 +65,10 @@ class Lookup(NamedTuple):
     Attributes:
         found (int): length of the prefix that is stored or being stored, in units.
         ready (int): length of the prefix that can be loaded now, in units.
-        pending (int): blocks, of all groups, that `found` needs and that are still being stored. If
-            it is not 0, a later lookup may find more ready.
+        pending (int): blocks of the keys, in all groups, that are still being stored, also those
+            behind `found`. In a group with full attention, keys behind the first one that is not
+            cached do not count. If it is not 0, a later lookup may find more ready. If it is 0, a
+            load() or prepare_load() of these keys that returned None lacks blocks for good.
     """
 
     found: int
@@ -137,7 +139,7 @@ class BlockStats:
     Attributes:
         asked (int): blocks asked for in lookups.
         hits (int): blocks that were ready and needed by the prefix found.
-        pending (int): blocks that were found while still being stored.
+        pending (int): blocks asked for in lookups that were still being stored.
         stored (int): blocks stored.
         loaded (int): blocks of loads that ended with complete(), including loads that were
             cancelled or not submitted.

@@ -580,6 +580,40 @@ that is not on the GPU""",
     )
 
 
+@pytest.mark.parametrize(
+    ("other", "blocks"),
+    [
+        (BlockGroup(8, 2), [0, 1, 2, 3, 4]),
+        (BlockGroup(8, 2, window_tokens=4), [-1, -1, -1, 3, 4]),
+        (BlockGroup(8, 4, is_state=True), [-1, -1, 4]),
+    ],
+    ids=["full attention", "window", "state"],
+)
+def test_a_preempted_request_that_ends_inside_a_unit_is_pending_until_poll(
+    other: BlockGroup, blocks: list[int]
+) -> None:
+    # 10 tokens; both groups have whole blocks at 4 and 8.
+    layouts = [PagedLayout([torch.arange(8.0)[:, None].repeat(1, 4)]) for _ in range(2)]
+    with OffloadHandler(layouts, [HostPool(layout, 8) for layout in layouts]) as handler:
+        engine = OffloadEngine(handler, [BlockGroup(8, 4), other])
+        keys = [["a", "b", "part"], [f"of {at}" for at in range(len(blocks))]]
+        engine.store([its[:2] for its in keys], [[0, 1], blocks[:2]])
+        engine.poll()
+        held = engine.preempt(keys, [[0, 1, 2], blocks])
+        assert held is not None
+        for layout in layouts:
+            layout.tensors[0].zero_()
+        assert engine.load(keys, [[0, 1, 2], blocks]) is None
+        assert engine.lookup(keys, again=True).pending == 1 + sum(at > 1 for at in blocks)
+        engine.poll()
+        assert engine.lookup(keys, again=True).pending == 0
+        assert engine.load(keys, [[0, 1, 2], blocks]) is not None
+        for layout, its in zip(layouts, ([0, 1, 2], blocks), strict=True):
+            assert [layout.tensors[0][at, 0] for at in its if at >= 0] == [
+                at for at in its if at >= 0
+            ]
+
+
 def test_errors_say_what_was_wrong():
     engine, _ = make(per_page=2)
     layout = PagedLayout([torch.zeros(4, 4)])
