@@ -570,7 +570,8 @@ class OffloadHandler(NotCopyable):
         stream. A load fails if the store into one of its pages failed or was cancelled: such a page
         is invalid until it is stored again. A page that was never stored is copied as it is: zeros
         in a new pool. An encoded page that was never stored, or whose store rejected the block, is
-        rejected: nothing is written to that block, and the load fails (Result.rejected).
+        rejected: nothing is written to that block, and the load fails (Result.rejected). So is a
+        page with damaged metadata, but a GPU may have written parts of that block by then.
 
         Args:
             page_ids: host pages, as in store().

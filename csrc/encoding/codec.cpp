@@ -179,9 +179,11 @@ class Metadata {
     }
     return true;
   }
-  bool is_valid(SlotFormat::TileRange range) const {
+  // Of all tiles, whichever are decoded: a block that is copied layer group by layer group is
+  // refused by the first of them.
+  bool is_valid() const {
     if (!is_slot()) return false;
-    for (uint32_t tile = range.begin; tile < range.end; ++tile) {
+    for (uint32_t tile = 0; tile < tiles_.count; ++tile) {
       SlotEntry entry;
       if (!read_entry(tile, entry)) return false;
       if (!read_escapes(tile, entry, [](const Escape&) {})) return false;
@@ -214,7 +216,7 @@ SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot) {
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       uint64_t skipped, int64_t block) {
   const Metadata metadata(slot, tiles);
-  if (!metadata.is_valid(range)) return SlotState::kRefused;
+  if (!metadata.is_valid()) return SlotState::kRefused;
   for (uint32_t number = range.begin; number < range.end; ++number) {
     const SlotTile& tile = tiles.tiles[number];
     uint8_t* values = address_of(tile, block);

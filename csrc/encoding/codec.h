@@ -19,8 +19,9 @@ struct SlotTiles {
 SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
 
 // Decodes some tiles of a slot into a block. skipped: bytes that the slot lacks between its
-// metadata and the first one of these tiles. kRefused: this is no slot that holds a block. Nothing
-// was written then, unless the slot has changed meanwhile.
+// metadata and the first one of these tiles. kRefused: the metadata, also those of other tiles, are
+// not those of a block. Nothing was written then, unless the slot has changed meanwhile. The kernels
+// check the header before they write anything, but the rest tile by tile.
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       uint64_t skipped, int64_t block);
 

@@ -123,6 +123,26 @@ def test_layer_groups_bring_the_same_bytes(encoded: Encoded) -> None:
     assert cache.bytes_of(5) == cache.bytes_of(2)
 
 
+@pytest.mark.parametrize("layer_groups", [1, 2])
+@pytest.mark.parametrize("tile", range(len(SIZES)))
+def test_a_load_writes_nothing_of_a_slot_with_one_damaged_entry(
+    encoded: Encoded, tile: int, layer_groups: int
+) -> None:
+    cache, handler = encoded.cache, encoded.handler
+    for block in (0, 1):
+        cache.fill(block, "normal", block)
+    for block in (7, 8):
+        cache.fill(block, "one value")
+    before = cache.bytes_of(8)
+    handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1])
+    encoded.pool.pages[1, 0, 16 + 8 * tile] = 0  # its lowest exponent, which is at least 1
+    job = handler.load(page_ids=[0, 1], gpu_block_ids=[7, 8], layer_groups=layer_groups)
+    with pytest.raises(BlocksRejectedError) as caught:
+        job.synchronize()
+    assert caught.value.rejected == (1,)
+    assert (cache.bytes_of(7), cache.bytes_of(8)) == (cache.bytes_of(0), before)
+
+
 def test_groups_can_be_encoded_or_raw_and_share_pages() -> None:
     cache = Bf16Cache(8)
     states = torch.randn(8, 600)

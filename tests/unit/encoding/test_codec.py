@@ -227,16 +227,14 @@ def test_a_slot_that_holds_no_block_is_refused_and_nothing_is_written(damage: st
     assert_equal(read, [np.full(2048, 0xA5A5, np.uint16)])
 
 
-def test_only_damage_to_the_decoded_slabs_is_refused() -> None:
-    sizes = [4096, 4096]
-    block = make_block("normal", sizes)
-    slot = encode(block, 12.5)[1]
-    struct.pack_into("<H", slot, 16 + 8 + 2, 0xFFFF)  # of the second tile
-    assert decode(slot, sizes, 12.5)[0] == REFUSED
-    assert decode(slot, sizes, 12.5, range(1, 2))[0] == REFUSED
-    state, read = decode(slot, sizes, 12.5, range(1))
-    assert state == GOOD
-    assert_equal(read[:1], block[:1])
+@pytest.mark.parametrize("slabs", [range(3), range(1), range(1, 2), range(2, 3)], ids=str)
+def test_damage_to_one_slab_is_refused_by_all(slabs: range) -> None:
+    sizes = [4096] * 3
+    slot = encode(make_block("normal", sizes), 12.5)[1]
+    struct.pack_into("<H", slot, 16 + 8 + 2, 0xFFFF)  # escapes of the second tile
+    state, read = decode(slot, sizes, 12.5, slabs)
+    assert state == REFUSED
+    assert_equal(read, [np.full(2048, 0xA5A5, np.uint16)] * 3)
 
 
 @pytest.mark.parametrize("change", ["lowest", "first escape", "place"])
