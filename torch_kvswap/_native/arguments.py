@@ -55,7 +55,7 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
         raise TypeError(f"{name} is {kind_of(value)}; it must be an integer")
     try:
         number = operator.index(value)
-    except (TypeError, ValueError) as error:  # every tensor has __index__, whatever it holds
+    except Exception as error:  # every tensor has __index__, whatever it holds
         raise TypeError(f"{name} must be an integer: {error}") from error
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be {least} to {most}")
@@ -97,6 +97,8 @@ def read_seconds(name: str, value: object) -> float:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
+    except Exception as error:  # every tensor has __float__, whatever it holds
+        raise TypeError(f"{name} must be a number of seconds: {error}") from error
     if not seconds >= 0:
         raise ValueError(f"{name} is {seconds}; it must be 0 seconds or more")
     return seconds

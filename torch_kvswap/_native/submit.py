@@ -140,7 +140,7 @@ def read_ids(name: str, ids: Ids, num_groups: int = 1) -> array[int]:
             packed = array("q", struct.pack(f"{len(ids)}q", *ids))
             maybe = np.flatnonzero(np.frombuffer(packed, np.uint64) < 2)  # few: bools are 0 and 1
             is_wrong = any(isinstance(ids[at], bool) for at in maybe.tolist())
-    except (TypeError, ValueError, OverflowError, struct.error):
+    except Exception:  # of any kind, if an id has an __index__
         is_wrong = True
     if is_wrong:
         return array("q", [_read_id(f"{name}[{at}]", id_) for at, id_ in enumerate(ids)])
@@ -155,7 +155,10 @@ def _of_tensor(name: str, ids: Tensor) -> npt.NDArray[Any]:
     # numpy lacks some of these types, and names others differently
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} is of {ids.dtype}; ids must be integers")
-    of_tensor: npt.NDArray[Any] = ids.numpy()
+    try:
+        of_tensor: npt.NDArray[Any] = ids.numpy()
+    except (RuntimeError, TypeError) as error:  # quantized, sparse, or of bits
+        raise TypeError(f"{name} is of {ids.dtype} and cannot be read: {error}") from error
     return of_tensor
 
 

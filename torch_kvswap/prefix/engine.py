@@ -508,6 +508,7 @@ class OffloadEngine(NotCopyable):
             IndexError: the cache has no such block.
             TypeError, ValueError, RuntimeError, MemoryError: see OffloadHandler.store().
         """
+        self.handler._native.check_process()  # a fork may have the lock, held forever
         copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
         leaving = self._pools.read_blocks(gpu_block_ids)
         self._check_gpu_blocks(leaving)
@@ -652,6 +653,7 @@ class OffloadEngine(NotCopyable):
 
     def _record_computed(self, keys: Any, gpu_block_ids: Any) -> None:
         """Records the keys of the GPU blocks, for evict()."""
+        self.handler._native.check_process()  # a fork may have the lock, held forever
         prompt = self._read(keys, gpu_block_ids)
         for group, digests in enumerate(prompt.digests):
             _check_distinct_keys(self._pools.name_of_keys(group), digests)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
 from itertools import islice
-from typing import SupportsIndex, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -283,7 +283,10 @@ class PrefixHasher:
 def _token_bytes(tokens: Tokens) -> bytes:
     """The tokens as 32-bit words."""
     if not isinstance(tokens, Sequence | np.ndarray) and hasattr(tokens, "__array__"):
-        tokens = np.asarray(tokens)  # a tensor
+        try:
+            tokens = np.asarray(tokens)  # a tensor
+        except Exception as error:  # on a GPU, or of a type that numpy lacks
+            raise TypeError(f"tokens cannot be read as an array of integers: {error}") from error
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1:
             raise ValueError(f"tokens has shape {tokens.shape}; it must have one dimension")
@@ -297,21 +300,14 @@ def _token_bytes(tokens: Tokens) -> bytes:
     try:
         if len(tokens) <= _TOKEN_SLICE:
             return array("I", tokens).tobytes()
-        words, every = array("I"), iter(tokens)
-        while some := list(islice(every, _TOKEN_SLICE)):
+        words, left = array("I"), iter(tokens)
+        while some := list(islice(left, _TOKEN_SLICE)):
             words.extend(array("I", some))
         return words.tobytes()
-    except (TypeError, OverflowError):
-        for place, token in enumerate(tokens):
-            if not isinstance(token, SupportsIndex):
-                raise TypeError(
-                    f"tokens[{place}] is {kind_of(token)}; a token is an integer"
-                ) from None
-            if not 0 <= token <= UINT32_MAX:
-                raise ValueError(
-                    f"tokens[{place}] is {token}; a token is 0 to {UINT32_MAX}"
-                ) from None
-        raise
+    except Exception:  # of any kind, if a token has an __index__
+        every = enumerate(tokens)
+        read = [read_int(f"tokens[{place}]", token, 0, UINT32_MAX) for place, token in every]
+        return array("I", read).tobytes()
 
 
 Keys = bytes | bytearray | memoryview | Sequence[Hashable]

@@ -216,7 +216,7 @@ class BlockManager(NotCopyable):
             As many keys as there are pages are counted, those that were looked up last.
         events (bool | Collection[str]): record events for events(): all, none, or these kinds.
             "cleared" and "lost" are always recorded with any other kind.
-        clock (Callable[[], float]): monotonic seconds.
+        clock (Callable[[], float]): monotonic seconds, 0 or more.
 
     Attributes:
         groups (tuple[BlockGroup, ...]): the groups.
@@ -451,7 +451,7 @@ class BlockManager(NotCopyable):
         if seconds == 0:
             raise ValueError("seconds is 0; a lease must last longer")
         digests, counts = self._digests(keys)
-        return self._native.lease(digests, counts, self._clock(), seconds) or None
+        return self._native.lease(digests, counts, self._now(), seconds) or None
 
     def release(self, lease: int | StoreReservation) -> bool:
         """Ends a lease.
@@ -495,8 +495,12 @@ class BlockManager(NotCopyable):
             ValueError: there is no such group.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        native = self._native.stats(group, self._clock())
+        native = self._native.stats(group, self._now())
         return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
+
+    def _now(self) -> float:
+        now = self._clock()
+        return now if type(now) is float and now >= 0 else read_seconds("clock()", now)
 
     def _end(self, reservation: Reservation, succeeded: bool, rejected: Sequence[int] = ()) -> None:
         if not isinstance(reservation, Reservation):
@@ -511,7 +515,7 @@ class BlockManager(NotCopyable):
 
     def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> StoreReservation | None:
         """prepare_store(); with `keep`, preempt()."""
-        stored = self._native.prepare_store(*self._digests(keys), self._clock(), keep)
+        stored = self._native.prepare_store(*self._digests(keys), self._now(), keep)
         if stored is None:
             return None
         reservation, lease, key_indices, pages, counts = stored

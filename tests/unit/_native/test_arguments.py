@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from no_number import NoNumber
 
 from torch_kvswap._native.arguments import (
     NotCopyable,
@@ -23,7 +24,9 @@ def test_an_integer_of_any_library_is_an_int(value):
     assert number == 3
 
 
-@pytest.mark.parametrize("value", [2.0, "2", None, [2], torch.tensor([1, 2]), torch.tensor(2.0)])
+@pytest.mark.parametrize(
+    "value", [2.0, "2", None, [2], torch.tensor([1, 2]), torch.tensor(2.0), NoNumber()]
+)
 def test_what_is_no_integer_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"^slots "):
         read_int("slots", value)
@@ -49,6 +52,12 @@ def test_a_time_that_is_none_is_refused(value):
 @pytest.mark.parametrize("value", ["1", None, [1], b"1"])
 def test_a_time_that_is_no_number_is_refused(value):
     with pytest.raises(TypeError, match=r"^lease is (a |None).*; it must be a number of seconds$"):
+        read_seconds("lease", value)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1, 2]), NoNumber()])
+def test_a_time_that_cannot_be_converted_is_refused_by_name(value):
+    with pytest.raises(TypeError, match=r"^lease must be a number of seconds: ."):
         read_seconds("lease", value)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
+from no_number import NoNumber
 
 from torch_kvswap._native.submit import read_ids
 
@@ -86,6 +87,7 @@ def test_what_are_no_ids_is_refused() -> None:
         [-(2**63) - 1],
         np.array([1, 2**64 - 1], np.uint64),
         [1, None],
+        [1, NoNumber()],
     ]
     assert_expected_inline(
         "\n".join(error_text(read_ids, "page_ids", ids) for ids in calls),
@@ -108,8 +110,20 @@ IndexError: page_ids[0] is 9223372036854775808; no block has such a number
 IndexError: page_ids[1] is 18446744073709551616; no block has such a number
 IndexError: page_ids[0] is -9223372036854775809; no block has such a number
 IndexError: page_ids[1] is 18446744073709551615; no block has such a number
-TypeError: page_ids[1] is None; it must be an integer""",
+TypeError: page_ids[1] is None; it must be an integer
+TypeError: page_ids[1] must be an integer: 'no number'""",
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_that_numpy_cannot_read_are_refused_by_name() -> None:
+    for ids in (
+        torch.quantize_per_tensor(torch.zeros(1), 1, 0, torch.qint32),
+        torch.zeros(1, dtype=torch.uint8).view(torch.bits8),
+        torch.tensor([1]).to_sparse(),
+    ):
+        with pytest.raises(TypeError, match=rf"^page_ids is of {ids.dtype} and cannot be read: ."):
+            read_ids("page_ids", ids)
 
 
 @pytest.mark.parametrize("count", [1, 1021, 1022, 3000])

@@ -614,6 +614,27 @@ def test_a_preempted_request_that_ends_inside_a_unit_is_pending_until_poll(
             ]
 
 
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_no_call_of_an_engine_works_in_a_forked_child(policy: str) -> None:
+    engine, _ = make(store_policy=policy)
+    with engine.handler:
+        held = engine.preempt(["a"], [1])
+        calls = [
+            lambda: engine.lookup(["a"]),
+            lambda: engine.load(["a"], [2]),
+            lambda: engine.store(["a"], [1]),
+            lambda: engine.evict([1]),
+            lambda: engine.evict([]),
+            lambda: engine.preempt(["b"], [3]),
+            lambda: engine.release(held),
+            lambda: engine.poll(),
+        ]
+        refused = "RuntimeError: this "
+        assert in_child(lambda: all(error_text(call).startswith(refused) for call in calls)) == 1
+        for call in calls:
+            call()
+
+
 def test_errors_say_what_was_wrong():
     engine, _ = make(per_page=2)
     layout = PagedLayout([torch.zeros(4, 4)])

@@ -14,6 +14,7 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
+from no_number import NoNumber
 
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
@@ -208,6 +209,9 @@ def test_errors_say_what_was_wrong():
         error_text(hasher.keys, [1] * 20_000 + [None]),
         error_text(hasher.keys, [1] * 20_000 + [-1]),
         error_text(hasher.keys, np.ones((2, 2), np.int64)),
+        error_text(hasher.keys, [1, torch.tensor([1, 2])]),
+        error_text(hasher.keys, [1, NoNumber()]),
+        error_text(hasher.keys, torch.ones(2, dtype=torch.bfloat16)),
         error_text(hasher.keys, TOKENS, ["x"]),
         error_text(hasher.keys, TOKENS, None),
         error_text(hasher.keys, TOKENS, MultiModalItem(1, 1, b"x")),
@@ -219,10 +223,10 @@ def test_errors_say_what_was_wrong():
     assert_expected_inline(
         "\n".join(errors),
         """\
-ValueError: tokens[2] is -1; a token is 0 to 4294967295
-ValueError: tokens[1] is 4294967296; a token is 0 to 4294967295
-ValueError: tokens[1] is -1; a token is 0 to 4294967295
-TypeError: tokens[0] is a float; a token is an integer
+ValueError: tokens[2] is -1; it must be 0 to 4294967295
+ValueError: tokens[1] is 4294967296; it must be 0 to 4294967295
+ValueError: tokens[1] is -1; it must be 0 to 4294967295
+TypeError: tokens[0] is a float; it must be an integer
 TypeError: tokens is an array of float64; tokens must be integers
 ValueError: an item begins at token 64 of a prompt of 64
 ValueError: block_tokens is 0; it must be 1 to 4294967295
@@ -250,10 +254,15 @@ TypeError: tokens is a str; pass a list or an array of integers
 TypeError: tokens is a set; pass a list or an array of integers
 TypeError: tokens is None; pass a list or an array of integers
 TypeError: tokens is a list_iterator; pass a list or an array of integers
-TypeError: tokens[1] is a str; a token is an integer
-TypeError: tokens[20000] is None; a token is an integer
-ValueError: tokens[20000] is -1; a token is 0 to 4294967295
+TypeError: tokens[1] is a str; it must be an integer
+TypeError: tokens[20000] is None; it must be an integer
+ValueError: tokens[20000] is -1; it must be 0 to 4294967295
 ValueError: tokens has shape (2, 2); it must have one dimension
+TypeError: tokens[1] must be an integer: only integer tensors of a single element can be
+converted to an index
+TypeError: tokens[1] must be an integer: 'no number'
+TypeError: tokens cannot be read as an array of integers: Got unsupported ScalarType
+BFloat16
 TypeError: multi_modal_items[0] is a str; pass a MultiModalItem
 TypeError: multi_modal_items is None; pass a list of MultiModalItem
 TypeError: multi_modal_items is a MultiModalItem; pass a list of MultiModalItem

@@ -678,6 +678,10 @@ def test_arguments_of_a_wrong_type_or_range_are_named():
         error_text(BlockManager, 4, events=5),
         error_text(BlockManager, 4, events=[[]]),
         error_text(BlockManager, 4, clock=5),
+        error_text(BlockManager(4, clock=lambda: None).preempt, ["a"]),
+        error_text(BlockManager(4, clock=lambda: "1").lease, ["a"], 1),
+        error_text(BlockManager(4, clock=lambda: np.float32("nan")).stats),
+        error_text(BlockManager(4, clock=lambda: -1.0).prepare_store, ["a"]),
         error_text(two.grow, [4, "x"]),
         error_text(manager.lookup, None),
         error_text(manager.lookup, 5),
@@ -730,6 +734,10 @@ TypeError: store_threshold is a str; it must be an integer
 TypeError: events is an int; pass True, False or a list of kinds
 ValueError: events has []; kinds are stored, evicted, cleared, lost
 TypeError: clock is an int; pass a function that returns seconds
+TypeError: clock() is None; it must be a number of seconds
+TypeError: clock() is a str; it must be a number of seconds
+ValueError: clock() is nan; it must be 0 seconds or more
+ValueError: clock() is -1.0; it must be 0 seconds or more
 TypeError: num_ready_pages of group 1 is a str; it must be an integer
 TypeError: keys is None; pass bytes of digests or a list
 TypeError: keys is an int; pass bytes of digests or a list
