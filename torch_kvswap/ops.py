@@ -111,6 +111,23 @@ def _check_torch() -> None:
         )
 
 
+def _check_no_inference(op: str, operand: str, changed: Tensor | Sequence[Tensor]) -> None:
+    """Raises RuntimeError where PyTorch's own in-place ops do.
+
+    An inference tensor has no version, so nobody could see that it was written.
+    """
+    if torch.is_inference_mode_enabled():
+        return
+    several = [changed] if isinstance(changed, Tensor) else changed
+    if any(map(Tensor.is_inference, several)):  # the fastest for many layers
+        at = [tensor.is_inference() for tensor in several].index(True)
+        name = operand if isinstance(changed, Tensor) else f"{operand}[{at}]"
+        raise RuntimeError(
+            f"torch_kvswap::{op}: {name} is an inference tensor, which can be written only in "
+            "torch.inference_mode(); call the op in that mode, or allocate the tensor outside of it"
+        )
+
+
 def _check_no_leaf(tensor: Tensor) -> None:
     """Raises the errors of PyTorch's own in-place ops (check_inplace), with the same text."""
     if not tensor.requires_grad:
@@ -140,9 +157,11 @@ def _register_write(name: str, written: int | str) -> None:
     """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_torch.ops.torch_kvswap, packet), overload or "default")
+    operand = op._schema.arguments[written].name if isinstance(written, int) else written
 
     def count_version(keys: Any, *operands: Any, **named: Any) -> None:
         changed = operands[written] if isinstance(written, int) else named[written]
+        _check_no_inference(name, operand, changed)
         if torch.is_grad_enabled():
             for tensor in [changed] if isinstance(changed, Tensor) else changed:
                 _check_no_leaf(tensor)
@@ -245,7 +264,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     Not differentiable: autograd sees an in-place write, and refuses to write a leaf that requires
     grad. Gradients of ``dst`` are passed on as if the call had not written it. Telling autograd
     takes more than half of a small call, unless the tensors were created, and the op is called, in
-    ``torch.inference_mode()``.
+    ``torch.inference_mode()``. Outside of that mode such a tensor cannot be written.
 
     Args:
         src (Tensor): blocks along dimension 0, on any device whose tensors have memory. Blocks may
