@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import simulated_driver
 import torch
+from processes import run_script
 
 from torch_kvswap._native import abi, loader
 
@@ -88,6 +89,24 @@ print(drivers() != before, torch.cuda.is_initialized())
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False False", "True False"]
+
+
+def test_a_python_without_the_gil_is_refused_with_the_reason_and_the_way_out():
+    code = """
+import sys, torch
+sys._is_gil_enabled = lambda: sys.argv[1] == "1"
+try:
+    import torch_kvswap
+    print("imported")
+except ImportError as error:
+    print(error)
+"""
+    assert run_script(code, "1") == "imported\n"
+    assert run_script(code, "0") == (
+        "torch_kvswap needs Python's GIL, which guards its results, tags and counters. This "
+        "free-threaded Python runs without it: set PYTHON_GIL=1, start it with -X gil=1, or use "
+        "another Python.\n"
+    )
 
 
 def test_a_missing_library_is_named_with_the_way_out(monkeypatch, tmp_path):

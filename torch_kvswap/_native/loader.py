@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,8 +26,15 @@ def load() -> None:
     Thread-safe. Does not initialise CUDA.
 
     Raises:
-        ImportError: the library is missing, or this torch cannot load it.
+        ImportError: Python runs without the GIL, the library is missing, or this torch cannot load
+            it.
     """
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():  # Pythons before 3.13 always have it
+        raise ImportError(
+            "torch_kvswap needs Python's GIL, which guards its results, tags and counters. This "
+            "free-threaded Python runs without it: set PYTHON_GIL=1, start it with -X gil=1, or "
+            "use another Python."
+        )
     if not PATH.exists():
         raise ImportError(
             f"torch_kvswap's native library is missing: there is no {PATH}. In a checkout run "
