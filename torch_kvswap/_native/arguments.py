@@ -14,6 +14,9 @@ INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
+# What the `__index__` or `__float__` of an argument raises. Not Exception: a signal handler may
+# raise anything in between, such as a TimeoutError, which must arrive as it is.
+CONVERSION_ERRORS = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
 
 _AN = ("A", "E", "I", "O", "a", "e", "i", "o", "ndarray")
 
@@ -55,7 +58,7 @@ def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) ->
         raise TypeError(f"{name} is {kind_of(value)}; it must be an integer")
     try:
         number = operator.index(value)
-    except Exception as error:  # every tensor has __index__, whatever it holds
+    except CONVERSION_ERRORS as error:  # every tensor has __index__, whatever it holds
         raise TypeError(f"{name} must be an integer: {error}") from error
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be {least} to {most}")
@@ -97,7 +100,7 @@ def read_seconds(name: str, value: object) -> float:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
-    except Exception as error:  # every tensor has __float__, whatever it holds
+    except CONVERSION_ERRORS as error:  # every tensor has __float__, whatever it holds
         raise TypeError(f"{name} must be a number of seconds: {error}") from error
     if not seconds >= 0:
         raise ValueError(f"{name} is {seconds}; it must be 0 seconds or more")

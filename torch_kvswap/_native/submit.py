@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.arguments import INT64_MIN, count_of, kind_of, read_int, read_switch
+from torch_kvswap._native.arguments import (
+    CONVERSION_ERRORS,
+    INT64_MIN,
+    count_of,
+    kind_of,
+    read_int,
+    read_switch,
+)
 
 if TYPE_CHECKING:
     from torch_kvswap.groups import Groups
@@ -140,7 +147,7 @@ def read_ids(name: str, ids: Ids, num_groups: int = 1) -> array[int]:
             packed = array("q", struct.pack(f"{len(ids)}q", *ids))
             maybe = np.flatnonzero(np.frombuffer(packed, np.uint64) < 2)  # few: bools are 0 and 1
             is_wrong = any(isinstance(ids[at], bool) for at in maybe.tolist())
-    except Exception:  # of any kind, if an id has an __index__
+    except (*CONVERSION_ERRORS, struct.error):
         is_wrong = True
     if is_wrong:
         return array("q", [_read_id(f"{name}[{at}]", id_) for at, id_ in enumerate(ids)])

@@ -22,7 +22,14 @@ import numpy.typing as npt
 import torch
 
 from torch_kvswap._native import abi
-from torch_kvswap._native.arguments import UINT32_MAX, UINT64_MAX, count_of, kind_of, read_int
+from torch_kvswap._native.arguments import (
+    CONVERSION_ERRORS,
+    UINT32_MAX,
+    UINT64_MAX,
+    count_of,
+    kind_of,
+    read_int,
+)
 
 DIGEST_BYTES = abi.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
@@ -285,7 +292,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
     if not isinstance(tokens, Sequence | np.ndarray) and hasattr(tokens, "__array__"):
         try:
             tokens = np.asarray(tokens)  # a tensor
-        except Exception as error:  # on a GPU, or of a type that numpy lacks
+        except CONVERSION_ERRORS as error:  # on a GPU, or of a type that numpy lacks
             raise TypeError(f"tokens cannot be read as an array of integers: {error}") from error
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1:
@@ -304,7 +311,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
         while some := list(islice(left, _TOKEN_SLICE)):
             words.extend(array("I", some))
         return words.tobytes()
-    except Exception:  # of any kind, if a token has an __index__
+    except CONVERSION_ERRORS:
         every = enumerate(tokens)
         read = [read_int(f"tokens[{place}]", token, 0, UINT32_MAX) for place, token in every]
         return array("I", read).tobytes()

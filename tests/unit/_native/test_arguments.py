@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from torch_kvswap._native.arguments import (
     read_seconds,
     read_timeout,
 )
+from torch_kvswap._native.submit import read_ids
+from torch_kvswap.prefix.hashing import PrefixHasher
 
 
 @pytest.mark.parametrize("value", [3, np.uint8(3), torch.tensor(3)])
@@ -30,6 +33,31 @@ def test_an_integer_of_any_library_is_an_int(value):
 def test_what_is_no_integer_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"^slots "):
         read_int("slots", value)
+
+
+def test_what_a_signal_handler_raises_during_a_conversion_arrives_as_it_is():
+    class Interrupted:
+        def __index__(self):
+            signal.raise_signal(signal.SIGUSR1)
+            return 1
+
+        __float__ = __index__
+
+    def stop(number, frame):
+        raise TimeoutError("stop")
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        for read in (
+            lambda value: read_int("slots", value),
+            lambda value: read_seconds("slots", value),
+            lambda value: read_ids("slots", [value]),
+            lambda value: PrefixHasher("m", "bfloat16", 1).keys([value]),
+        ):
+            with pytest.raises(TimeoutError, match=r"^stop$"):
+                read(Interrupted())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("value", [0, 6, -1, 2**64])
