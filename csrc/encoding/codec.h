@@ -20,8 +20,8 @@ SlotState encode_slot(const SlotTiles& tiles, int64_t block, uint8_t* slot);
 
 // Decodes some tiles of a slot into a block. skipped: bytes that the slot lacks between its
 // metadata and the first one of these tiles. kRefused: the metadata, also those of other tiles, are
-// not those of a block. Nothing was written then, unless the slot has changed meanwhile. The kernels
-// check the header before they write anything, but the rest tile by tile.
+// not those of a block. Nothing was written then, unless the slot has changed meanwhile. Of the
+// metadata, the kernels check only the header before they write; the rest they check tile by tile.
 SlotState decode_slot(const SlotTiles& tiles, SlotFormat::TileRange range, const uint8_t* slot,
                       uint64_t skipped, int64_t block);
 

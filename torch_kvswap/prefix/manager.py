@@ -68,7 +68,8 @@ class Lookup(NamedTuple):
         pending (int): blocks of the keys, in all groups, that are still being stored, also those
             behind `found`. In a group with full attention, keys behind the first one that is not
             cached do not count. If it is not 0, a later lookup may find more ready. If it is 0, a
-            load() or prepare_load() of these keys that returned None lacks blocks for good.
+            load() or prepare_load() of these keys that returned None lacks blocks that no job is
+            storing.
     """
 
     found: int
