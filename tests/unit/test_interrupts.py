@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -18,9 +19,13 @@ from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
 BLOCKS = 8
 
 
+def make_layout(blocks: int = BLOCKS) -> PagedLayout:
+    """A cache whose blocks are filled with their numbers."""
+    return PagedLayout([torch.arange(blocks)[:, None].expand(blocks, 4).contiguous()])
+
+
 def make_handler(num_pages: int = BLOCKS) -> OffloadHandler:
-    cache = torch.arange(BLOCKS, dtype=torch.int64)[:, None].expand(BLOCKS, 4).contiguous()
-    layout = PagedLayout([cache])
+    layout = make_layout()
     return OffloadHandler(layout, HostPool(layout, num_pages))
 
 
@@ -188,6 +193,59 @@ def test_an_interrupted_poll_of_an_engine_ends_each_reservation_once(
         if not interrupted:
             break
     assert interrupts > 20
+
+
+CALLS: dict[str, Callable[[OffloadEngine], object]] = {
+    "store": lambda engine: engine.store([b"a" * 32, b"b" * 32], [0, 1]),
+    "load": lambda engine: engine.load([b"a" * 32], [2]),
+    "evict": lambda engine: engine.evict([0, 1]),
+    "preempt": lambda engine: engine.preempt([b"c" * 32], [3]),
+    "poll": lambda engine: engine.poll(),
+}
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("when", ["first", "after another", "after rebind"])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_engine_works_after_any_interrupted_call(call: str, when: str, policy: str) -> None:
+    interrupter = Interrupter()
+    for at in count(1):
+        handler = make_handler()
+        engine = OffloadEngine(handler, store_policy=policy)  # type: ignore[arg-type]
+        if when != "first":
+            engine.store([b"a" * 32], [0])
+            engine.evict([0])
+            engine.poll()
+        if when == "after rebind":
+            handler.rebind(make_layout(2 * BLOCKS))
+        try:
+            interrupter.call(at, partial(CALLS[call], engine))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        check_that_it_works(engine)
+        handler.close()
+        if not interrupted:
+            break
+    assert at > 5
+
+
+def check_that_it_works(engine: OffloadEngine) -> None:
+    """Stores the last block, loads it into the first one, and preempts it."""
+    (rows,) = engine.handler.layouts[0].tensors
+    last = len(rows) - 1
+    assert all(result.ok for result in engine.poll())
+    engine.store([b"z" * 32], [last])
+    engine.evict([last])
+    assert [result.ok for result in engine.poll()] == [True]
+    assert engine.load([b"z" * 32], [0]) is not None
+    assert [result.ok for result in engine.poll()] == [True]
+    assert rows[0].eq(last).all()
+    preempted = engine.preempt([b"z" * 32], [last])
+    assert preempted is not None
+    assert preempted.jobs == []
+    assert engine.release(preempted)
 
 
 def test_a_rejected_submission_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,10 @@ class OpenJobs:
         """Makes arrays for the cache: at first, and after rebind(), when all jobs had ended."""
         counts = [layout.num_blocks for layout in self._handler.layouts]
         if counts != [len(numbers) - 1 for numbers in self._newest_store]:
-            self._newest_store = [np.full(count + 1, _NO_JOB) for count in counts]
-            self._newest_load = [np.full(count + 1, _NO_JOB) for count in counts]
+            stores = [np.full(count + 1, _NO_JOB) for count in counts]
+            loads = [np.full(count + 1, _NO_JOB) for count in counts]
+            # Nothing is called between the two assignments, so that Ctrl-C cannot separate them.
+            self._newest_store, self._newest_load = stores, loads
 
     def _numbers_in(
         self, newest: Sequence[Int64Array], blocks: Sequence[array[int] | Int64Array]
