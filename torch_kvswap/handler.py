@@ -29,6 +29,7 @@ from torch_kvswap._native.errors import (
     TransferError,
 )
 from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.kept import keep
 from torch_kvswap._native.log import log
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
@@ -450,8 +451,9 @@ class OffloadHandler(NotCopyable):
         self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
+        keep(self._native)
         for pool in groups.pools:
-            pool._register_user(self)
+            pool._register_user(self._native)
         warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
+from torch_kvswap._native.kept import let_go
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap._native.submit import resolve_waiting
@@ -31,7 +32,7 @@ _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals b
 
 
 class NativeHandler(NotCopyable):
-    """Owns the native handler and the memory of the groups.
+    """Owns the native handler and the memory of the groups. Kept until close() has succeeded.
 
     Any thread may call any method. In a forked child every method raises RuntimeError, except
     release_gate() and destroy(), which do nothing there.
@@ -232,19 +233,21 @@ class NativeHandler(NotCopyable):
         pointer = self.pointer
         while not loader.call("kvswap_handler_close", pointer, _WAIT_SECONDS):
             pass
+        let_go(self)
 
     def destroy(self, owner: weakref.ref[object]) -> None:
         """Finalizer: closes the handler, and frees it unless the process exits.
 
+        If it raises, the handler stays kept.
+
         Args:
             owner: the OffloadHandler, which is still alive if the process exits.
         """
-        if not self._process.is_current or self._pointer is None:
-            return
+        if not self._process.is_current:
+            return let_go(self)  # a forked child has no copies
         try:
             self.close()
         except RuntimeError as error:
-            _kept.append(self)  # a copy may still use the memory
             log.warning(
                 "a handler was dropped, not closed, and cannot wait for its jobs: %s; its cache "
                 "and host pool stay in memory",
@@ -255,6 +258,3 @@ class NativeHandler(NotCopyable):
             return  # at exit, when other threads may be in a call
         pointer, self._pointer = self._pointer, None
         _native.kvswap_handler_destroy(pointer)
-
-
-_kept: list[NativeHandler] = []  # handlers that could not wait for their jobs
