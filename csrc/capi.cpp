@@ -362,9 +362,11 @@ bool kvswap_handler_check_open(void* handler) {
 
 void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
 
-bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {
-  return succeeds_in(handler,
-                     [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
+bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count, bool* done) {
+  return succeeds_in(handler, [&](Handler& of) {
+    of.rebind(read_groups(groups, count, of.device()));
+    *done = true;
+  });
 }
 
 bool kvswap_handler_submit(void* handler, kvswap_request* request) {

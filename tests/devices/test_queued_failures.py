@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
 from fake_accelerator.tests import needs_compiler
+from interrupts import Interrupted, Interrupter
 from patience import PATIENCE, in_time
 from processes import in_child
 from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
@@ -567,6 +570,29 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
     assert {result.state for result in rows.handler.poll()} == {"done"}
     assert rows.page(0) == {3}
     assert interrupted > 0
+
+
+@on_queued_device
+def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
+    accelerator: Accelerator,
+) -> None:
+    interrupter, outcomes = Interrupter(), []
+    for at in itertools.count(1):
+        rows, new = Rows(), Rows()
+        new.write(3, 100)
+        try:
+            interrupter.call(at, partial(rows.handler.rebind, new.layout))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        rows.handler.synchronize(rows.store(3, 0))
+        outcomes.append(rows.handler.layouts[0] is new.layout)
+        assert rows.page(0) == {100 if outcomes[-1] else 3}
+        rows.handler.close()
+        if not interrupted:
+            break
+    assert set(outcomes) == {False, True}
 
 
 @on_queued_device

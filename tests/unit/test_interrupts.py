@@ -124,6 +124,29 @@ def test_polls_can_be_interrupted_again_and_again() -> None:
     handler.close()
 
 
+def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names() -> None:
+    interrupter, outcomes = Interrupter(), []
+    for at in count(1):
+        handler, new = make_handler(), make_layout(2 * BLOCKS)
+        new.tensors[0].add_(100)
+        try:
+            interrupter.call(at, partial(handler.rebind, new))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        (layout,) = handler.layouts
+        handler.synchronize(handler.store(gpu_block_ids=[3], page_ids=[0]))
+        page = handler.pools[0].pages[0, 0].view(torch.int64)
+        assert page.tolist() == layout.tensors[0][3].tolist()
+        outcomes.append(layout is new)
+        handler.close()
+        if not interrupted:
+            break
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(True) > 1
+
+
 def make_engine() -> tuple[OffloadEngine, OffloadHandler]:
     handler = make_handler()
     return OffloadEngine(handler), handler

@@ -7,7 +7,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import byref
+from ctypes import byref, c_bool
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
@@ -224,9 +224,14 @@ class NativeHandler(NotCopyable):
 
     def rebind(self, groups: Groups) -> None:
         """Replaces the groups. Raises RuntimeError, with nothing changed, if a job is running."""
-        count = len(groups.structures)
-        loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
-        self.groups = groups
+        count, is_done = len(groups.structures), c_bool()
+        try:
+            loader.call(
+                "kvswap_handler_rebind", self.pointer, groups.structures, count, byref(is_done)
+            )
+        finally:  # Ctrl-C may come behind the call; not here, where nothing is called
+            if is_done.value:
+                self.groups = groups
 
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
