@@ -415,7 +415,9 @@ int kvswap_handler_close(void* handler, double seconds) {
   return closed;
 }
 
-void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
+void kvswap_job_release(void* job) {
+  if (job != nullptr) JobRef::release(static_cast<Job*>(job));
+}
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
   return succeeds([&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), to_c); });

@@ -253,6 +253,7 @@ KVSWAP_API int kvswap_handler_unreported_failures(void* handler, kvswap_result* 
 // `seconds`, to be called again; -1 on failure.
 KVSWAP_API int kvswap_handler_close(void* handler, double seconds);
 
+// Null is no reference.
 KVSWAP_API void kvswap_job_release(void* job);
 // What is known of the job. Does not ask the device.
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);

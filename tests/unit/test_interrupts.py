@@ -15,6 +15,7 @@ from interrupts import Interrupted, Interrupter
 
 import torch_kvswap.handler
 from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap._native.handler import JobReference
 
 BLOCKS = 8
 
@@ -33,13 +34,14 @@ def count_references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The native jobs that were released."""
     gc.collect()  # jobs of other tests
     released: list[int] = []
-    release = torch_kvswap.handler._release
+    release = JobReference.__dict__["__del__"].fget
 
-    def note(job: int) -> None:
-        released.append(job)
-        release(job)
+    def note(reference: JobReference) -> None:
+        if reference.value is not None:
+            released.append(reference.value)
+        release(reference)()
 
-    monkeypatch.setattr(torch_kvswap.handler, "_release", note)
+    monkeypatch.setattr(JobReference, "__del__", note)
     return released
 
 
@@ -82,6 +84,13 @@ def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     assert {*outcomes} == {0, 1}
     assert outcomes.count(1) > 1
     handler.close()
+
+
+def test_no_exception_comes_before_the_release_of_a_dropped_job() -> None:
+    handler, interrupter = make_handler(), Interrupter()
+    jobs = [handler.store(gpu_block_ids=[1], page_ids=[2])]
+    assert not interrupter.drop(1, jobs.clear)
+    assert interrupter.points == 0
 
 
 @pytest.mark.parametrize(("jobs", "stride"), [(3, 1), (70, 17)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_bool
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
@@ -29,6 +32,13 @@ _result_of, _query = _native.kvswap_job_result, _native.kvswap_job_query
 _release, _release_gate = _native.kvswap_job_release, _native.kvswap_gate_release
 _FIRST_FAILURES = 64  # results of failed jobs that the first call asks for; the next ones double it
 _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals between the calls
+
+
+class JobReference(ctypes.c_void_p):
+    """A reference to a native job, released when this object is freed; empty at first."""
+
+    # Of builtins only: in a Python function, a signal handler could raise before the release.
+    __del__ = property(partial(MethodType, _release))
 
 
 class NativeHandler(NotCopyable):
@@ -100,14 +110,14 @@ class NativeHandler(NotCopyable):
             self.check_process()
             loader.fail()
 
-    def job(self, native: int) -> abi.JobResult:
+    def job(self, native: JobReference) -> abi.JobResult:
         """The state of a job, without asking the device."""
         answer = abi.JobResult()
         if not _result_of(self.pointer, native, byref(answer)):
             loader.fail()
         return answer
 
-    def query(self, native: int) -> bool:
+    def query(self, native: JobReference) -> bool:
         """Whether a job has ended; asks the device."""
         done: int = _query(self.pointer, native)
         if done < 0:
@@ -164,7 +174,9 @@ class NativeHandler(NotCopyable):
                 return results
             capacity *= 2
 
-    def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | abi.Unended:
+    def synchronize(
+        self, jobs: Sequence[JobReference] | None, timeout: float | None
+    ) -> bool | abi.Unended:
         """Waits until jobs have ended.
 
         Args:
@@ -177,7 +189,8 @@ class NativeHandler(NotCopyable):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
-        pointers = array("Q", (*(jobs or ()), 0))  # an empty array has no address: that of all jobs
+        # An empty array has no address, which would stand for all jobs.
+        pointers = array("Q", [*(job.value or 0 for job in jobs or ()), 0])
         address = None if jobs is None else pointers.buffer_info()[0]
         unended = abi.Unended()
         while True:
@@ -191,20 +204,20 @@ class NativeHandler(NotCopyable):
             if left <= seconds and deadline is not None:
                 return unended
 
-    def wait(self, job: int, layer_group: int, stream: object) -> None:
+    def wait(self, job: JobReference, layer_group: int, stream: object) -> None:
         """Makes a stream wait for a layer group of a job; group -1 is all of it.
 
         Returns when the stream was told to wait, which takes as long as submitting a queued job.
 
         Args:
-            job (int): the native job.
+            job (JobReference): the native job.
             layer_group (int): the group.
             stream: see resolve_waiting().
         """
         waiting = resolve_waiting(stream, self.device)
         loader.call("kvswap_job_wait", self.pointer, job, layer_group, *waiting)
 
-    def cancel(self, job: int) -> bool:
+    def cancel(self, job: JobReference) -> bool:
         """Returns whether the job is or will be reported as cancelled."""
         return bool(loader.call("kvswap_job_cancel", self.pointer, job))
 

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.handler import JobReference, NativeHandler
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.devices.blocks import GroupTensors
 from torch_kvswap.devices.queue import QueuedGroup
@@ -67,7 +67,7 @@ class QueuedHandler(NativeHandler):
         if not self._submit_thread:
             self._queue.run_briefly()
 
-    def query(self, native: int) -> bool:
+    def query(self, native: JobReference) -> bool:
         self._queue.run_briefly()
         return super().query(native)
 
@@ -75,7 +75,7 @@ class QueuedHandler(NativeHandler):
         self._queue.run_briefly()
         return super().poll()
 
-    def wait(self, job: int, layer_group: int, stream: object) -> None:
+    def wait(self, job: JobReference, layer_group: int, stream: object) -> None:
         """See NativeHandler."""
         token, waiting = self._queue.make_waiting(stream)
         try:
