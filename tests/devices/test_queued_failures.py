@@ -23,6 +23,7 @@ from processes import in_child
 from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
 
 from torch_kvswap import AFTER_NOTHING, DeviceLostError, OffloadHandler, TransferError
+from torch_kvswap._native import abi
 from torch_kvswap.layout import PagedLayout
 
 
@@ -570,6 +571,55 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
     assert {result.state for result in rows.handler.poll()} == {"done"}
     assert rows.page(0) == {3}
     assert interrupted > 0
+
+
+@on_queued_device
+def test_an_exception_of_a_signal_handler_loses_no_device(accelerator: Accelerator) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    queue.stop()  # only this thread carries out commands
+    carry_out = queue._carry_out
+
+    def once(command: Any) -> None:
+        queue._carry_out = carry_out  # type: ignore[method-assign]
+        raise TimeoutError("the alarm")
+
+    queue._carry_out = once  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="the alarm"):
+        rows.store(3, 0, after=AFTER_NOTHING, tag="mine")
+    results: list[Any] = []
+    assert in_time(lambda: bool(results.extend(rows.handler.poll()) or results))
+    assert [(result.state, result.tag) for result in results] == [("done", "mine")]
+    assert rows.page(0) == {3}
+
+
+@on_queued_device
+def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> None:
+    """Buffers that two records had would be used by two copies at a time."""
+    rows = Rows()
+    queue, interrupter = queue_of(rows.handler), Interrupter()
+    rows.handler.synchronize(rows.store(3, 0))
+    (stream,) = queue._streams.values()
+    queue.stop()  # only this thread carries out commands
+    for at in itertools.count(1):
+        command = abi.Command(event=1 << 40, record=at)
+        stream.buffers, kept = [(torch.empty(1), torch.empty(1))], len(stream.records)
+        stream.error = "of this record only"
+        try:
+            interrupter.call(at, partial(queue._record, command, stream))
+        except Interrupted:
+            interrupted = True
+            queue._record(command, stream)
+        else:
+            interrupted = False
+        assert len(stream.records) == kept + 1
+        record = stream.records[-1]
+        assert (len(record.buffers), record.error) == (1, "of this record only")
+        assert (stream.buffers, stream.error) == ([], None)
+        if not interrupted:
+            break
+    stream.records.clear()
+    assert at > 3
 
 
 @on_queued_device
