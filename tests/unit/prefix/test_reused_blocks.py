@@ -175,6 +175,37 @@ def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
 
 
 @simulated
+@pytest.mark.parametrize("overtakes", [True, False])
+def test_only_a_store_that_was_reported_before_a_load_that_failed_stays(
+    driver: Driver, overtakes: bool
+) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        engine.store(["a"], [1])
+        engine.poll()
+        driver.set_mode("manual")
+        held = driver.hold(42)
+        driver.set_stream(0, 42)
+        load = engine.load(["a"], [5])
+        assert load is not None
+        load.wait()
+        engine.store(["a", "b"], [5, 6], after=AFTER_NOTHING if overtakes else None)
+        assert handler.cancel(load)
+        driver.run()
+        results = engine.poll()
+        driver.release(held)
+        driver.set_mode("immediate")
+        drain(handler)
+        results += engine.poll()
+        order = [("load", "cancelled"), ("store", "done")]
+        if overtakes:
+            order.reverse()
+        assert [(of.direction, of.state) for of in results] == order
+        assert engine.lookup(["b"]).found == overtakes
+
+
+@simulated
 def test_blocks_recorded_before_their_load_failed_are_not_stored_later(driver: Driver) -> None:
     gpu, host = cache(driver)
     with OffloadHandler(gpu, host) as handler:
