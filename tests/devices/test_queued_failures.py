@@ -594,6 +594,32 @@ def test_an_exception_of_a_signal_handler_loses_no_device(accelerator: Accelerat
 
 
 @on_queued_device
+def test_memory_stays_under_a_copy_whatever_interrupts_the_drop_of_its_handler(
+    accelerator: Accelerator,
+) -> None:
+    interrupter, points = Interrupter(), 0
+    for at in itertools.count():
+        rows = Rows()
+        native = weakref.ref(rows.handler._native)
+        with accelerator.hold_copies():
+            rows.store(3, 0)
+            dropped = [rows.handler]
+            del rows
+            if at:
+                assert interrupter.drop(at, dropped.clear)
+                assert native() is not None
+        if at:
+            native().close()  # type: ignore[union-attr]
+        else:
+            interrupter.drop(0, dropped.clear)
+            points = interrupter.points
+            assert points > 10
+            assert native() is None
+        if at == points:
+            break
+
+
+@on_queued_device
 def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> None:
     """Buffers that two records had would be used by two copies at a time."""
     rows = Rows()
