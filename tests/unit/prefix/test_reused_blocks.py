@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from drained import drain
 from engine_bytes import BLOCKS, make
+from interrupts import Interrupted, Interrupter
 from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
@@ -106,6 +109,23 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
         # As if add() was interrupted before it began.
         open_jobs.undo(OpenJob(engine.manager, first.reservation, first.blocks))
         assert open_jobs.stores_reading([array("q", [2])]) == [job]
+
+
+def test_an_interrupted_undo_does_not_hide_an_earlier_store() -> None:
+    engine, _ = make()
+    job, interrupter = SimpleNamespace(query=lambda: False), Interrupter()
+    with engine.handler as handler:
+        for at in count(1):
+            open_jobs = OpenJobs(handler)
+            add_store(open_jobs, engine, [1, 2], job)
+            refused = add_store(open_jobs, engine, [1, 2])
+            try:
+                interrupter.call(at, partial(open_jobs.undo, refused))
+            except Interrupted:
+                assert open_jobs.stores_reading([array("q", [2])]) == [job]
+            else:
+                break
+    assert at > 1
 
 
 def test_stores_that_failed_and_are_reported_do_not_hide_an_earlier_one() -> None:
