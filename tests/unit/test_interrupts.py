@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupted, Interrupter
+from processes import run_script
 
 import torch_kvswap.handler
 from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
@@ -243,6 +244,31 @@ def test_a_cache_can_be_used_whatever_interrupts_the_drop_of_its_last_user(what:
         if not is_interrupted:
             break
     assert at > 3
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_the_memory_of_a_handler_that_was_not_waited_for_at_exit_is_never_freed(
+    is_interrupted: bool,
+) -> None:
+    script = """
+        import os, sys, torch
+        from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+        class Witness:
+            def __del__(self, write=os.write):
+                write(1, b"freed")
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        layout = PagedLayout([torch.zeros(4, 4)])
+        layout.witness = Witness()
+        handler = OffloadHandler(layout, HostPool(layout, 4))
+        if sys.argv[1] == "True":
+            handler._native.close = interrupt
+    """
+    printed = run_script(script, str(is_interrupted))
+    assert printed == ("" if is_interrupted else "freed")
 
 
 CALLS: dict[str, Callable[[OffloadEngine], object]] = {
