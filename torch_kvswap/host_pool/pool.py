@@ -118,9 +118,10 @@ class HostPool(NotCopyable):
     Pinning commits it; pageable memory is committed when it is written.
 
     Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
-    is dropped, or still open when the process exits, is closed. Not thread safe, except
-    num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
-    can be used; for a pool of one process they read as zeros there, unless it has huge_pages=True.
+    is dropped is closed. One that is open when the process exits is unpinned by its end. Not thread
+    safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken
+    from `pages` can be used; for a pool of one process they read as zeros there, unless it has
+    huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
