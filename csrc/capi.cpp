@@ -362,9 +362,11 @@ bool kvswap_handler_check_open(void* handler) {
 
 void kvswap_handler_destroy(void* handler) { delete static_cast<Handler*>(handler); }
 
-bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count) {
-  return succeeds_in(handler,
-                     [&](Handler& of) { of.rebind(read_groups(groups, count, of.device())); });
+bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count, bool* done) {
+  return succeeds_in(handler, [&](Handler& of) {
+    of.rebind(read_groups(groups, count, of.device()));
+    *done = true;
+  });
 }
 
 bool kvswap_handler_submit(void* handler, kvswap_request* request) {
@@ -413,7 +415,9 @@ int kvswap_handler_close(void* handler, double seconds) {
   return closed;
 }
 
-void kvswap_job_release(void* job) { JobRef::release(static_cast<Job*>(job)); }
+void kvswap_job_release(void* job) {
+  if (job != nullptr) JobRef::release(static_cast<Job*>(job));
+}
 
 bool kvswap_job_result(void* handler, void* job, kvswap_result* result) {
   return succeeds([&] { *result = handler_at(handler).snapshot(static_cast<Job*>(job), to_c); });

@@ -154,8 +154,10 @@ KVSWAP_API const char* kvswap_handler_slower_copies(void* handler);
 KVSWAP_API bool kvswap_handler_check_open(void* handler);
 // After kvswap_handler_close.
 KVSWAP_API void kvswap_handler_destroy(void* handler);
-// Takes new groups, with the same block sizes and pools, while no job is outstanding.
-KVSWAP_API bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count);
+// Takes new groups, with the same block sizes and pools, while no job is outstanding. Sets *done
+// once it has taken them: Ctrl-C may take the return value from the caller.
+KVSWAP_API bool kvswap_handler_rebind(void* handler, const kvswap_group* groups, int count,
+                                      bool* done);
 
 // What a job starts after.
 enum {
@@ -251,6 +253,7 @@ KVSWAP_API int kvswap_handler_unreported_failures(void* handler, kvswap_result* 
 // `seconds`, to be called again; -1 on failure.
 KVSWAP_API int kvswap_handler_close(void* handler, double seconds);
 
+// Null is no reference.
 KVSWAP_API void kvswap_job_release(void* job);
 // What is known of the job. Does not ask the device.
 KVSWAP_API bool kvswap_job_result(void* handler, void* job, kvswap_result* result);
@@ -457,5 +460,5 @@ KVSWAP_API bool kvswap_blocks_stats_of(void* blocks, int group, double now,
 
 // The version of this file and of torch_kvswap/_native/abi.py, which loads no library of another
 // version. Goes up with every change of a function or a structure.
-#define KVSWAP_ABI_VERSION 12
+#define KVSWAP_ABI_VERSION 13
 KVSWAP_API int kvswap_abi_version();

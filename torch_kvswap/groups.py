@@ -15,7 +15,7 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import count_of, kind_of
 from torch_kvswap._native.submit import resolve_after
-from torch_kvswap.devices.queue import queue_of
+from torch_kvswap.devices.queue import QueuedGroup, queue_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces
 
@@ -72,6 +72,7 @@ class Groups:
             that this object holds.
         guard (AddressGuard): of the tensors of all layouts.
         queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
+        bound (list[QueuedGroup]): lets these commands find the tensors, as long as it is held.
         resolve_after: converts an `after` argument into its kind, its handle, and what must be kept
             until the job was submitted.
 
@@ -100,6 +101,7 @@ class Groups:
             pool.check_open()
         self.device: torch.device = self.layouts[0].device
         self.queue = None if self.device.type in ("cpu", "cuda") else queue_of(self.device)
+        self.bound: list[QueuedGroup] = []
         self.resolve_after: Callable[[object], tuple[Any, ...]] = (
             partial(resolve_after, device=self.device)
             if self.queue is None

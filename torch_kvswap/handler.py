@@ -28,7 +28,8 @@ from torch_kvswap._native.errors import (
     SourceFailedError,
     TransferError,
 )
-from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.handler import JobReference, NativeHandler
+from torch_kvswap._native.kept import keep
 from torch_kvswap._native.log import log
 from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
@@ -71,9 +72,6 @@ _ERRORS: dict[int, type[TransferError]] = {
     abi.SOURCE_FAILED: SourceFailedError,
     abi.REJECTED: BlocksRejectedError,
 }
-# Looked up here because __del__ may run at exit, when the loader module is gone.
-_release = loader.library().kvswap_job_release
-
 _NOTHING = None, None  # the tag and what is reserved of most jobs
 
 # A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
@@ -275,7 +273,7 @@ class Job(NotCopyable):
     nbytes: int
 
     def __init__(self, handler: OffloadHandler, request: Request, tag: object) -> None:
-        self._native = 0  # as id and nbytes, set once it is submitted
+        self._native = JobReference()  # as id and nbytes, set once it is submitted
         self.handler = handler
         self.direction: Direction = DIRECTIONS[request.channel]
         self.layer_groups: int = request.layer_groups
@@ -290,10 +288,6 @@ class Job(NotCopyable):
             state = "unknown"
         tag = "" if self.tag is None else f", tag={self.tag!r}"
         return f"Job({self.direction} {self.id}, nbytes={self.nbytes}, state={state}{tag})"
-
-    def __del__(self) -> None:
-        if getattr(self, "_native", 0):  # none if __init__ did not run
-            _release(self._native)
 
     @property
     def result(self) -> Result | None:
@@ -450,8 +444,9 @@ class OffloadHandler(NotCopyable):
         self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
         weakref.finalize(self, self._native.destroy, weakref.ref(self))
+        keep(self._native)
         for pool in groups.pools:
-            pool._register_user(self)
+            pool._register_user(self._native)
         warn_of_unified_memory(groups.device)
 
     def __repr__(self) -> str:
@@ -888,10 +883,10 @@ class OffloadHandler(NotCopyable):
                 self._native.submit(request)
         finally:  # Ctrl-C may come behind the submission; not here, where nothing is called
             numbers = request.numbers
-            job.id, job.nbytes, job._native = numbers[0], numbers[1], numbers[2]
-            if reserved is not None and job._native:
+            job.id, job.nbytes, job._native.value = numbers[0], numbers[1], numbers[2]
+            if reserved is not None and numbers[2]:
                 reserved.job = job
-            if token and not job._native:
+            if token and not numbers[2]:
                 del self._kept[token]
         return job
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ import torch
 from error_text import error_text
 from fake_accelerator import Accelerator
 from fake_accelerator.tests import needs_compiler
+from interrupts import Interrupted, Interrupter
 from patience import PATIENCE, in_time
 from processes import in_child
 from queued_devices import DEVICE, PAGES, Rows, current, on_queued_device, queue_of, run_on_device
 
 from torch_kvswap import AFTER_NOTHING, DeviceLostError, OffloadHandler, TransferError
+from torch_kvswap._native import abi
 from torch_kvswap.layout import PagedLayout
 
 
@@ -567,6 +571,104 @@ def test_ctrl_c_loses_no_command(accelerator: Accelerator) -> None:
     assert {result.state for result in rows.handler.poll()} == {"done"}
     assert rows.page(0) == {3}
     assert interrupted > 0
+
+
+@on_queued_device
+def test_an_exception_of_a_signal_handler_loses_no_device(accelerator: Accelerator) -> None:
+    rows = Rows()
+    queue = queue_of(rows.handler)
+    queue.stop()  # only this thread carries out commands
+    carry_out = queue._carry_out
+
+    def once(command: Any) -> None:
+        queue._carry_out = carry_out  # type: ignore[method-assign]
+        raise TimeoutError("the alarm")
+
+    queue._carry_out = once  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="the alarm"):
+        rows.store(3, 0, after=AFTER_NOTHING, tag="mine")
+    results: list[Any] = []
+    assert in_time(lambda: bool(results.extend(rows.handler.poll()) or results))
+    assert [(result.state, result.tag) for result in results] == [("done", "mine")]
+    assert rows.page(0) == {3}
+
+
+@on_queued_device
+def test_memory_stays_under_a_copy_whatever_interrupts_the_drop_of_its_handler(
+    accelerator: Accelerator,
+) -> None:
+    interrupter, points = Interrupter(), 0
+    for at in itertools.count():
+        rows = Rows()
+        native = weakref.ref(rows.handler._native)
+        with accelerator.hold_copies():
+            rows.store(3, 0)
+            dropped = [rows.handler]
+            del rows
+            if at:
+                assert interrupter.drop(at, dropped.clear)
+                assert native() is not None
+        if at:
+            native().close()  # type: ignore[union-attr]
+        else:
+            interrupter.drop(0, dropped.clear)
+            points = interrupter.points
+            assert points > 10
+            assert native() is None
+        if at == points:
+            break
+
+
+@on_queued_device
+def test_a_record_that_is_interrupted_is_made_once(accelerator: Accelerator) -> None:
+    """Buffers that two records had would be used by two copies at a time."""
+    rows = Rows()
+    queue, interrupter = queue_of(rows.handler), Interrupter()
+    rows.handler.synchronize(rows.store(3, 0))
+    (stream,) = queue._streams.values()
+    queue.stop()  # only this thread carries out commands
+    for at in itertools.count(1):
+        command = abi.Command(event=1 << 40, record=at)
+        stream.buffers, kept = [(torch.empty(1), torch.empty(1))], len(stream.records)
+        stream.error = "of this record only"
+        try:
+            interrupter.call(at, partial(queue._record, command, stream))
+        except Interrupted:
+            interrupted = True
+            queue._record(command, stream)
+        else:
+            interrupted = False
+        assert len(stream.records) == kept + 1
+        record = stream.records[-1]
+        assert (len(record.buffers), record.error) == (1, "of this record only")
+        assert (stream.buffers, stream.error) == ([], None)
+        if not interrupted:
+            break
+    stream.records.clear()
+    assert at > 3
+
+
+@on_queued_device
+def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names(
+    accelerator: Accelerator,
+) -> None:
+    interrupter, outcomes = Interrupter(), []
+    for at in itertools.count(1):
+        rows, new = Rows(), Rows()
+        new.write(3, 100)
+        try:
+            interrupter.call(at, partial(rows.handler.rebind, new.layout))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        rows.handler.synchronize(rows.store(3, 0))
+        outcomes.append(rows.handler.layouts[0] is new.layout)
+        assert rows.page(0) == {100 if outcomes[-1] else 3}
+        rows.handler.close()
+        if not interrupted:
+            break
+    assert set(outcomes) == {False, True}
 
 
 @on_queued_device

@@ -169,25 +169,19 @@ def test_the_same_memory_holds_more_encoded_blocks():
 def test_a_request_with_a_block_that_does_not_fit_is_computed_again():
     net, inputs = model("full", dtype=torch.bfloat16), prompts()
 
-    class Spoiled(swap.HostPool):
-        """Its slots lose their headers before the first load, as if stores had rejected blocks."""
+    class Spoiling(OffloadHandler):
+        """Slots lose their headers before the first load, as if stores had rejected blocks."""
 
-        def _register_user(self, handler: Any) -> None:
-            super()._register_user(handler)
-            load = handler.load
-
-            def spoil(**arguments: Any) -> Any:
-                if not spoiled:
-                    spoiled.append(arguments["page_ids"][0])
-                    handler.synchronize()
-                    self.pages[spoiled[0]].zero_()
-                return load(**arguments)
-
-            handler.load = spoil
+        def load(self, **arguments: Any) -> Any:
+            if not spoiled:
+                spoiled.append(arguments["page_ids"][0])
+                self.synchronize()
+                self.pools[0].pages[spoiled[0]].zero_()
+            return super().load(**arguments)
 
     spoiled: list[int] = []
     with (
-        mock.patch.object(swap, "HostPool", Spoiled),
+        mock.patch.object(swap, "OffloadHandler", Spoiling),
         ours(encoding="lossless", bits_per_value=12.5) as seen,
     ):
         got = tokens(net, inputs, config(small("full")))

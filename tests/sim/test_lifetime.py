@@ -11,13 +11,16 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_driver
 import torch
 from error_text import error_text
 from gpu_cache import Hold
+from interrupts import Interrupted, Interrupter
 from logged import logged
 from patience import PATIENCE, in_time
 from pinning_steps import PinningSteps
@@ -80,6 +83,118 @@ def test_pages_stay_pinned_while_a_handler_uses_them(driver: Driver, kept: str) 
     del handler, job
     gc.collect()
     assert driver.calls("cuMemHostUnregister") == 1
+
+
+def make_dropped(driver: Driver, what: str) -> list[Any]:
+    """A handler with a running store, or a pool, that nothing else refers to."""
+    layout = place(driver, make_layout())
+    pool = HostPool(layout, 8)
+    if what == "pool":
+        return [pool]
+    handler = OffloadHandler(layout, pool.view_for(layout) if what == "view" else pool)
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    return [handler]
+
+
+@simulated
+@pytest.mark.parametrize("what", ["handler", "view"])
+@pytest.mark.parametrize("runs", [True, False])
+def test_memory_stays_pinned_under_a_copy_whatever_interrupts_the_drop_of_its_handler(
+    driver: Driver, what: str, runs: bool
+) -> None:
+    """The driver reports memory that is unpinned with work on it pending."""
+    interrupter = Interrupter()
+    interrupter.drop(0, make_dropped(driver, what).clear)
+    assert driver.calls("cuMemHostUnregister") == 1
+    points = interrupter.points
+    assert points > 10
+    for at in range(1, points + 1):
+        driver.set_mode("manual")
+        held = driver.hold(0)
+        dropped = make_dropped(driver, what)
+        if not runs:
+            driver.release(held)
+            driver.set_mode("immediate")
+        native = weakref.ref(dropped[0]._native)
+        unpinned = driver.calls("cuMemHostUnregister")
+        assert interrupter.drop(at, dropped.clear)
+        is_kept = native() is not None
+        assert is_kept or not runs
+        assert driver.calls("cuMemHostUnregister") == unpinned + (not is_kept)
+        if runs:
+            driver.release(held)
+            driver.set_mode("immediate")
+        if is_kept:
+            native().close()
+
+
+@simulated
+def test_pinned_memory_stays_mapped_whatever_interrupts_the_drop_of_its_pool(
+    driver: Driver,
+) -> None:
+    interrupter = Interrupter()
+    for at in count(1):
+        dropped = make_dropped(driver, "pool")
+        address = dropped[0].pages.data_ptr()
+        unpinned = driver.calls("cuMemHostUnregister")
+        is_interrupted = interrupter.drop(at, dropped.clear)
+        is_unpinned = driver.calls("cuMemHostUnregister") > unpinned
+        assert is_unpinned or is_mapped(address)
+        if not is_interrupted:
+            break
+    assert is_unpinned
+    assert at > 10
+
+
+@simulated
+def test_closing_a_pool_waits_for_a_handler_whose_drop_was_interrupted(driver: Driver) -> None:
+    driver.set_mode("manual")
+    held, interrupter = driver.hold(0), Interrupter()
+    dropped = make_dropped(driver, "handler")
+    pool = dropped[0].pools[0]
+    assert interrupter.drop(5, dropped.clear)
+    with pytest.raises(Interrupted):
+        interrupter.call(40, pool.close)  # it waits for the store until then
+    assert driver.calls("cuMemHostUnregister") == 0
+    driver.release(held)
+    driver.set_mode("immediate")
+    pool.close()
+    assert driver.calls("cuMemHostUnregister") == 1
+
+
+@simulated_driver.without_cuda
+def test_at_exit_memory_stays_pinned_under_a_copy_whose_handler_was_not_waited_for() -> None:
+    def body(driver):  # type: ignore[no-untyped-def]
+        import sys
+        import weakref
+
+        import torch
+        from simulated_driver import place
+
+        from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+        global state
+
+        class State:
+            pass
+
+        state = State()
+        sys.excepthook = lambda *problem: print(problem[1])
+        weakref.finalize(
+            state, lambda: print("unpinned:", driver.calls("cuMemHostUnregister"))
+        )  # the last finalizer
+        driver.set_mode("manual")
+        driver.hold(0)
+        state.layout = place(driver, PagedLayout([torch.zeros(8, 64, dtype=torch.uint8)]))
+        state.handler = OffloadHandler(state.layout, HostPool(state.layout, 8))
+        state.handler.store(gpu_block_ids=[0], page_ids=[0])
+
+        def interrupt():
+            raise TimeoutError("a signal handler's")
+
+        state.handler._native.close = interrupt
+
+    assert simulated_driver.run(body).splitlines() == ["a signal handler's", "unpinned: 0"]
 
 
 @pytest.mark.gpu
@@ -318,10 +433,6 @@ def test_a_callback_may_close_its_pool(driver: Driver) -> None:
 
 
 # Signals
-
-
-class Interrupted(BaseException):
-    pass
 
 
 @simulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ class Interrupter:
     """Calls a function and raises Interrupted in the package at one of the points.
 
     Python looks for signals and asynchronous exceptions when a function begins, behind a call and
-    when a loop goes on, and nowhere else. Finalizers are left out: what is raised there is lost.
+    when a loop goes on, and nowhere else.
 
     Attributes:
         points (int): how many points the last call has passed.
@@ -30,15 +31,36 @@ class Interrupter:
 
     def __init__(self) -> None:
         self.points = 0
+        self._in_finalizers = False
+
+    def drop(self, at: int, function: Callable[[], Any]) -> bool:
+        """Calls a function that drops objects, and raises Interrupted at point number `at` of their
+        finalizers. Whether it was reached: what a finalizer raises is lost."""
+        lost: list[object] = []
+        hook, sys.unraisablehook = sys.unraisablehook, lambda lose: lost.append(lose.exc_type)
+        self._in_finalizers = True
+        try:
+            self.call(at, function)
+        finally:
+            self._in_finalizers = False
+            sys.unraisablehook = hook
+        assert lost in ([], [Interrupted])
+        return bool(lost)
 
     def call(self, at: int, function: Callable[[], Any]) -> Any:
-        """Returns what the function returns, or raises Interrupted at point number `at`."""
+        """Returns what the function returns, or raises Interrupted at point number `at`.
+
+        `__del__` and the finalizers of weakref are left out: what is raised there is lost.
+        """
         self.points = 0
         last: dict[FrameType, str] = {}
 
         def begin(frame: FrameType, event: str, _: Any) -> Any:
             code = frame.f_code
-            if not code.co_filename.startswith(_PACKAGE) or code.co_name == "__del__":
+            if not self._in_finalizers and code.co_name == "__del__":
+                return None
+            traced = (_PACKAGE, weakref.__file__) if self._in_finalizers else _PACKAGE
+            if not code.co_filename.startswith(traced):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return step

@@ -46,12 +46,13 @@ def on_queued_device(body: Callable[..., None]) -> Callable[..., None]:
 def forget_queues() -> None:
     """The next handler of each device makes a new queue, as in a new process. Frees what lost devices
     have left, on which nothing runs any more."""
+    from torch_kvswap._native.kept import let_go
     from torch_kvswap.devices import queue
 
     for one in queue._queues.values():
         one.stop()
+        let_go(one)
     queue._queues.clear()
-    queue._leaked.clear()
 
 
 class Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -11,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupted, Interrupter
+from processes import run_script
 
 import torch_kvswap.handler
 from torch_kvswap import HostPool, OffloadEngine, OffloadHandler, PagedLayout
+from torch_kvswap._native.handler import JobReference
 
 BLOCKS = 8
 
 
+def make_layout(blocks: int = BLOCKS) -> PagedLayout:
+    """A cache whose blocks are filled with their numbers."""
+    return PagedLayout([torch.arange(blocks)[:, None].expand(blocks, 4).contiguous()])
+
+
 def make_handler(num_pages: int = BLOCKS) -> OffloadHandler:
-    cache = torch.arange(BLOCKS, dtype=torch.int64)[:, None].expand(BLOCKS, 4).contiguous()
-    layout = PagedLayout([cache])
+    layout = make_layout()
     return OffloadHandler(layout, HostPool(layout, num_pages))
 
 
@@ -28,13 +35,14 @@ def count_references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The native jobs that were released."""
     gc.collect()  # jobs of other tests
     released: list[int] = []
-    release = torch_kvswap.handler._release
+    release = JobReference.__dict__["__del__"].fget
 
-    def note(job: int) -> None:
-        released.append(job)
-        release(job)
+    def note(reference: JobReference) -> None:
+        if reference.value is not None:
+            released.append(reference.value)
+        release(reference)()
 
-    monkeypatch.setattr(torch_kvswap.handler, "_release", note)
+    monkeypatch.setattr(JobReference, "__del__", note)
     return released
 
 
@@ -79,6 +87,13 @@ def test_an_interrupted_submission_made_no_job_or_one_that_poll_reports(
     handler.close()
 
 
+def test_no_exception_comes_before_the_release_of_a_dropped_job() -> None:
+    handler, interrupter = make_handler(), Interrupter()
+    jobs = [handler.store(gpu_block_ids=[1], page_ids=[2])]
+    assert not interrupter.drop(1, jobs.clear)
+    assert interrupter.points == 0
+
+
 @pytest.mark.parametrize(("jobs", "stride"), [(3, 1), (70, 17)])
 def test_a_poll_returns_what_an_interrupted_one_did_not(jobs: int, stride: int) -> None:
     handler, interrupter = make_handler(), Interrupter()
@@ -117,6 +132,29 @@ def test_polls_can_be_interrupted_again_and_again() -> None:
         break
     assert tags == [*range(200)]
     handler.close()
+
+
+def test_jobs_behind_an_interrupted_rebind_use_the_cache_that_the_handler_names() -> None:
+    interrupter, outcomes = Interrupter(), []
+    for at in count(1):
+        handler, new = make_handler(), make_layout(2 * BLOCKS)
+        new.tensors[0].add_(100)
+        try:
+            interrupter.call(at, partial(handler.rebind, new))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        (layout,) = handler.layouts
+        handler.synchronize(handler.store(gpu_block_ids=[3], page_ids=[0]))
+        page = handler.pools[0].pages[0, 0].view(torch.int64)
+        assert page.tolist() == layout.tensors[0][3].tolist()
+        outcomes.append(layout is new)
+        handler.close()
+        if not interrupted:
+            break
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(True) > 1
 
 
 def make_engine() -> tuple[OffloadEngine, OffloadHandler]:
@@ -188,6 +226,102 @@ def test_an_interrupted_poll_of_an_engine_ends_each_reservation_once(
         if not interrupted:
             break
     assert interrupts > 20
+
+
+@pytest.mark.parametrize("what", ["handler", "engine", "pool"])
+def test_a_cache_can_be_used_whatever_interrupts_the_drop_of_its_last_user(what: str) -> None:
+    layout, interrupter = make_layout(), Interrupter()
+    for at in count(1):
+        dropped: list[object] = [HostPool(layout, BLOCKS)]
+        if what != "pool":
+            handler = OffloadHandler(layout, dropped.pop())  # type: ignore[arg-type]
+            handler.store(gpu_block_ids=[1], page_ids=[2])
+            dropped.append(OffloadEngine(handler) if what == "engine" else handler)
+            del handler
+        is_interrupted = interrupter.drop(at, dropped.clear)
+        with HostPool(layout, BLOCKS) as pool, OffloadHandler(layout, pool) as another:
+            check_that_it_works(OffloadEngine(another))
+        if not is_interrupted:
+            break
+    assert at > 3
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_the_memory_of_a_handler_that_was_not_waited_for_at_exit_is_never_freed(
+    is_interrupted: bool,
+) -> None:
+    script = """
+        import os, sys, torch
+        from torch_kvswap import HostPool, OffloadHandler, PagedLayout
+
+        class Witness:
+            def __del__(self, write=os.write):
+                write(1, b"freed")
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        layout = PagedLayout([torch.zeros(4, 4)])
+        layout.witness = Witness()
+        handler = OffloadHandler(layout, HostPool(layout, 4))
+        if sys.argv[1] == "True":
+            handler._native.close = interrupt
+    """
+    printed = run_script(script, str(is_interrupted))
+    assert printed == ("" if is_interrupted else "freed")
+
+
+CALLS: dict[str, Callable[[OffloadEngine], object]] = {
+    "store": lambda engine: engine.store([b"a" * 32, b"b" * 32], [0, 1]),
+    "load": lambda engine: engine.load([b"a" * 32], [2]),
+    "evict": lambda engine: engine.evict([0, 1]),
+    "preempt": lambda engine: engine.preempt([b"c" * 32], [3]),
+    "poll": lambda engine: engine.poll(),
+}
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("when", ["first", "after another", "after rebind"])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_engine_works_after_any_interrupted_call(call: str, when: str, policy: str) -> None:
+    interrupter = Interrupter()
+    for at in count(1):
+        handler = make_handler()
+        engine = OffloadEngine(handler, store_policy=policy)  # type: ignore[arg-type]
+        if when != "first":
+            engine.store([b"a" * 32], [0])
+            engine.evict([0])
+            engine.poll()
+        if when == "after rebind":
+            handler.rebind(make_layout(2 * BLOCKS))
+        try:
+            interrupter.call(at, partial(CALLS[call], engine))
+        except Interrupted:
+            interrupted = True
+        else:
+            interrupted = False
+        check_that_it_works(engine)
+        handler.close()
+        if not interrupted:
+            break
+    assert at > 3
+
+
+def check_that_it_works(engine: OffloadEngine) -> None:
+    """Stores the last block, loads it into the first one, and preempts it."""
+    (rows,) = engine.handler.layouts[0].tensors
+    last = len(rows) - 1
+    assert all(result.ok for result in engine.poll())
+    engine.store([b"z" * 32], [last])
+    engine.evict([last])
+    assert [result.ok for result in engine.poll()] == [True]
+    assert engine.load([b"z" * 32], [0]) is not None
+    assert [result.ok for result in engine.poll()] == [True]
+    assert rows[0].eq(last).all()
+    preempted = engine.preempt([b"z" * 32], [last])
+    assert preempted is not None
+    assert preempted.jobs == []
+    assert engine.release(preempted)
 
 
 def test_a_rejected_submission_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

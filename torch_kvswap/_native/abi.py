@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 AFTER_CURRENT, AFTER_STREAM, AFTER_EVENT, AFTER_NOTHING = range(4)
 STORES, LOADS, EXPEDITED = range(3)
@@ -298,7 +298,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvswap_handler_slower_copies": (_Text, _Pointer),
     "kvswap_handler_check_open": (_Bool, _Pointer),
     "kvswap_handler_destroy": (None, _Pointer),
-    "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int),
+    "kvswap_handler_rebind": (_Bool, _Pointer, _Pointer, _Int, _Pointer),
     "kvswap_handler_submit": (_Bool, _Pointer, _Pointer),
     "kvswap_handler_poll": (_Pointer, _Pointer),
     "kvswap_handler_wait_for_ended": (_Int, _Pointer, _Real),

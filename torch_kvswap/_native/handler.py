@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import byref
+from ctypes import byref, c_bool
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import NotCopyable
+from torch_kvswap._native.kept import let_go
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap._native.submit import resolve_waiting
@@ -30,8 +34,15 @@ _FIRST_FAILURES = 64  # results of failed jobs that the first call asks for; the
 _WAIT_SECONDS = 0.1  # longest wait in one native call; Python handles signals between the calls
 
 
+class JobReference(ctypes.c_void_p):
+    """A reference to a native job, released when this object is freed; empty at first."""
+
+    # Of builtins only: in a Python function, a signal handler could raise before the release.
+    __del__ = property(partial(MethodType, _release))
+
+
 class NativeHandler(NotCopyable):
-    """Owns the native handler and the memory of the groups.
+    """Owns the native handler and the memory of the groups. Kept until close() has succeeded.
 
     Any thread may call any method. In a forked child every method raises RuntimeError, except
     release_gate() and destroy(), which do nothing there.
@@ -99,14 +110,14 @@ class NativeHandler(NotCopyable):
             self.check_process()
             loader.fail()
 
-    def job(self, native: int) -> abi.JobResult:
+    def job(self, native: JobReference) -> abi.JobResult:
         """The state of a job, without asking the device."""
         answer = abi.JobResult()
         if not _result_of(self.pointer, native, byref(answer)):
             loader.fail()
         return answer
 
-    def query(self, native: int) -> bool:
+    def query(self, native: JobReference) -> bool:
         """Whether a job has ended; asks the device."""
         done: int = _query(self.pointer, native)
         if done < 0:
@@ -163,7 +174,9 @@ class NativeHandler(NotCopyable):
                 return results
             capacity *= 2
 
-    def synchronize(self, jobs: Sequence[int] | None, timeout: float | None) -> bool | abi.Unended:
+    def synchronize(
+        self, jobs: Sequence[JobReference] | None, timeout: float | None
+    ) -> bool | abi.Unended:
         """Waits until jobs have ended.
 
         Args:
@@ -176,7 +189,8 @@ class NativeHandler(NotCopyable):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         count = 0 if jobs is None else len(jobs)
-        pointers = array("Q", (*(jobs or ()), 0))  # an empty array has no address: that of all jobs
+        # An empty array has no address, which would stand for all jobs.
+        pointers = array("Q", [*(job.value or 0 for job in jobs or ()), 0])
         address = None if jobs is None else pointers.buffer_info()[0]
         unended = abi.Unended()
         while True:
@@ -190,20 +204,20 @@ class NativeHandler(NotCopyable):
             if left <= seconds and deadline is not None:
                 return unended
 
-    def wait(self, job: int, layer_group: int, stream: object) -> None:
+    def wait(self, job: JobReference, layer_group: int, stream: object) -> None:
         """Makes a stream wait for a layer group of a job; group -1 is all of it.
 
         Returns when the stream was told to wait, which takes as long as submitting a queued job.
 
         Args:
-            job (int): the native job.
+            job (JobReference): the native job.
             layer_group (int): the group.
             stream: see resolve_waiting().
         """
         waiting = resolve_waiting(stream, self.device)
         loader.call("kvswap_job_wait", self.pointer, job, layer_group, *waiting)
 
-    def cancel(self, job: int) -> bool:
+    def cancel(self, job: JobReference) -> bool:
         """Returns whether the job is or will be reported as cancelled."""
         return bool(loader.call("kvswap_job_cancel", self.pointer, job))
 
@@ -223,28 +237,35 @@ class NativeHandler(NotCopyable):
 
     def rebind(self, groups: Groups) -> None:
         """Replaces the groups. Raises RuntimeError, with nothing changed, if a job is running."""
-        count = len(groups.structures)
-        loader.call("kvswap_handler_rebind", self.pointer, groups.structures, count)
-        self.groups = groups
+        count, is_done = len(groups.structures), c_bool()
+        try:
+            loader.call(
+                "kvswap_handler_rebind", self.pointer, groups.structures, count, byref(is_done)
+            )
+        finally:  # Ctrl-C may come behind the call; not here, where nothing is called
+            if is_done.value:
+                self.groups = groups
 
     def close(self) -> None:
         """Refuses new jobs and waits for all jobs. Ctrl-C interrupts it."""
         pointer = self.pointer
         while not loader.call("kvswap_handler_close", pointer, _WAIT_SECONDS):
             pass
+        let_go(self)
 
     def destroy(self, owner: weakref.ref[object]) -> None:
         """Finalizer: closes the handler, and frees it unless the process exits.
 
+        If it raises, the handler stays kept.
+
         Args:
             owner: the OffloadHandler, which is still alive if the process exits.
         """
-        if not self._process.is_current or self._pointer is None:
-            return
+        if not self._process.is_current:
+            return let_go(self)  # a forked child has no copies
         try:
             self.close()
         except RuntimeError as error:
-            _kept.append(self)  # a copy may still use the memory
             log.warning(
                 "a handler was dropped, not closed, and cannot wait for its jobs: %s; its cache "
                 "and host pool stay in memory",
@@ -255,6 +276,3 @@ class NativeHandler(NotCopyable):
             return  # at exit, when other threads may be in a call
         pointer, self._pointer = self._pointer, None
         _native.kvswap_handler_destroy(pointer)
-
-
-_kept: list[NativeHandler] = []  # handlers that could not wait for their jobs

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch_kvswap._native import abi, loader
-from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.handler import JobReference, NativeHandler
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.devices.blocks import GroupTensors
 from torch_kvswap.devices.queue import QueuedGroup
@@ -34,7 +34,7 @@ class QueuedHandler(NativeHandler):
         self._queue = groups.queue
         self._submit_thread = submit_thread
         self._staging_bytes = options.staging_bytes // _CHANNELS
-        self._bound = self._bind(groups)
+        self._bind(groups)
         if not all(pool._has_pinned_pages for pool in groups.pools):
             _choose_generic(groups, options)
         super().__init__(groups, submit_thread, options)
@@ -42,9 +42,8 @@ class QueuedHandler(NativeHandler):
     def _kind_and_index(self) -> tuple[int, int]:
         return abi.QUEUED_DEVICE, self._queue.index
 
-    def _bind(self, groups: Groups) -> list[QueuedGroup]:
-        """Lets commands find the tensors of the groups, as long as the result is held."""
-        bound = []
+    def _bind(self, groups: Groups) -> None:
+        """Lets commands find the tensors of the groups."""
         for structure, layout, pool in zip(
             groups.structures, groups.layouts, groups.pools, strict=True
         ):
@@ -55,9 +54,9 @@ class QueuedHandler(NativeHandler):
                 pool._slots(),
                 pool._has_pinned_pages,
             )
-            bound.append(QueuedGroup(self._queue, tensors, self._staging_bytes))
-            structure.number = bound[-1].number
-        return bound
+            bound = QueuedGroup(self._queue, tensors, self._staging_bytes)
+            groups.bound.append(bound)
+            structure.number = bound.number
 
     def check_open(self) -> None:
         super().check_open()
@@ -68,7 +67,7 @@ class QueuedHandler(NativeHandler):
         if not self._submit_thread:
             self._queue.run_briefly()
 
-    def query(self, native: int) -> bool:
+    def query(self, native: JobReference) -> bool:
         self._queue.run_briefly()
         return super().query(native)
 
@@ -76,7 +75,7 @@ class QueuedHandler(NativeHandler):
         self._queue.run_briefly()
         return super().poll()
 
-    def wait(self, job: int, layer_group: int, stream: object) -> None:
+    def wait(self, job: JobReference, layer_group: int, stream: object) -> None:
         """See NativeHandler."""
         token, waiting = self._queue.make_waiting(stream)
         try:
@@ -93,13 +92,12 @@ class QueuedHandler(NativeHandler):
             raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
 
     def rebind(self, groups: Groups) -> None:
-        bound = self._bind(groups)
+        self._bind(groups)
         super().rebind(groups)
-        self._bound = bound
 
     def close(self) -> None:
         super().close()
-        self._bound = []  # the pool's memory may be freed now
+        self.groups.bound.clear()  # the pool's memory may be freed now
 
     def destroy(self, owner: weakref.ref[Any]) -> None:
         if not self._queue.is_running_here:

@@ -19,6 +19,7 @@ from torch_kvswap._native import abi, loader
 from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import kind_of
 from torch_kvswap._native.errors import DeviceLostError
+from torch_kvswap._native.kept import keep
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
@@ -83,9 +84,6 @@ class _Record:
 
     def is_of(self, command: abi.Command) -> bool:
         return bool(self.number == command.event and self.record == command.record)
-
-
-_leaked: list[object] = []  # of lost devices
 
 
 class _Stream:
@@ -288,8 +286,9 @@ class DeviceQueue:
     def run_briefly(self) -> None:
         """Carries out some commands, and asks the device which events have happened.
 
-        Does nothing if another thread has the turn: that one does it. Raises nothing, because the
-        caller may have submitted a job: what fails here ends all jobs, as in the queue's thread.
+        Does nothing if another thread has the turn: that one does it. Raises only what a signal
+        handler raises, because the caller may have submitted a job: what fails here ends all jobs,
+        as in the queue's thread.
         """
         if self.is_running_here or not _is_plain_thread():
             return
@@ -300,10 +299,23 @@ class DeviceQueue:
                     # The queue's thread was woken for the commands, and may have found none left.
                     _native.kvswap_queue_wake(self.pointer)
         except Exception as error:
-            self._on_failed_thread(error)
+            # The command is carried out once more. If it does not fail again, a signal handler has
+            # raised the exception, as Ctrl-C does.
+            if self._fails_again():
+                self._on_failed_thread(error)
+            else:
+                raise
         finally:  # Ctrl-C may come at any point
             if self._turn._is_owned():
                 self._turn.release()
+
+    def _fails_again(self) -> bool:
+        try:
+            with self._turn:
+                self._run(0)
+        except Exception:
+            return True
+        return False
 
     def run_until(self, is_over: Callable[[], bool]) -> None:
         """Carries out commands, or lets another thread do so, until is_over() says so."""
@@ -394,8 +406,9 @@ class DeviceQueue:
         record.is_timed = bool(command.timed) and self.is_timed
         record.transfer = stream.transfer
         record.buffers = stream.buffers
+        # Nothing is called in these lines, so that Ctrl-C comes before or after.
         self.records[command.event] = record
-        stream.records.append(record)
+        stream.records += (record,)
         stream.error, stream.buffers = None, []
         self._happened_at = time.perf_counter()  # something may happen soon
 
@@ -560,14 +573,11 @@ class DeviceQueue:
         with self._turn:
             if self.lost is not None:
                 return
-            self.lost = error
             _native.kvswap_queue_lose(self.pointer, error.encode())
             self.records.clear()
-            _leaked.append((*self._streams.values(), *self._buffers))
-            self._streams.clear()
-            self._buffers.clear()
             for waiting in list(self._waiting.values()):
                 waiting.is_done = True
+            self.lost = error  # last: a call that Ctrl-C has interrupted is repeated
 
     def _on_failed_thread(self, error: BaseException) -> None:
         """Loses the device, because the command that failed would never be carried out."""
@@ -615,7 +625,9 @@ def queue_of(device: torch.device) -> DeviceQueue:
     """
     with _lock:
         if device not in _queues:
-            _queues[device] = DeviceQueue(device, next(_indices))
+            queue = DeviceQueue(device, next(_indices))
+            keep(queue)  # also while Python exits: copies use its staging memory
+            _queues[device] = queue
         queue = _queues[device]
     queue._process.check("device queue")
     return queue

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_kvswap._native import loader
+from torch_kvswap._native.kept import keep, let_go
 from torch_kvswap._native.loader import ForkGuard
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.devices.backend import can_pin, find_device_backend
@@ -80,7 +81,7 @@ class Mapping:
 
     def release(self) -> None:
         """Drops the tensor and closes the file. The memory is unmapped with its last view."""
-        del self.tensor
+        vars(self).pop("tensor", None)  # it may be called again
         if self.fd is not None:
             self._close_file()
 
@@ -158,7 +159,7 @@ class TorchMemory:
 
     def release(self) -> None:
         """Drops the tensor."""
-        del self.tensor
+        vars(self).pop("tensor", None)  # it may be called again
 
 
 def map_new(
@@ -225,10 +226,10 @@ def create_file(nbytes: int, huge_pages: bool) -> int:
 class Registration:
     """Registers parts of a memory with the CUDA driver, or with the backend of another device.
 
-    Holds the memory until remove(), because registered memory must not be unmapped, and a thread
-    may touch the part that is registered next. Does not use torch's CUDA runtime: it would report a
-    failure at the thread's next kernel launch, and would break a CUDA graph that another thread is
-    capturing.
+    Kept, with the memory, until remove() has ended, because registered memory must not be unmapped,
+    and a thread may touch the part that is registered next. Does not use torch's CUDA runtime: it
+    would report a failure at the thread's next kernel launch, and would break a CUDA graph that
+    another thread is capturing.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
@@ -246,9 +247,11 @@ class Registration:
             str | None: why the driver refused, or None.
         """
         address = self._address + first
+        keep(self)
+        self._bytes[address] = last - first
         reason = self._register(address, last - first)
-        if reason is None:
-            self._bytes[address] = last - first
+        if reason is not None:
+            del self._bytes[address]
         return reason
 
     def _register(self, address: int, nbytes: int) -> str | None:
@@ -287,11 +290,13 @@ class Registration:
     def remove(self) -> None:
         """Unregisters everything. Does nothing in a forked child, which has no registrations."""
         kept, reason = 0, ""
-        while self._process.is_current and self._bytes:
-            address, nbytes = self._bytes.popitem()
-            if problem := self._unregister(address):
-                kept, reason = kept + nbytes, problem
+        if self._process.is_current:
+            for address, nbytes in list(self._bytes.items()):
+                if problem := self._unregister(address):
+                    kept, reason = kept + nbytes, problem
+                self._bytes.pop(address, None)
         self._held = None
+        let_go(self)
         if kept:
             log.warning(
                 "the driver did not unpin %d bytes of host memory: %s; they stay locked until the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ class Pinning:
         self._chunk = 1
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._touching: _Touching | None = None
         self._process = ForkGuard()
@@ -142,16 +143,36 @@ class Pinning:
         collector runs there. It cannot wait for itself: the background thread then unregisters
         everything when it ends.
         """
+        self._is_closed = True
+        if self._stop():
+            self.registration.remove()
+
+    def finish(self, owner: weakref.ref[object]) -> None:
+        """Finalizer: closes, unless the process exits.
+
+        At exit it only stops pinning, because a handler may not have been able to wait for its
+        jobs. The pages are unpinned when the process has ended.
+
+        Args:
+            owner: the memory of the pool, which is still alive if the process exits.
+        """
+        if owner() is None:
+            self.close()
+        else:
+            self._stop()
+
+    def _stop(self) -> bool:
+        """Stops pinning and joins the thread. False in a thread of this object."""
         if not self._process.is_current:
-            return
+            return True
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         if threading.current_thread() in (self._thread, self._touching):
-            return
+            return False
         if self._thread is not None:
             self._thread.join()
-        self.registration.remove()
+        return True
 
     def _chunks(self, on_progress: Progress | None) -> Iterator[None]:
         """Pins chunk after chunk, and yields after each."""
@@ -222,7 +243,7 @@ class Pinning:
         except BaseException as error:  # also SystemExit, or wait() would wait forever
             self._fail(error.with_traceback(None))  # the traceback's frames hold the callback
         finally:
-            if self._stopping:  # by a close() that did not wait for this thread
+            if self._is_closed:  # by a close() that did not wait for this thread
                 self.registration.remove()
 
     def _fail(self, error: BaseException) -> None:

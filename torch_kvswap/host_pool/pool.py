@@ -52,7 +52,10 @@ from torch_kvswap.layout import PagedLayout
 
 
 class User(Protocol):
-    """What must be closed before the memory of a pool is freed: an OffloadHandler."""
+    """What must be closed before the memory of a pool is freed: a native handler.
+
+    It outlives its OffloadHandler until its jobs have ended.
+    """
 
     def close(self) -> None: ...
 
@@ -85,7 +88,7 @@ class _Memory:
         """Makes the object that pins the pages, and unpins them when this memory is dropped."""
         assert isinstance(self.mapping, Mapping)
         self.pinning = Pinning(self.mapping, device, shape, self._ready_range)
-        weakref.finalize(self, self.pinning.close)
+        weakref.finalize(self, self.pinning.finish, weakref.ref(self))
         return self.pinning
 
     def check_open(self) -> Tensor:
@@ -103,9 +106,8 @@ class _Memory:
                 users.callback(user.close)
         if self.pinning is not None:
             self.pinning.close()
-        if self.pages is not None:
-            self.pages = None
-            self.mapping.release()
+        self.mapping.release()
+        self.pages = None
 
 
 class HostPool(NotCopyable):
@@ -116,9 +118,10 @@ class HostPool(NotCopyable):
     Pinning commits it; pageable memory is committed when it is written.
 
     Several handlers may use one pool. A context manager that closes the pool on exit. A pool that
-    is dropped, or still open when the process exits, is closed. Not thread safe, except
-    num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken from `pages`
-    can be used; for a pool of one process they read as zeros there, unless it has huge_pages=True.
+    is dropped is closed. One that is open when the process exits is unpinned by its end. Not thread
+    safe, except num_ready_pages, is_ready and wait_ready(). In a forked child only tensors taken
+    from `pages` can be used; for a pool of one process they read as zeros there, unless it has
+    huge_pages=True.
 
     Args:
         layout (PagedLayout): the cache whose blocks are stored here.
@@ -595,7 +598,7 @@ class HostPool(NotCopyable):
         return self._memory.check_open().flatten(0, 1)
 
     def _register_user(self, user: User) -> None:
-        """Makes close() close this handler first. Holds only a weak reference to it."""
+        """Makes close() close this native handler first. Holds only a weak reference to it."""
         self._memory.check_open()
         self._memory.users.add(user)
 

@@ -449,7 +449,9 @@ class OffloadEngine(NotCopyable):
         lazy store policy the blocks are only recorded, for evict().
 
         The model computed new blocks from those before them. If a load into one of the named blocks
-        fails that poll() has not reported when store() is called, the new blocks are forgotten too.
+        fails that poll() has not reported when store() is called, the new blocks are forgotten too,
+        unless poll() has reported this store by then. It has not if the store starts after the
+        load, as behind `Job.wait`.
 
         Args:
             keys: keys of a prompt's blocks, in order.
@@ -606,9 +608,10 @@ class OffloadEngine(NotCopyable):
         Each job is reported once, to one caller. Stored blocks can be loaded from now on. Blocks of
         failed jobs are forgotten; of a job with rejected blocks (Result.rejected) only the pages
         with these are, and all other blocks were stored or loaded. If a load was not done, the new
-        blocks of every store() that named one of its blocks before this call are forgotten too:
-        they may have been computed from blocks that were not loaded. Such a store is reported as
-        done if its copy is.
+        blocks of every store() that named one of its blocks before this call, and was not reported
+        before the load, are forgotten too: they may have been computed from blocks that were not
+        loaded. Such a store is reported as done if its copy is. A store that starts after the load
+        is never reported before it.
 
         Args:
             timeout (float | None): as in OffloadHandler.poll().

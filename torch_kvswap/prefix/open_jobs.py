@@ -135,22 +135,27 @@ class OpenJobs:
     def stores_reading(self, blocks: Sequence[array[int]]) -> list[Job]:
         """The stores that still read one of these blocks of each group, the oldest first."""
         self._fit_cache()
-        found: dict[int, Job] = {}
+        found: dict[int, Job | None] = {}
         left = self._numbers_in(self._newest_store, blocks)
         while left:
             number = left.pop()
             entry = self._jobs.get(number)
-            if entry is not None and entry.job is not None and number not in found:
+            if entry is not None and number not in found:
+                # Without a job if Ctrl-C has interrupted undo(). A job that fails may end before
+                # those in front of it.
                 found[number] = entry.job
-                left += entry.earlier  # a job that fails may end before those in front of it
-        return [found[number] for number in sorted(found) if not found[number].query()]
+                left += entry.earlier
+        jobs = [found[number] for number in sorted(found)]
+        return [job for job in jobs if job is not None and not job.query()]
 
     def _fit_cache(self) -> None:
         """Makes arrays for the cache: at first, and after rebind(), when all jobs had ended."""
         counts = [layout.num_blocks for layout in self._handler.layouts]
         if counts != [len(numbers) - 1 for numbers in self._newest_store]:
-            self._newest_store = [np.full(count + 1, _NO_JOB) for count in counts]
-            self._newest_load = [np.full(count + 1, _NO_JOB) for count in counts]
+            stores = [np.full(count + 1, _NO_JOB) for count in counts]
+            loads = [np.full(count + 1, _NO_JOB) for count in counts]
+            # Nothing is called between the two assignments, so that Ctrl-C cannot separate them.
+            self._newest_store, self._newest_load = stores, loads
 
     def _numbers_in(
         self, newest: Sequence[Int64Array], blocks: Sequence[array[int] | Int64Array]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from drained import drain
 from engine_bytes import BLOCKS, make
+from interrupts import Interrupted, Interrupter
 from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
@@ -108,6 +111,23 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
         assert open_jobs.stores_reading([array("q", [2])]) == [job]
 
 
+def test_an_interrupted_undo_does_not_hide_an_earlier_store() -> None:
+    engine, _ = make()
+    job, interrupter = SimpleNamespace(query=lambda: False), Interrupter()
+    with engine.handler as handler:
+        for at in count(1):
+            open_jobs = OpenJobs(handler)
+            add_store(open_jobs, engine, [1, 2], job)
+            refused = add_store(open_jobs, engine, [1, 2])
+            try:
+                interrupter.call(at, partial(open_jobs.undo, refused))
+            except Interrupted:
+                assert open_jobs.stores_reading([array("q", [2])]) == [job]
+            else:
+                break
+    assert at > 1
+
+
 def test_stores_that_failed_and_are_reported_do_not_hide_an_earlier_one() -> None:
     engine, _ = make()
     jobs: list[Any] = [
@@ -172,6 +192,37 @@ def test_what_was_computed_from_blocks_that_were_not_loaded_is_not_found(
         engine.evict([5, 6, 7])
         engine.poll()
         assert engine.lookup(["a", "b", "c"]).ready == 3
+
+
+@simulated
+@pytest.mark.parametrize("overtakes", [True, False])
+def test_only_a_store_that_was_reported_before_a_load_that_failed_stays(
+    driver: Driver, overtakes: bool
+) -> None:
+    gpu, host = cache(driver)
+    with OffloadHandler(gpu, host) as handler:
+        engine = OffloadEngine(handler)
+        engine.store(["a"], [1])
+        engine.poll()
+        driver.set_mode("manual")
+        held = driver.hold(42)
+        driver.set_stream(0, 42)
+        load = engine.load(["a"], [5])
+        assert load is not None
+        load.wait()
+        engine.store(["a", "b"], [5, 6], after=AFTER_NOTHING if overtakes else None)
+        assert handler.cancel(load)
+        driver.run()
+        results = engine.poll()
+        driver.release(held)
+        driver.set_mode("immediate")
+        drain(handler)
+        results += engine.poll()
+        order = [("load", "cancelled"), ("store", "done")]
+        if overtakes:
+            order.reverse()
+        assert [(of.direction, of.state) for of in results] == order
+        assert engine.lookup(["b"]).found == overtakes
 
 
 @simulated
