@@ -48,9 +48,9 @@ class List {
   size_t size_ = 0;
 };
 
-// The order in which idle pages are evicted. A held page can have a place in it: it is skipped while
-// it is held, and evicted from there once it is idle. So the order does not depend on when copies
-// end.
+// The order in which idle pages are evicted. A held page can have a place in it: it is skipped
+// while it is held, and evicted from there once it is idle. So the order does not depend on when
+// copies end.
 class EvictionOrder {
  public:
   size_t num_idle() const { return num_idle_; }

@@ -50,8 +50,8 @@ class Pages {
   void release(uint32_t page);
   // A filled page was used.
   void use(uint32_t page);
-  // Sets the order of eviction: each of these pages before the page that precedes it in `pages`. The
-  // first keeps its place, and gets the newest one if it has none. Each list of the policy is
+  // Sets the order of eviction: each of these pages before the page that precedes it in `pages`.
+  // The first keeps its place, and gets the newest one if it has none. Each list of the policy is
   // ordered for itself. A held page is evicted from its place once it is idle, unless it is used
   // before.
   void order(const uint32_t* pages, size_t count);
