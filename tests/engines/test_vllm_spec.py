@@ -171,7 +171,6 @@ def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
 
 
 WORKER = """
-    import contextlib
     from test_vllm_spec import KVSwapOffloadingSpec, caches, config
     from torch_kvswap.integrations.vllm import spec as spec_module
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config

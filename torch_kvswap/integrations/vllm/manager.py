@@ -116,8 +116,9 @@ class KVSwapManager(base.OffloadingManager):
                 "stored; vLLM loads only what lookup() has just found"
             )
         self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
-        self._access(req_context).reuse(req_context, keys)
-        self._blocks.order(digests, renew=True)
+        access = self._access(req_context)
+        access.reuse(req_context, keys)
+        self._blocks.order(self._known(access.sort(keys)), renew=True)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
