@@ -42,8 +42,8 @@ uint32_t Arc::evict(const Admission& admission) {
   const auto recent = static_cast<double>(sizes_[kRecent]);
   const bool too_many = recent > target_ || (admission.was_frequent && recent == target_);
   uint8_t side = too_many ? kRecent : kFrequent;
-  if (idle_[side].size() == 0) side = side == kRecent ? kFrequent : kRecent;
-  const uint32_t page = idle_[side].take_oldest(table_.nodes);
+  if (orders_[side].num_idle() == 0) side = side == kRecent ? kFrequent : kRecent;
+  const uint32_t page = orders_[side].take_oldest(table_.nodes);
   --sizes_[side];
   if (admission.leaves_no_ghost) {  // all pages are recent
     table_.erase(page);
@@ -58,13 +58,13 @@ void Arc::forget(uint32_t page) {
   --sizes_[table_.nodes[page].list];
 }
 
-void Arc::add_idle(uint32_t page) { idle_[table_.nodes[page].list].append(table_.nodes, page); }
+void Arc::add_idle(uint32_t page) { order_of(page).add_idle(table_.nodes, page); }
 
-void Arc::remove_idle(uint32_t page) { idle_[table_.nodes[page].list].remove(table_.nodes, page); }
+void Arc::remove_idle(uint32_t page) { order_of(page).remove_idle(table_.nodes, page); }
 
-void Arc::move_idle(uint32_t page, uint32_t newer) {
-  idle_[table_.nodes[page].list].move_before(table_.nodes, page, newer);
-}
+void Arc::place(uint32_t page, uint32_t newer) { order_of(page).place(table_.nodes, page, newer); }
+
+void Arc::unplace(uint32_t page) { order_of(page).unplace(table_.nodes, page); }
 
 void Arc::use(uint32_t page) {
   uint8_t& side = table_.nodes[page].list;

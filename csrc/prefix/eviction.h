@@ -38,15 +38,14 @@ class EvictionPolicy {
   // Takes the key of a page that is not idle out of the table.
   virtual void forget(uint32_t page) = 0;
 
-  // A page becomes idle, as the newest one.
+  // See EvictionOrder. There is one for each list.
   virtual void add_idle(uint32_t page) = 0;
-  // An idle page is held from now on, or about to lose its key.
   virtual void remove_idle(uint32_t page) = 0;
-  // Moves an idle page directly before another one of the same list.
-  virtual void move_idle(uint32_t page, uint32_t newer) = 0;
+  virtual void place(uint32_t page, uint32_t newer) = 0;
+  virtual void unplace(uint32_t page) = 0;
   virtual size_t num_idle() const = 0;
 
-  // A held page was used.
+  // A held page without a place was used.
   virtual void use(uint32_t page) = 0;
   // This many pages can be given to keys now. The number never falls.
   virtual void grow(size_t num_pages) = 0;

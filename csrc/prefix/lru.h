@@ -11,24 +11,23 @@ class Lru final : public EvictionPolicy {
 
   Admission admit(const Digest&) override { return {}; }
   uint32_t evict(const Admission&) override {
-    const uint32_t page = idle_.take_oldest(table_.nodes);
+    const uint32_t page = order_.take_oldest(table_.nodes);
     table_.erase(page);
     return page;
   }
   void add_page(const Admission&) override {}
   void forget(uint32_t page) override { table_.erase(page); }
-  void add_idle(uint32_t page) override { idle_.append(table_.nodes, page); }
-  void remove_idle(uint32_t page) override { idle_.remove(table_.nodes, page); }
-  void move_idle(uint32_t page, uint32_t newer) override {
-    idle_.move_before(table_.nodes, page, newer);
-  }
-  size_t num_idle() const override { return idle_.size(); }
+  void add_idle(uint32_t page) override { order_.add_idle(table_.nodes, page); }
+  void remove_idle(uint32_t page) override { order_.remove_idle(table_.nodes, page); }
+  void place(uint32_t page, uint32_t newer) override { order_.place(table_.nodes, page, newer); }
+  void unplace(uint32_t page) override { order_.unplace(table_.nodes, page); }
+  size_t num_idle() const override { return order_.num_idle(); }
   void use(uint32_t) override {}
   void grow(size_t) override {}
 
  private:
   Table& table_;
-  List idle_;
+  EvictionOrder order_;
 };
 
 }  // namespace kvswap::prefix

@@ -191,9 +191,7 @@ void BlockManager::order(const Keys& keys, bool renew, bool wait) {
     Pages& pages = *groups_[g].pages;
     const auto count = static_cast<size_t>(keys.counts[g]);
     for (size_t i = renew ? count : 0; i-- > 0;) {
-      if (!pages.is_idle(found_pages_[at + i])) continue;
-      pages.hold(found_pages_[at + i]);
-      pages.release(found_pages_[at + i]);
+      if (pages.has_key(found_pages_[at + i])) pages.renew(found_pages_[at + i]);
     }
     if (!renew) pages.order(found_pages_.data() + at, count);
   }

@@ -88,7 +88,8 @@ class BlockManager {
   // Marks the blocks of the keys as used, the first block as the most recent.
   void touch(const Keys& keys, bool wait);
   // Sets the order of eviction: in each group, later blocks of the keys before earlier ones. renew:
-  // and all of them after the blocks of other keys. Does not count as a use.
+  // and all of them after the blocks of other keys. Does not count as a use. Pages that are held
+  // take their place when they are released.
   void order(const Keys& keys, bool renew, bool wait);
   // Holds the pages of all keys for some seconds. Returns the lease; 0 if some key is not cached.
   int64_t lease(const Keys& keys, double now, double seconds, bool wait);

@@ -52,6 +52,7 @@ void Pages::release(uint32_t page) {
 
 void Pages::use(uint32_t page) {
   hold(page);
+  policy_->unplace(page);
   policy_->use(page);
   release(page);
 }
@@ -60,9 +61,10 @@ void Pages::order(const uint32_t* pages, size_t count) {
   uint32_t fronts[kMaxLists];
   std::fill(fronts, fronts + kMaxLists, kNone);
   for (size_t i = 0; i < count; ++i) {
-    if (!is_idle(pages[i])) continue;
-    uint32_t& front = fronts[table_.nodes[pages[i]].list];
-    if (front != kNone && front != pages[i]) policy_->move_idle(pages[i], front);
+    if (!has_key(pages[i])) continue;
+    const Node& node = table_.nodes[pages[i]];
+    uint32_t& front = fronts[node.list];
+    if (front == kNone ? !node.has_place : front != pages[i]) policy_->place(pages[i], front);
     front = pages[i];
   }
 }
@@ -104,7 +106,7 @@ void Pages::forget(uint32_t page) {
     events_.record(BlockEventKind::kEvicted, group_, table_.nodes[page].key);
   }
   if (state(page) == PageState::kFree || state(page) == PageState::kForgotten) return;
-  if (is_idle(page)) policy_->remove_idle(page);
+  is_idle(page) ? policy_->remove_idle(page) : policy_->unplace(page);
   policy_->forget(page);
   set_state(page, PageState::kForgotten);
   if (table_.nodes[page].count == 0) free(page);

@@ -32,6 +32,9 @@ class Pages {
   uint32_t hash(const Digest& key) const { return table_.hash(key); }
   PageState state(uint32_t page) const { return static_cast<PageState>(table_.nodes[page].state); }
   bool is_filled(uint32_t page) const { return page != kNone && state(page) == PageState::kFilled; }
+  bool has_key(uint32_t page) const {
+    return is_filled(page) || (page != kNone && state(page) == PageState::kFilling);
+  }
   // Whether the page has its key's bytes and is not held: it can be evicted.
   bool is_idle(uint32_t page) const { return is_filled(page) && table_.nodes[page].count == 0; }
 
@@ -47,9 +50,13 @@ class Pages {
   void release(uint32_t page);
   // A filled page was used.
   void use(uint32_t page);
-  // Sets the order of eviction: each idle page among these before the idle page that precedes it in
-  // `pages`. The first keeps its place. Each list of the policy is ordered for itself.
+  // Sets the order of eviction: each of these pages before the page that precedes it in `pages`.
+  // The first keeps its place, and gets the newest one if it has none. Each list of the policy is
+  // ordered for itself. A held page is evicted from its place once it is idle, unless it is used
+  // before.
   void order(const uint32_t* pages, size_t count);
+  // A page gets the newest place.
+  void renew(uint32_t page) { policy_->place(page, kNone); }
 
   // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
   // have no page, and there must be enough free and idle pages. The pages ascend, so that

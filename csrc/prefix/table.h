@@ -24,6 +24,7 @@ struct Node {
   uint32_t before, after;  // its neighbours in the list
   uint32_t count;          // Pages: how many hold the page. LookupCounter: lookups
   uint8_t list, state;     // list: of the policy, less than kMaxLists. state: a PageState
+  bool has_place;          // in an EvictionOrder
 };
 
 // A hash table of nodes by their key. The constructor allocates all memory.

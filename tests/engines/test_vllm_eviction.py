@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_contract import IS_REAL, KVSwapManager, base
-from vllm_traffic import MODELS, Traffic, key
+from vllm_contract import IS_REAL, KVSwapManager, base, manager_module
+from vllm_traffic import MODELS, LruModel, Traffic, key
 
+Access = manager_module.Access
 POLICIES = ("lru", "arc")
 HAS_POSITIONS = hasattr(base.ReqContext, "set_offload_key_position")
 SEEDS = range(4)
@@ -69,6 +70,39 @@ def test_stores_that_end_after_the_request_in_any_order_go_before_its_head(polic
     assert evicted_one_by_one(manager, 6) == keys(5, 4, 3, 2, 1, 0)
 
 
+def managers_of(policy: str, pages: int) -> list[Any]:
+    """Ours and, where it is installed, that of vLLM 0.33."""
+    found = [KVSwapManager(pages, policy, 0, False)]
+    if IS_REAL and HAS_POSITIONS:
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        found.append(CPUOffloadingManager(pages, cache_policy=policy))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("whose", range(2 if IS_REAL and HAS_POSITIONS else 1))
+def test_a_store_that_ends_late_is_no_newer_than_its_request(policy, whose):
+    manager, old, new = managers_of(policy, 4)[whose], context("1"), context("2", 1)
+    output = manager.prepare_store(keys(0, 1), old)
+    manager.on_request_finished(old)
+    store(manager, new, 0, 1, prompt=1)
+    manager.on_request_finished(new)
+    manager.complete_store(set(output.keys_to_store), old)
+    assert evicted_one_by_one(manager, 4) == keys(1, 0) + keys(1, 0, prompt=1)
+
+
+@pytest.mark.parametrize("whose", range(2 if IS_REAL and HAS_POSITIONS else 1))
+def test_a_load_that_ends_late_is_no_newer_than_its_request(whose):
+    manager, old, new = managers_of("lru", 4)[whose], context("1"), context("2", 1)
+    store(manager, context("0"), 0, 1)
+    manager.prepare_load(keys(0, 1), old)
+    store(manager, new, 0, 1, prompt=1)
+    manager.on_request_finished(new)
+    manager.complete_load(set(keys(0, 1)), old)
+    assert evicted_one_by_one(manager, 4) == keys(1, 0) + keys(1, 0, prompt=1)
+
+
 def test_a_request_that_has_ended_is_newer_than_one_that_came_later():
     manager, first, second = KVSwapManager(4, "lru", 0, False), context("1"), context("2", 1)
     store(manager, first, 0, 1)
@@ -112,6 +146,39 @@ def test_a_reset_forgets_what_requests_have_had():
     store(manager, request, 2, 3)
     manager.on_request_finished(request)
     assert evicted_one_by_one(manager, 4) == keys(3, 2)
+
+
+def test_the_state_of_a_request_is_where_vllm_keeps_it():
+    manager, request = KVSwapManager(4, "lru", 0, False), context()
+    before = set(vars(request))
+    manager.on_new_request(request)
+    store(manager, request, 0)
+    if HAS_POSITIONS:
+        assert request.get_state(Access).keys == keys(0)
+        assert set(vars(request)) == before
+    else:  # 0.26 has no place for it
+        assert request._kvswap_access.keys == keys(0)
+
+
+def test_a_request_of_another_manager_is_refused():
+    """Its state tells which chunks it had found, and whether it was running at a reset."""
+    first, second = (KVSwapManager(4, "lru", 0, False) for _ in range(2))
+    request = context("7")
+    first.on_new_request(request)
+    said = (
+        "request 7: its ReqContext holds the state of another KVSwapManager; "
+        "make one ReqContext per request and manager"
+    )
+    for call in (
+        lambda: second.prepare_store(keys(0), request),
+        lambda: second.on_new_request(request),
+        lambda: second.on_request_finished(request),
+        lambda: second.touch(keys(0), request),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            call()
+    assert store(first, request, 0) == []
+    assert first.lookup(key(0, 0), request).name == "HIT"
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
@@ -166,6 +233,27 @@ def test_under_chunked_prefill_as_much_is_found_as_by_the_manager_of_vllm(policy
     assert found >= rates(MODELS[policy], share) - 1e-9
     unordered = rates(lambda pages: _Unordered(pages, policy, 0, False), share)
     assert found > unordered
+
+
+def stored_and_evicted(manager: Any, seed: int) -> list[Any]:
+    """The answers to all stores of some traffic."""
+    said, prepare_store = [], manager.prepare_store
+
+    def prepare(keys: list[bytes], request: Any) -> Any:
+        output = prepare_store(keys, request)
+        said.append(output and (output.keys_to_store, output.evicted_keys))
+        return output
+
+    manager.prepare_store = prepare
+    Traffic(seed).run(manager)
+    return said
+
+
+@pytest.mark.skipif(not HAS_POSITIONS, reason="the model is of 0.33")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lru_stores_and_evicts_what_vllm_does(seed):
+    """Stores end after their requests, and after requests that ended later."""
+    assert stored_and_evicted(ours("lru")(150), seed) == stored_and_evicted(LruModel(150), seed)
 
 
 @pytest.mark.skipif(not (IS_REAL and HAS_POSITIONS), reason="vLLM 0.33 is not here")

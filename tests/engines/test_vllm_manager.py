@@ -182,6 +182,37 @@ def test_a_store_that_failed_leaves_nothing_but_what_was_there():
     assert found(ours, 7, 1, 2, 3) == [HIT] * 4
 
 
+HAS_METADATA_EVENTS = hasattr(base.OffloadingEvent, "metadata_only")  # 0.33
+
+
+def theirs(**options: Any) -> Any:
+    """vLLM's own manager of four chunks."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    return CPUOffloadingManager(4, **options)
+
+
+def failing_stores(of: Any) -> list[Any]:
+    stored(of, 1)
+    one = request()
+    for numbers in ((2, 3), (4,)):
+        of.prepare_store(keys(*numbers), one)
+        of.complete_store(set(keys(*numbers)), one, success=False)
+    of.prepare_store(keys(3), request("again"))
+    said = [
+        (event.keys, event.removed, getattr(event, "metadata_only", False))
+        for event in of.take_events()
+    ]
+    return [(sorted(some), *details) for some, *details in said] + list(of.take_events())
+
+
+def test_a_failed_store_tells_vllm_to_drop_what_it_kept_for_the_event():
+    """But not of a key that is stored again by then. 0.26 keeps nothing."""
+    dropped = [(keys(2), True, True), (keys(4), True, True)] if HAS_METADATA_EVENTS else []
+    assert failing_stores(manager()) == [(keys(1), False, False), *dropped]
+    assert failing_stores(theirs(enable_events=True)) == [(keys(1), False, False), *dropped]
+
+
 def test_what_was_touched_is_evicted_last_and_of_a_prompt_the_end_first():
     ours = manager()
     stored(ours, 1, 2, 3, 4)
@@ -206,6 +237,20 @@ def test_with_a_threshold_a_block_is_stored_when_it_was_offered_so_often():
     assert ours.get_stats().reduce()["vllm:kv_offload_stores_skipped"] == 0
     assert ours.prepare_store(keys(1, 2, 4), request()).keys_to_store == keys(1, 2)
     assert ours.get_stats().reduce()["vllm:kv_offload_stores_skipped"] == 1
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_the_histogram_of_allocations_has_stores_that_found_no_room(threshold):
+    said = []
+    for of in (manager(threshold=threshold), theirs(store_threshold=threshold)):
+        for name, numbers in enumerate(((1, 2, 3), (1, 2, 3), (4, 5), (4, 5, 6))):
+            one = request(str(name))
+            for each in keys(*numbers):
+                of.lookup(each, one)  # 0.26 counts these, 0.33 offers
+            output = of.prepare_store(keys(*numbers), one)
+        assert output is None
+        said.append(of.get_stats().reduce())
+    assert said[0] == said[1]
 
 
 def event(*numbers: int, removed: bool = False) -> Any:

@@ -21,6 +21,8 @@ def test_what_is_not_said_has_a_default():
         staging_bytes=256 << 20,
         encoding="raw",
         bits_per_value=None,
+        pin_in_background=False,
+        max_tracker_size=None,
     )
 
 
@@ -34,6 +36,8 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "staging_bytes": 0,
         "encoding": "lossless",
         "bits_per_value": 12.5,
+        "pin_in_background": True,
+        "max_tracker_size": 9,
     }
     of_vllm = {
         "spec_name": "x",
@@ -45,9 +49,13 @@ def test_every_option_of_ours_is_read_and_those_of_vllm_are_left_to_it():
         "enable_cross_layers_blocks": "True",
         "sync_load_budget_bytes": 5,
         "canonical_layout": False,
+        "cache_policy_module_path": None,
+        "secondary_tiers": [],
+        "tier_poll_interval_s": 0.1,  # of tiers, and there are none
+        "backpressure": {},
     }
     read = read_options(ours | of_vllm)
-    assert read == Options(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5)
+    assert read == Options(7, "arc", 2, "vllm", "strided", 0, "lossless", 12.5, True, 9)
     assert type(read.cpu_bytes_to_use) is int
 
 
@@ -90,12 +98,34 @@ def test_a_size_in_gib_need_not_be_a_whole_number_of_bytes():
             "kv_connector_extra_config: bits_per_value is 12.5, but encoding is 'raw'",
         ),
         ({"cpu_bytes_to_use": 1, "load_after": "nothing"}, "has load_after, which"),
-        ({"cpu_bytes_to_use": 1, "canonical_layout": True}, "canonical_layout is for vLLM's own"),
+        (
+            {"cpu_bytes_to_use": 1, "pin_in_background": 1},
+            "pin_in_background is 1; it must be true",
+        ),
+        (
+            {"cpu_bytes_to_use": 1, "manager": "vllm", "max_tracker_size": 0},
+            "max_tracker_size is 0; it must be a whole number from 1 on",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name_and_value(wrong, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         read_options(wrong)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("canonical_layout", True, "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU"),
+        ("cache_policy_module_path", "a.b", "leave it out and set eviction_policy to lru or arc"),
+        ("secondary_tiers", [{"type": "fs"}], "or use spec_name TieringOffloadingSpec"),
+        ("max_tracker_size", 64000, "leave it out: torch_kvswap's counts the offers of as many"),
+    ],
+)
+def test_an_option_that_only_vllm_has_is_refused_with_what_to_use_instead(option, value, instead):
+    said = rf"kv_connector_extra_config: {option} is for vLLM's .*{re.escape(instead)}"
+    with pytest.raises(ValueError, match=said):
+        read_options({"cpu_bytes_to_use": 1, option: value})
 
 
 def test_the_refusal_of_an_unknown_option_names_those_that_there_are():

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from patience import PATIENCE
+from pinning_steps import PinningSteps
 from simulated_cache import CURRENT, run_until
 from simulated_driver import Driver, place, simulated
 from vllm_contract import KVSwapWorker, base, common, worker_module
@@ -105,3 +107,36 @@ def test_a_load_that_waits_for_nothing_is_zeroed(driver: Driver, expedited: bool
         driver.run()
         assert not cache[BLOCK].any()
         del kept
+
+
+@simulated
+def test_a_transfer_waits_until_its_pages_are_pinned(driver: Driver) -> None:
+    """pin_in_background: the scheduler assigns pages, and does not know which are pinned."""
+    steps, asked, mib = PinningSteps(), [], 1 << 20
+    cache = torch.randint(256, (2, mib), dtype=torch.uint8)
+    layout = place(driver, PagedLayout([cache]))
+
+    def slowly(*shape: Any, **options: Any) -> HostPool:
+        return HostPool(*shape, chunk_bytes=32 * mib, on_progress=steps, **options)
+
+    wait_ready = HostPool.wait_ready
+
+    def wait(pool: HostPool, timeout: float | None = None, pages: int | None = None) -> bool:
+        asked.append((timeout, pages))
+        steps.pin_more(3)
+        return wait_ready(pool, PATIENCE, pages)
+
+    with (
+        mock.patch.object(worker_module, "group_layouts", return_value=[layout]),
+        mock.patch.object(worker_module, "HostPool", slowly),
+        mock.patch.object(HostPool, "wait_ready", wait),
+    ):
+        worker = KVSwapWorker(None, 96, 1, Options(1, pin_in_background=True))
+        assert not worker._pool.is_ready
+        for number, (page, block) in enumerate(((95, 0), (0, 1))):
+            gpu = base.GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
+            assert worker.submit_store(number, gpu, common.CPULoadStoreSpec([page]))
+        worker.wait({0, 1})
+        assert asked == [(None, 96)], "afterwards all are pinned"
+        assert torch.equal(worker._pool.pages[[95, 0], 0], cache)
+        worker.shutdown()

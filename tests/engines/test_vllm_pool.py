@@ -19,7 +19,13 @@ from patience import PATIENCE
 
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.integrations.vllm import pool as vllm_pool
-from torch_kvswap.integrations.vllm.pool import Replicas, replicated_pool
+from torch_kvswap.integrations.vllm.pool import (
+    Host,
+    Replicas,
+    check_one_host,
+    replicated_pool,
+    this_host,
+)
 from torch_kvswap.layout import PagedLayout
 
 
@@ -86,6 +92,23 @@ def test_a_worker_that_does_not_come_is_missed(engine):
     with ThreadPoolExecutor(2) as threads:  # and nothing is left of it
         for pool in threads.map(lambda rank: make(rank, 2, engine), range(2)):
             pool.close()
+
+
+@pytest.mark.parametrize(
+    "other", [Host("b", "1", 2), Host("a", "2", 2), Host("a", "1", 3), Host("a", "", 0)]
+)
+def test_workers_share_memory_on_one_host_only(other):
+    one = Host("a", "1", 2)
+    check_one_host([one, one, one])
+    with pytest.raises(RuntimeError, match=r"but worker 0 runs on a .* and worker 2 on [ab] "):
+        check_one_host([one, one, other])
+
+
+def test_processes_of_one_machine_have_one_host():
+    code = "from torch_kvswap.integrations.vllm.pool import this_host; print(this_host())"
+    root = str(Path(__file__).parents[2])
+    other = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert other.stdout.strip() == str(this_host())
 
 
 def test_when_worker_0_fails_the_others_are_told(engine, monkeypatch):

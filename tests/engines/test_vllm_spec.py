@@ -29,6 +29,8 @@ from vllm_engine import (
 )
 
 from torch_kvswap.integrations.vllm import patch_ops
+from torch_kvswap.integrations.vllm import spec as spec_module
+from torch_kvswap.integrations.vllm.pool import this_host
 from torch_kvswap.ops import swap_blocks_batch
 
 
@@ -140,7 +142,10 @@ def test_what_all_workers_have_is_kept_once(replicated, pages):
 
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
-def test_workers_with_the_same_cache_load_what_rank_0_has_stored():
+def test_workers_with_the_same_cache_load_what_rank_0_has_stored(monkeypatch):
+    # The ranks are threads here, without vLLM's groups of processes.
+    monkeypatch.setattr(spec_module, "_hosts_of_workers", lambda replicas: [this_host()] * 3)
+
     def worker_of(rank: int) -> Any:
         # The caches of the ranks differ, so that a load is seen.
         canonical = caches([[(0, 64), (1, 64)]], [64, 64], "cpu")
@@ -163,6 +168,55 @@ def test_workers_with_the_same_cache_load_what_rank_0_has_stored():
             assert not torch.equal(one.tensor[5], first.tensor[5])
     for worker, _ in workers:
         worker.shutdown()
+
+
+WORKER = """
+    from test_vllm_spec import KVSwapOffloadingSpec, caches, config
+    from torch_kvswap.integrations.vllm import spec as spec_module
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    rank = int(sys.argv[1])
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        parallel_state.init_distributed_environment(2, rank, sys.argv[2], rank, "gloo")
+        parallel_state.initialize_model_parallel(2, 1, backend="gloo")
+    for engine, name in (("one host", "here"), ("two hosts", ["here", "there"][rank])):
+        spec_module.this_host = lambda: spec_module.Host(name, "", 3)
+        settings = config(2, 1, 64, rank=rank, replicated=True, cpu_bytes_to_use=640)
+        object.__setattr__(settings, "engine_id", sys.argv[2] + engine)
+        try:
+            worker = KVSwapOffloadingSpec(settings).get_worker(caches([[(0, 64)]], [64], "cpu"))
+        except RuntimeError as error:
+            print("said", error)
+        else:
+            print("said", worker._pool.num_pages)
+            worker.shutdown()
+"""
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
+def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tmp_path):
+    with ThreadPoolExecutor(2) as threads:
+        ran = [
+            threads.submit(
+                run_script,
+                WORKER,
+                str(rank),
+                f"file://{tmp_path}/store",
+                folder=Path(__file__).parent,
+            )
+            for rank in range(2)
+        ]
+        said = [
+            [line[5:] for line in one.result().splitlines() if line.startswith("said")]
+            for one in ran
+        ]
+    refused = (
+        "the 2 workers have the same cache and share one host pool, but worker 0 runs on here "
+        "(network namespace 3) and worker 1 on there (network namespace 3); run all workers of an "
+        "engine on one machine and in one container, or leave out kv_transfer_config"
+    )
+    assert said == [["10", refused], ["10", refused]]
 
 
 def test_too_few_bytes_for_a_chunk_are_refused():
@@ -261,6 +315,27 @@ def test_the_manager_of_vllm_can_be_chosen_and_has_as_many_pages():
     output = manager.prepare_store(keys(1, 2, 3), context)
     assert isinstance(output.store_spec, CPULoadStoreSpec)
     assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no such metric")
+@pytest.mark.parametrize("whose", ["torch_kvswap", "vllm"])
+def test_the_metric_of_sizes_says_what_it_says_of_the_spec_of_vllm(whose):
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    # Chunks of whole pages of memory, which the spec of vLLM rounds up to.
+    settings = config(2, 2, 4096, windows=(None, None), manager=whose, cpu_bytes_to_use=99_999)
+    settings = replace(settings, model=replace(settings.model, max_model_len=320))
+    ours, theirs = KVSwapOffloadingSpec(settings), CPUOffloadingSpec(settings)
+    said = ours.get_manager().config_info()
+    assert said == theirs.get_manager().config_info()
+    assert said[0]["cpu_kv_cache_size_bytes"] == 6 * 2 * 2 * 4096
+    assert ours.config_info_keys({}) == theirs.config_info_keys({}) == tuple(said[0])
+
+
+def test_the_options_of_the_manager_of_vllm_reach_it():
+    options = {"manager": "vllm", "store_threshold": 2, "max_tracker_size": 1}
+    manager = KVSwapOffloadingSpec(config(cpu_bytes_to_use=3000, **options)).get_manager()
+    assert (manager.store_threshold, manager.max_tracker_size) == (2, 1)
 
 
 def test_what_is_sent_to_workers_is_small_and_survives_pickling():

@@ -35,6 +35,13 @@ class ReqContext:
 
     req_id: str
     positions: dict[bytes, int] = field(default_factory=dict)
+    states: dict[type, Any] = field(default_factory=dict)
+
+    def set_state(self, state: Any) -> None:
+        self.states[type(state)] = state
+
+    def get_state(self, kind: type) -> Any:
+        return self.states.get(kind)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
         self.positions[key] = end_token

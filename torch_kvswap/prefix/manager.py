@@ -424,7 +424,8 @@ class BlockManager(NotCopyable):
 
         Args:
             keys: part of a prompt, in order. Each block is evicted before the block in front of it.
-                Blocks that are not cached, or are reserved, are skipped.
+                Blocks that are not cached are skipped. Reserved blocks take their position when the
+                reservation ends, unless prepare_load(), touch() or preempt() uses them before.
             renew (bool): evict these blocks after all others. False keeps the position of the first
                 block, so that the blocks stored last are evicted first.
         """

@@ -274,7 +274,21 @@ def test_renewed_blocks_are_the_newest_and_for_arc_not_used_twice(policy):
     assert evicted_by(manager, 6) == other[::-1] + prompt[::-1]
 
 
-def test_blocks_that_are_held_or_not_there_keep_their_order():
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_held_blocks_are_skipped_and_keep_the_place_that_they_were_given(policy):
+    manager = BlockManager(4, eviction_policy=policy, events=["evicted"])
+    store = manager.prepare_store([0, 1])
+    assert store is not None
+    manager.order([0, 1])
+    fill(manager, [2, 3])
+    manager.order([2, 3], renew=True)
+    assert manager.prepare_store([10, 11, 12]) is None
+    fill(manager, [10])
+    manager.complete(store)
+    assert evicted_by(manager, 4) == [3, 1, 0, 2, 10]
+
+
+def test_blocks_that_are_not_there_have_no_order():
     manager = BlockManager(4, events=["evicted"])
     prompt = list(range(4))
     fill(manager, prompt)
@@ -283,7 +297,7 @@ def test_blocks_that_are_held_or_not_there_keep_their_order():
     manager.order([prompt[3], prompt[1], 99, prompt[0], prompt[3]], renew=True)
     manager.order([prompt[3], prompt[1], 99, prompt[0]])
     manager.complete(load)
-    assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[3], prompt[1]]
+    assert evicted_by(manager, 4) == [prompt[2], prompt[0], prompt[1], prompt[3]]
 
 
 def test_a_key_that_is_named_twice_is_ordered_once():

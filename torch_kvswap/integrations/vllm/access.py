@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 
@@ -19,28 +19,45 @@ class Access:
     Attributes:
         keys (list[bytes]): in the order of the prompt.
         reused (set[bytes]): the reused keys.
+        manager (object): the manager that keeps this in the ReqContext.
         cache (object): identifies the manager's contents; reset_cache() makes a new one.
     """
 
-    def __init__(self, cache: object) -> None:
-        self.cache = cache
+    def __init__(self, manager: object, cache: object) -> None:
+        self.manager, self.cache = manager, cache
         self.keys: list[bytes] = []
         self.reused: set[bytes] = set()
         self._inserted: set[bytes] = set()
         self._places: dict[bytes, int] = {}
 
     @classmethod
-    def of(cls, context: Any, cache: object) -> Access:
+    def of(cls, context: Any, manager: object, cache: object) -> Access:
         """The Access of a request; a new one if the cache was reset since."""
-        access = cls.known(context)
+        access = cls.known(context, manager)
         if access is None or access.cache is not cache:
-            access = context._kvswap_access = cls(cache)
+            access = cls(manager, cache)
+            if hasattr(context, "set_state"):
+                context.set_state(access)
+            else:  # 0.26
+                context._kvswap_access = access
         return access
 
-    @staticmethod
-    def known(context: Any) -> Access | None:
-        """The Access that a request has had so far."""
-        access: Access | None = getattr(context, "_kvswap_access", None)
+    @classmethod
+    def known(cls, context: Any, manager: object) -> Access | None:
+        """The Access that a request has had so far.
+
+        Raises:
+            RuntimeError: another manager has put it there.
+        """
+        is_typed = hasattr(context, "get_state")
+        access: Access | None = (
+            context.get_state(cls) if is_typed else getattr(context, "_kvswap_access", None)
+        )
+        if access is not None and access.manager is not manager:
+            raise RuntimeError(
+                f"request {context.req_id}: its ReqContext holds the state of another "
+                "KVSwapManager; make one ReqContext per request and manager"
+            )
         return access
 
     def insert(self, context: Any, keys: Iterable[bytes]) -> None:
@@ -55,11 +72,11 @@ class Access:
         self.reused.update(key for key in keys if key not in self._inserted)
         self.see(context, keys)
 
-    def before(self, key: bytes, is_ready: Callable[[bytes], bool]) -> bytes | None:
-        """The last ready key in front of this one in the prompt."""
+    def before(self, key: bytes, known: Container[bytes]) -> bytes | None:
+        """The last of the known keys in front of this one in the prompt."""
         place = bisect_left(self.keys, self._places[key], key=self._places.__getitem__)
         fronts = (self.keys[at] for at in range(place - 1, -1, -1))
-        return next(filter(is_ready, fronts), None)
+        return next((front for front in fronts if front in known), None)
 
     def sort(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys in the order of the prompt."""

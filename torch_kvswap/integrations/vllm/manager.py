@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,8 +29,7 @@ class _PendingStore:
     """A store that has not ended."""
 
     store: StoreReservation
-    keys: tuple[Key, ...]  # in the order of the prompt
-    access: Access
+    keys: tuple[Key, ...]
 
 
 def _digest(key: Key) -> bytes:
@@ -47,19 +46,27 @@ class KVSwapManager(base.OffloadingManager):
     needs. vLLM looks up one key at a time, for as long as a request waits, so lookup() reads a
     Python dict. Only the scheduler's thread calls the methods.
 
-    A prompt is evicted from its end, although vLLM stores it in several steps: stored chunks are
+    A prompt is evicted from its end, although vLLM stores it in several steps: chunks to store are
     ordered directly behind the chunk in front of them, and when the request finishes, all its
     chunks become the newest. Only that and a load count as a use of chunks that another request had
-    stored.
+    stored. The order does not depend on when copies end.
 
     Args:
         num_pages (int): host pages.
         policy (str): "lru" or "arc".
         store_threshold (int): number of times that a chunk is offered before it is stored.
         events (bool): record events for take_events().
+        info (Mapping[str, Any] | None): what config_info() reports.
     """
 
-    def __init__(self, num_pages: int, policy: str, store_threshold: int, events: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        policy: str,
+        store_threshold: int,
+        events: bool,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
         threshold = max(store_threshold, 1)
         self._blocks = BlockManager(
             num_pages, eviction_policy=policy, store_threshold=threshold, events=["evicted"]
@@ -78,6 +85,7 @@ class KVSwapManager(base.OffloadingManager):
         self._sizes: list[int] = []  # chunks per store since get_stats()
         self._skipped = 0
         self._usage: dict[str, float] | None = None  # None if it must be measured again
+        self._info = info or {}
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         self._access(req_context)
@@ -108,7 +116,9 @@ class KVSwapManager(base.OffloadingManager):
                 "stored; vLLM loads only what lookup() has just found"
             )
         self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
-        self._access(req_context).reuse(req_context, keys)
+        access = self._access(req_context)
+        access.reuse(req_context, keys)
+        self._blocks.order(self._known(access.sort(keys)), renew=True)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
@@ -139,21 +149,17 @@ class KVSwapManager(base.OffloadingManager):
         self._renew(keys, access)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """Makes the request's chunks the newest.
-
-        Its stores may still run. Their chunks are ordered behind those in front of them when they
-        end.
-        """
+        """Makes the request's chunks the newest, also those whose stores still run."""
         if not self._is_outdated(req_context):
             access = self._access(req_context)
             self._renew(access.keys, access)
 
     def _access(self, req_context: base.ReqContext) -> Access:
-        return Access.of(req_context, self._cache)
+        return Access.of(req_context, self, self._cache)
 
     def _is_outdated(self, context: base.ReqContext) -> bool:
         """Whether the request has been running since before a reset."""
-        access = Access.known(context)
+        access = Access.known(context, self)
         return access is not None and access.cache is not self._cache
 
     def _renew(self, keys: Collection[Key], access: Access) -> None:
@@ -176,12 +182,17 @@ class KVSwapManager(base.OffloadingManager):
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)
         digests = [self._digests.get(key) or _digest(key) for key in keys]
+        skipped = 0
         if self._counts_offers:
             self._blocks.lookup(digests)
+            skipped = self._blocks.stats().skipped
         access = self._access(req_context)
-        access.reuse(req_context, self._ready(keys))
+        ready = self._ready(keys)
+        access.reuse(req_context, ready)
         store = self._blocks.prepare_store(digests)
         if store is None:
+            missing = sum(key not in self._states for key in keys)
+            self._sizes.append(missing - (self._blocks.stats().skipped - skipped))
             return None
         evicted = self._take_evicted()
         places = np.asarray(store.key_indices).tolist()
@@ -191,9 +202,12 @@ class KVSwapManager(base.OffloadingManager):
             self._digests.update(zip(new, of_new, strict=True))
             self._keys.update(zip(of_new, new, strict=True))
             access.insert(req_context, new)
-            pending = _PendingStore(store, tuple(access.sort(new)), access)
+            pending = _PendingStore(store, tuple(new))
             self._stores.update(dict.fromkeys(new, pending))
             self._states.update(dict.fromkeys(new, _PENDING))
+            named = access.sort([*ready, *new])
+            front = access.before(named[0], self._states)
+            self._blocks.order(self._known([*([front] if front else ()), *named]))
             self._sizes.append(len(new))
             self._usage = None
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
@@ -211,12 +225,12 @@ class KVSwapManager(base.OffloadingManager):
                 del self._stores[key]
             if success:
                 self._states.update(dict.fromkeys(pending.keys, _HIT))
-                front = pending.access.before(pending.keys[0], self._is_ready)
-                self._blocks.order(self._known([*([front] if front else ()), *pending.keys]))
                 self._record_event(pending.keys, removed=False)
             else:
                 for key in pending.keys:
                     del self._states[key], self._keys[self._digests.pop(key)]
+                if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
+                    self._record_event(pending.keys, removed=True, metadata_only=True)
 
     def reset_cache(self) -> None:
         """Forgets all chunks.
@@ -249,7 +263,14 @@ class KVSwapManager(base.OffloadingManager):
     def take_events(self) -> Iterable[Any]:
         """The events since the last call."""
         taken, self._events = self._events or [], None if self._events is None else []
-        return taken
+        for event in taken:
+            if getattr(event, "metadata_only", False):  # a key may be stored again by now
+                event.keys = [key for key in event.keys if key not in self._states]
+        return [event for event in taken if event.keys]
+
+    def config_info(self) -> list[Mapping[str, Any]]:
+        """The labels of vLLM's metric vllm:kv_offload_config_info."""
+        return [self._info]
 
     def get_load_source(self, key: Key, req_context: base.ReqContext) -> Any:
         # vLLM 0.26 does not have this module, and does not call this method.
@@ -302,6 +323,6 @@ class KVSwapManager(base.OffloadingManager):
             self._record_event(evicted, removed=True)
         return evicted
 
-    def _record_event(self, keys: Iterable[Key], removed: bool) -> None:
+    def _record_event(self, keys: Iterable[Key], removed: bool, **details: bool) -> None:
         if self._events is not None:
-            self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed))
+            self._events.append(base.OffloadingEvent(list(keys), _MEDIUM, removed, **details))

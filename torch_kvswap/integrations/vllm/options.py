@@ -17,13 +17,22 @@ _OF_VLLM = (
     *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
     *("self_describing_kv_events", "enable_cross_layers_blocks", "sync_load_budget_bytes"),
 )
+# What only vLLM's own specs do, and what to use instead. Their defaults are no reason to refuse.
+_ONLY_OF_VLLM = {
+    "canonical_layout": "leave it out: KVSwapOffloadingSpec keeps blocks as the GPU has them",
+    "cache_policy_module_path": "leave it out and set eviction_policy to lru or arc, or use "
+    "spec_name CPUOffloadingSpec",
+    "secondary_tiers": "leave it out: KVSwapOffloadingSpec keeps blocks in host memory only; or "
+    "use spec_name TieringOffloadingSpec",
+}
+_OF_TIERS = ("tier_poll_interval_s", "backpressure")  # without tiers they do nothing, as in vLLM
 _CHOICES = {
     "eviction_policy": POLICIES,
     "manager": ("torch_kvswap", "vllm"),
     "copy_method": COPY_METHODS,
     "encoding": ENCODINGS,
 }
-_LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0}
+_LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "staging_bytes": 0, "max_tracker_size": 1}
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Options:
         staging_bytes (int): see OffloadHandler.
         encoding (str): see HostPool.
         bits_per_value (float | None): see HostPool.
+        pin_in_background (bool): see HostPool.
+        max_tracker_size (int | None): chunks whose offers vLLM's manager counts.
     """
 
     cpu_bytes_to_use: int
@@ -49,6 +60,8 @@ class Options:
     staging_bytes: int = DEFAULT_STAGING_BYTES
     encoding: EncodingName = "raw"
     bits_per_value: float | None = None
+    pin_in_background: bool = False
+    max_tracker_size: int | None = None
 
 
 _OURS = tuple(field.name for field in fields(Options))
@@ -60,12 +73,12 @@ def read_options(config: Mapping[str, Any]) -> Options:
     Raises:
         ValueError: an option is unknown or missing, or has an invalid value.
     """
-    if config.get("canonical_layout"):
-        raise ValueError(
-            "kv_connector_extra_config: canonical_layout is for vLLM's own spec; "
-            "KVSwapOffloadingSpec keeps blocks as the GPU has them"
-        )
-    unknown = sorted(set(config) - {*_OURS, *_OF_VLLM, "canonical_layout"})
+    for name, instead in _ONLY_OF_VLLM.items():
+        if config.get(name):
+            raise ValueError(
+                f"kv_connector_extra_config: {name} is for vLLM's own specs; {instead}"
+            )
+    unknown = sorted(set(config) - {*_OURS, *_OF_VLLM, *_ONLY_OF_VLLM, *_OF_TIERS})
     if unknown:
         raise ValueError(
             f"kv_connector_extra_config has {', '.join(unknown)}, which KVSwapOffloadingSpec does "
@@ -84,6 +97,14 @@ def read_options(config: Mapping[str, Any]) -> Options:
     for name, choices in _CHOICES.items():
         if given.get(name, choices[0]) not in choices:
             raise _wrong(name, given[name], " or ".join(choices))
+    if not isinstance(given.get("pin_in_background", False), bool):
+        raise _wrong("pin_in_background", given["pin_in_background"], "true or false")
+    if "max_tracker_size" in given and given.get("manager") != "vllm":
+        raise ValueError(
+            "kv_connector_extra_config: max_tracker_size is for vLLM's manager; leave it out: "
+            "torch_kvswap's counts the offers of as many chunks as the host memory holds; or set "
+            "manager to vllm"
+        )
     options = Options(**given)
     try:
         read_encoding(options.encoding, options.bits_per_value)

@@ -8,6 +8,8 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torch_kvswap.host_pool.pool import HostPool
@@ -32,12 +34,59 @@ class Replicas(NamedTuple):
     engine_id: str
 
 
+class Host(NamedTuple):
+    """Where a worker runs. Workers share memory if all of this is equal.
+
+    Attributes:
+        name (str): name of the machine.
+        boot (str): id of the machine's last boot; empty if it is not known.
+        network (int): its network namespace, which has the Unix socket; 0 if it is not known.
+    """
+
+    name: str
+    boot: str
+    network: int
+
+
+def this_host() -> Host:
+    """The host of this process."""
+    boot, network = "", 0
+    with contextlib.suppress(OSError):  # some sandboxes do not tell
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        network = os.stat("/proc/self/ns/net").st_ino
+    return Host(socket.gethostname(), boot, network)
+
+
+def check_one_host(hosts: Sequence[Host]) -> None:
+    """Checks that the workers can share memory, instead of waiting for those that cannot come.
+
+    Args:
+        hosts (Sequence[Host]): the host of each worker, by rank; the same in all workers, so that
+            all of them raise.
+
+    Raises:
+        RuntimeError: the workers are on several machines or in several network namespaces.
+    """
+    for rank, host in enumerate(hosts):
+        if host != hosts[0]:
+            first, other = (
+                f"{name} (network namespace {net})" for name, _, net in (hosts[0], host)
+            )
+            raise RuntimeError(
+                f"the {len(hosts)} workers have the same cache and share one host pool, but worker "
+                f"0 runs on {first} and worker {rank} on {other}; run all workers of an engine on "
+                "one machine and in one container, or leave out kv_transfer_config"
+            )
+
+
 def replicated_pool(
     layout: PagedLayout,
     num_pages: int,
     blocks_per_page: int,
     replicas: Replicas,
     timeout: float = 300,
+    pin_in_background: bool = False,
 ) -> HostPool:
     """Makes the pool in the worker of rank 0, and attaches to it in the others.
 
@@ -50,6 +99,7 @@ def replicated_pool(
         blocks_per_page (int): see HostPool; the same in all workers.
         replicas (Replicas): this worker.
         timeout (float): seconds to wait for another worker; the time to pin memory is not counted.
+        pin_in_background (bool): see HostPool.
 
     Raises:
         TimeoutError: a worker has not come.
@@ -59,7 +109,8 @@ def replicated_pool(
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as meeting:
         if replicas.rank == 0:
-            return _serve(meeting, address, layout, num_pages, blocks_per_page, replicas, timeout)
+            meeting_of = meeting, address, replicas, timeout
+            return _serve(*meeting_of, layout, num_pages, blocks_per_page, pin_in_background)
         _connect(meeting, address, replicas, deadline)
         try:
             handle = PoolHandle.receive(meeting)
@@ -69,7 +120,9 @@ def replicated_pool(
                 f"{replicas.engine_id!r} ended before it had made the pool; see its log"
             ) from error
     try:
-        return HostPool.attach(layout, handle, rank=replicas.rank)
+        return HostPool.attach(
+            layout, handle, rank=replicas.rank, pin_in_background=pin_in_background
+        )
     finally:
         handle.close()
 
@@ -82,11 +135,12 @@ def _address(engine_id: str) -> str:
 def _serve(
     meeting: socket.socket,
     address: str,
+    replicas: Replicas,
+    timeout: float,
     layout: PagedLayout,
     num_pages: int,
     blocks_per_page: int,
-    replicas: Replicas,
-    timeout: float,
+    pin_in_background: bool,
 ) -> HostPool:
     """Makes the pool and sends its handle to every other worker."""
     try:
@@ -98,7 +152,12 @@ def _serve(
         ) from error
     meeting.listen(replicas.world)  # before the pool is made, so that the others wait in receive()
     pool = HostPool.create_shared(
-        layout, num_pages, blocks_per_page, world=replicas.world, replicated=True
+        layout,
+        num_pages,
+        blocks_per_page,
+        world=replicas.world,
+        replicated=True,
+        pin_in_background=pin_in_background,
     )
     handle = pool.share()
     try:

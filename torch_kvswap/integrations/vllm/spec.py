@@ -6,9 +6,11 @@ import importlib.metadata
 import logging
 from typing import Any
 
+import torch
+
 from torch_kvswap.host_pool.encoding import read_encoding
 from torch_kvswap.integrations.vllm.options import Options, read_options
-from torch_kvswap.integrations.vllm.pool import Replicas
+from torch_kvswap.integrations.vllm.pool import Host, Replicas, check_one_host, this_host
 
 try:
     from vllm.v1.kv_offload.base import (
@@ -46,9 +48,9 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         # All workers have equal caches (since 0.33). vLLM reads this: only rank 0 then stores.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         copies = 1 if self.replicated_layout else config.parallel.world_size
-        self.num_pages, self._problem = 0, ""
+        self.num_pages, self._chunk_bytes, self._problem = 0, 0, ""
         try:
-            self.num_pages = _num_pages(config, copies, self.options)
+            self.num_pages, self._chunk_bytes = _size_pools(config, copies, self.options)
         except ValueError as error:
             if config.parallel.pp_size == 1:
                 raise
@@ -74,6 +76,14 @@ class KVSwapOffloadingSpec(OffloadingSpec):
 
         return CPUOffloadingSpec.build_metric_definitions(extra_config)
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """The labels of vllm:kv_offload_config_info, as of vLLM's own spec; for 0.33."""
+        from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+        keys: tuple[str, ...] = CPUOffloadingSpec.config_info_keys(extra_config)
+        return keys
+
     def get_manager(self) -> OffloadingManager:
         """The manager, made at the first call."""
         if self._manager is None:
@@ -87,9 +97,12 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             from torch_kvswap.integrations.vllm.worker import KVSwapWorker
 
+            replicas = self._replicas()
+            if replicas is not None:
+                check_one_host(_hosts_of_workers(replicas))
             self._worker = KVSwapWorker(
                 *(kv_caches, self._pages_of_scheduler(), self.blocks_per_chunk),
-                *(self.options, self._replicas()),
+                *(self.options, replicas),
             )
         return self._worker
 
@@ -120,22 +133,40 @@ class KVSwapOffloadingSpec(OffloadingSpec):
         return Replicas(parallel.rank, parallel.world_size, self.config.engine_id)
 
     def _make_manager(self) -> OffloadingManager:
+        from vllm.v1.kv_offload.cpu import common
+
         options = self.options
         events = self.kv_events_config.enable_kv_cache_events
+        info = None
+        if hasattr(common, "CPUOffloadingInfo"):  # since 0.33
+            sizes = self.num_pages, self._chunk_bytes
+            info = common.CPUOffloadingInfo.from_config(self.config, *sizes)
         if options.manager == "vllm":
             from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+            given = {"max_tracker_size": options.max_tracker_size, "info": info}
             return CPUOffloadingManager(  # the first parameter's name differs between releases
                 self.num_pages,
                 cache_policy=options.eviction_policy,
                 enable_events=events,
                 store_threshold=options.store_threshold,
+                **{name: value for name, value in given.items() if value is not None},
             )
         from torch_kvswap.integrations.vllm.manager import KVSwapManager
 
         return KVSwapManager(
-            self.num_pages, options.eviction_policy, options.store_threshold, events
+            *(self.num_pages, options.eviction_policy, options.store_threshold, events),
+            info.as_config_info() if info is not None else None,
         )
+
+
+def _hosts_of_workers(replicas: Replicas) -> list[Host]:
+    """The hosts of all workers with the same cache, by rank. Each of them must call it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    hosts: list[Any] = [None] * replicas.world
+    torch.distributed.all_gather_object(hosts, this_host(), group=get_tp_group().cpu_group)
+    return hosts
 
 
 def _check_chunks(config: OffloadingConfig) -> None:
@@ -185,8 +216,8 @@ def _check_encoding(config: OffloadingConfig, replicas: Replicas | None) -> None
         )
 
 
-def _num_pages(config: OffloadingConfig, copies: int, options: Options) -> int:
-    """How many chunks fit into the bytes of all workers.
+def _size_pools(config: OffloadingConfig, copies: int, options: Options) -> tuple[int, int]:
+    """How many chunks fit into the bytes of all workers, and the bytes of one in all of them.
 
     Equal in the scheduler and in all workers with as many layers as the first one.
 
@@ -208,4 +239,4 @@ def _num_pages(config: OffloadingConfig, copies: int, options: Options) -> int:
             f"cpu_bytes_to_use is {nbytes}, but one chunk of {config.cache.blocks_per_chunk} "
             f"blocks takes {chunk} bytes in all workers together"
         )
-    return int(nbytes // chunk)
+    return int(nbytes // chunk), int(chunk)

@@ -85,9 +85,16 @@ class KVSwapWorker(base.OffloadingWorker):
                 blocks_per_page,
                 encoding=options.encoding,
                 bits_per_value=options.bits_per_value,
+                pin_in_background=options.pin_in_background,
             )
         else:
-            self._pool = replicated_pool(largest, num_pages, blocks_per_page, replicas)
+            self._pool = replicated_pool(
+                largest,
+                num_pages,
+                blocks_per_page,
+                replicas,
+                pin_in_background=options.pin_in_background,
+            )
         pools = [self._pool.view_for(layout) for layout in layouts]
         self._handler = OffloadHandler(
             layouts, pools, copy_method=options.copy_method, staging_bytes=options.staging_bytes
@@ -166,7 +173,16 @@ class KVSwapWorker(base.OffloadingWorker):
         self._pool.close()
 
     def _read(self, gpu: Any, host: Any) -> Move:
-        return read_move(gpu, host, self._has_layers, self._blocks_per_page)
+        """The ids of a transfer, whose pages are pinned when it returns.
+
+        The scheduler assigns pages from the front, as they are pinned, but does not know how far
+        the workers are.
+        """
+        move = read_move(gpu, host, self._has_layers, self._blocks_per_page)
+        if not self._pool.is_ready:
+            last = max((int(some.max()) for some in move.pages if len(some)), default=-1)
+            self._pool.wait_ready(pages=last + 1)
+        return move
 
     def _has_blocks(self, number: int, move: Move) -> bool:
         """Whether the transfer copies anything; reports its end if not."""
