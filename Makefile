@@ -7,7 +7,7 @@ environment = $(PYTHON) tools/environment.py
 native = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .NOTPARALLEL:
-.PHONY: bench demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build clean
+.PHONY: bench demo test test-all test-gpu test-transformers test-vllm test-tsan test-asan coverage lint build stub clean
 
 demo:
 	@python=$$($(environment) demo) && "$$python" examples/serving_demo $(ARGS)
@@ -58,6 +58,10 @@ lint:
 
 build:
 	@$(environment) build
+
+# The types of the native library, for mypy, after a change of csrc/bindings.
+stub:
+	@python=$$($(environment) build) && "$$python" tools/write_stub.py torch_kvswap/_C.pyi
 
 clean:
 	rm -rf build dist *.egg-info torch_kvswap/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,10 @@
-"""Builds torch_kvswap/_C.abi3.so: one library for every torch from 2.11 on, with and without CUDA.
+"""Builds torch_kvswap/_C: one library for every torch from 2.11 on, with and without CUDA.
 
 It sees torch through the stable ABI only, and its kernels are an image in it that the driver loads.
 So nvcc need not match torch's CUDA, and a torch without CUDA will do. torch's own extension builder
-insists on both; that is why the compilers are called from here, through ninja.
+insists on both; that is why the compilers are called from here, through ninja. Python is called
+through nanobind, which is needed for the build only: one library for Python 3.12 and later, which
+has what nanobind needs in its stable ABI, and one each for 3.10 and 3.11.
 
 KVSWAP_CUDA           auto, the default: with kernels if nvcc is found; 1: or else stop; 0: without
 KVSWAP_WERROR         1: the compilers' warnings are errors
@@ -11,6 +13,7 @@ CUDA_HOME, CUDA_PATH, CXX, CXXFLAGS, LDFLAGS, MAX_JOBS have their usual meaning.
 """
 
 import filecmp
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -31,15 +35,20 @@ try:
     import ninja
 except ImportError:
     ninja = None  # find_ninja() says what to do
+try:
+    import nanobind
+except ImportError:
+    nanobind = None  # find_nanobind() does
 
 OLDEST_CUDA = (12, 0)
 OLDEST_SETUPTOOLS = (77, 0)  # reads pyproject.toml's license
 OLDEST_TORCH = (2, 11)
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the same, for torch's headers
 LANGUAGE = ["-std=c++17", "-O3", "-Icsrc"]
+HAS_STABLE_ABI = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-class Torch(NamedTuple):
+class Package(NamedTuple):
     folder: Path
     version: str
 
@@ -61,7 +70,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def find_torch() -> Torch:
+def find_torch() -> Package:
     """The torch to build against. It is not imported: that takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -72,7 +81,7 @@ def find_torch() -> Torch:
     version = importlib.metadata.version("torch")
     if release(version) < OLDEST_TORCH:
         fail(f"torch {version} of {sys.executable} is too old: 2.11 or later is needed.")
-    return Torch(Path(spec.submodule_search_locations[0]), version)
+    return Package(Path(spec.submodule_search_locations[0]), version)
 
 
 def find_ninja() -> str:
@@ -84,6 +93,15 @@ def find_ninja() -> str:
             "pip install 'ninja>=1.11'"
         )
     return program
+
+
+def find_nanobind() -> Package:
+    if nanobind is None:
+        fail(
+            f"{sys.executable} has no nanobind, which binds C++ to Python. Install it: "
+            "pip install 'nanobind>=3.1'"
+        )
+    return Package(Path(nanobind.__file__).parent, nanobind.__version__)
 
 
 def werror() -> bool:
@@ -165,15 +183,32 @@ def shell(command: list[str]) -> str:
     return ninja.escape(shlex.join(command))
 
 
-def cpp_command(torch: Torch, cxx: list[str], cuda: Cuda | None) -> str:
+def cpp_command(torch: Package, nanobind: Package, cxx: list[str], cuda: Cuda | None) -> str:
     command = [*cxx, *LANGUAGE, TORCH_TARGET, "-isystem", f"{torch.folder}/include", "-fPIC"]
     command += ["-fvisibility=hidden", "-Wall", "-Wextra", *(["-Werror"] * werror())]
     if cuda:
         command += [f"-DKVSWAP_WITH_KERNELS={cuda.version[0] * 1000 + cuda.version[1] * 10}"]
+    # The depfile lists the headers of torch and nanobind, but not every change of them makes these
+    # newer than the objects: uv and conda link files out of a cache. So the command says the
+    # versions.
+    versions = f"torch {torch.version}, nanobind {nanobind.version}"
+    flags = shell(words("CXXFLAGS"))
+    return f"{shell(command)} $python {flags} -MD -MF $out.d -c $in -o $out # {versions}"
+
+
+def python_flags(nanobind: Package) -> list[str]:
+    """For what includes nanobind, whose headers are not ours to mend."""
+    includes = [sysconfig.get_path("include"), str(nanobind.folder / "include")]
+    flags = [word for folder in includes for word in ("-isystem", folder)]
+    flags += ["-Os", "-DNDEBUG", "-DNB_DOMAIN=torch_kvswap", "-fno-strict-aliasing"]
+    return [*flags, *(["-DPy_LIMITED_API=0x030C0000"] * HAS_STABLE_ABI)]
+
+
+def nanobind_command(nanobind: Package, cxx: list[str]) -> str:
+    command = [*cxx, "-std=c++17", "-fPIC", "-fvisibility=hidden", *python_flags(nanobind)]
+    command += ["-isystem", str(nanobind.folder / "ext" / "robin_map" / "include")]
     command += words("CXXFLAGS")
-    # The depfile lists torch's headers, but not every change of torch makes them newer than the
-    # objects: uv and conda link files out of a cache. So the command says the version.
-    return f"{shell(command)} -MD -MF $out.d -c $in -o $out # torch {torch.version}"
+    return f"{shell(command)} -c $in -o $out # nanobind {nanobind.version}"
 
 
 def cu_command(cxx: list[str], cuda: Cuda) -> str:
@@ -189,15 +224,17 @@ def embed_command(cxx: list[str]) -> str:
     return f"{shell(cxx)} -DNAME=kvswap_${{name}}_image {file} -c csrc/embed.S -o $out"
 
 
-def link_command(torch: Torch, cxx: list[str]) -> str:
-    # What is undefined is to be found now and not at load.
-    checks = ["-Wl,-z,defs", "-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
+def link_command(torch: Package, cxx: list[str]) -> str:
+    # Python's functions stay undefined: the interpreter has them.
+    checks = ["-Wl,--version-script=csrc/exports.map", "-Wl,--as-needed"]
     libraries = [f"-L{torch.folder}/lib", "-ltorch_cpu", "-ldl", "-lrt", "-lpthread"]
     libraries += words("LDFLAGS")
     return f"{shell([*cxx, '-shared', *checks])} $in {shell(libraries)} -o $out"
 
 
-def write_build(folder: Path, torch: Torch, cxx: list[str], cuda: Cuda | None) -> Path:
+def write_build(
+    folder: Path, torch: Package, nanobind: Package, cxx: list[str], cuda: Cuda | None
+) -> Path:
     """Write build.ninja into `folder`. Returns the path of the library that ninja makes there.
 
     The C++ compiler compiles csrc/**/*.cpp. What nvcc makes of csrc/**/NAME.cu is in the library as
@@ -207,10 +244,22 @@ def write_build(folder: Path, torch: Torch, cxx: list[str], cuda: Cuda | None) -
     with (folder / "build.ninja").open("w") as file:
         build = ninja.Writer(file, width=sys.maxsize)  # wrapped lines lose spaces in quotes
         build.variable("builddir", place)
-        build.rule("compile_cpp", cpp_command(torch, cxx, cuda), "compiling $in", **headers)
-        objects = []
+        build.rule(
+            "compile_cpp", cpp_command(torch, nanobind, cxx, cuda), "compiling $in", **headers
+        )
+        build.rule("compile_nanobind", nanobind_command(nanobind, cxx), "compiling nanobind")
+        combined = ninja.escape(str(nanobind.folder / "src" / "nb_combined.cpp"))
+        objects = build.build(f"{place}/nanobind.o", "compile_nanobind", combined)
         for source in sorted(map(str, Path("csrc").rglob("*.cpp"))):
-            objects += build.build(f"{place}/{source}.o", "compile_cpp", source)
+            flags = python_flags(nanobind) if source.startswith("csrc/bindings/") else []
+            if source == "csrc/bindings/module.cpp":
+                # Which interface the Python files expect: loader.py compares it.
+                stub = hashlib.sha256(Path("torch_kvswap/_C.pyi").read_bytes()).hexdigest()
+                flags.append(f'-DKVSWAP_STUB="{stub}"')
+            variables = {"python": shell(flags)} if flags else None
+            objects += build.build(
+                f"{place}/{source}.o", "compile_cpp", source, variables=variables
+            )
         if cuda:
             build.rule("compile_cu", cu_command(cxx, cuda), "compiling $in", **headers)
             build.rule("embed", embed_command(cxx), "embedding $in")
@@ -241,13 +290,14 @@ def replace(library: Path, built: Path) -> None:
 class BuildLibrary(build_ext):
     def run(self) -> None:
         torch, cxx, cuda, program = find_torch(), find_cxx(), find_cuda(), find_ninja()
+        nanobind = find_nanobind()
         library = Path(self.get_ext_fullpath(self.extensions[0].name))
         folder = Path(self.build_temp, "with-kernels" if cuda else "without-kernels")
         for parent in (Path("build"), folder, library.parent):
             parent.mkdir(parents=True, exist_ok=True)
         with Path("build", "setup.lock").open("w") as lock:
             flock(lock, LOCK_EX)  # one build of a checkout at a time
-            built = write_build(folder, torch, cxx, cuda)
+            built = write_build(folder, torch, nanobind, cxx, cuda)
             run_ninja(program, folder, " KVSWAP_CUDA=0 leaves the kernels out." if cuda else "")
             replace(library, built)
 
@@ -257,7 +307,7 @@ if __name__ == "__main__":
     if release(__version__) < OLDEST_SETUPTOOLS:
         fail(f"setuptools {__version__} is too old: pip install 'setuptools>=77'.")
     setup(
-        ext_modules=[Extension("torch_kvswap._C", [], py_limited_api=True)],
+        ext_modules=[Extension("torch_kvswap._C", [], py_limited_api=HAS_STABLE_ABI)],
         cmdclass={"build_ext": BuildLibrary},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        options={"bdist_wheel": {"py_limited_api": "cp312"}} if HAS_STABLE_ABI else {},
     )

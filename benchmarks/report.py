@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "gpu": torch.cuda.get_device_name(device) if on_cuda else None,
         "driver": _driver(),
-        "driver_cuda": loader.library().kvswap_driver_version() or None,
+        "driver_cuda": native.driver_version() or None,
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "python": platform.python_version(),

@@ -5,8 +5,7 @@
 
 namespace kvswap {
 
-// A wrong argument. The C interface passes the type on, and Python raises its exception of that
-// name.
+// A wrong argument. csrc/bindings raises Python's exception of the same name.
 struct ValueError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

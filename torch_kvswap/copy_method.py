@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import INT64_MAX, kind_of, read_int
+from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.metrics import COPY_METHODS
 
@@ -27,7 +26,6 @@ REFERENCE_GPU = "NVIDIA H200"  # its shipped costs are used for GPUs without cos
 SMALLEST_FRAGMENT = 512  # bytes; the native table has this size and its doubles
 DEFAULT_STAGING_BYTES = 256 << 20
 _MAX_MICROSECONDS = 1e12
-_UNKNOWN = -1.0  # CopyMethodCosts.start of a method without costs: it is not chosen
 _FIELDS = ("start_us", "block_us", "submit_start_us", "submit_copy_us")  # as in CopyMethodCosts
 
 
@@ -71,13 +69,11 @@ class CopyMethodCosts:
         fragments = blocks * slabs * self.fragment_seconds(fragment_bytes)
         return self.start + blocks * self.block + fragments
 
-    def native(self) -> abi.CopyMethodCosts:
-        """The costs as the structure that the native side reads."""
-        sizes = (SMALLEST_FRAGMENT << power for power in range(abi.FRAGMENT_SIZES))
-        table = (ctypes.c_double * abi.FRAGMENT_SIZES)(*map(self.fragment_seconds, sizes))
-        return abi.CopyMethodCosts(
-            self.start, self.block, self.submit_start, self.submit_copy, table
-        )
+    def native(self) -> tuple[float, float, float, float, list[float]]:
+        """The costs as native.CopyMethodOptions takes them."""
+        sizes = (SMALLEST_FRAGMENT << power for power in range(native.FRAGMENT_SIZES))
+        table = list(map(self.fragment_seconds, sizes))
+        return self.start, self.block, self.submit_start, self.submit_copy, table
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str = "costs") -> CopyMethodCosts:
@@ -219,7 +215,7 @@ def cache_file(gpu: str) -> Path:
         RuntimeError: there is no home directory.
     """
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
-    driver = loader.library().kvswap_driver_version()
+    driver = native.driver_version()
     return _cache_folder() / f"copy-method-costs-{name}-{driver}.json"
 
 
@@ -294,7 +290,7 @@ def copy_method_options(
     staging_bytes: int,
     device: torch.device,
     costs: Costs | None = None,
-) -> abi.CopyMethodOptions:
+) -> native.CopyMethodOptions:
     """The options of a native handler that choose the copy method.
 
     Args:
@@ -309,7 +305,6 @@ def copy_method_options(
         ValueError: the method does not exist, staging_bytes is negative, or the costs cannot be
             read.
     """
-    options = abi.CopyMethodOptions()
     name = "copy_method"
     if copy_method is None:
         name = "KVSWAP_COPY_METHOD"
@@ -317,9 +312,8 @@ def copy_method_options(
     setting = f"{name}={copy_method!r}"
     if copy_method not in CHOICES:
         raise ValueError(f"{setting}; expected one of {', '.join(CHOICES)}")
-    options.copy_method_setting = setting.encode()
-    options.copy_method = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
-    options.staging_bytes = read_int("staging_bytes", staging_bytes)
+    number = -1 if copy_method == AUTO else COPY_METHODS.index(copy_method)
+    staging_bytes = read_int("staging_bytes", staging_bytes)
     if costs is None and device.type == "cuda":
         measured = read_costs(gpu_name(device))
         costs = measured.costs
@@ -328,11 +322,11 @@ def copy_method_options(
                 f"the copy method is chosen by the costs on an {REFERENCE_GPU}: none are known for "
                 "this GPU; `python -m torch_kvswap calibrate` measures them"
             )
-    for direction, native in zip(DIRECTIONS, options.costs, strict=True):
-        for number, of_method in enumerate(COPY_METHODS):
-            found = costs[direction].get(of_method) if costs else None
-            native[number] = found.native() if found else abi.CopyMethodCosts(_UNKNOWN)
-    return options
+    known = [costs[direction] if costs else {} for direction in DIRECTIONS]
+    table = [
+        [of[method].native() if method in of else None for method in COPY_METHODS] for of in known
+    ]
+    return native.CopyMethodOptions(number, setting, staging_bytes, table)
 
 
 def gpu_name(device: torch.device) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import ops
 from torch_kvswap.devices.blocks import WORDS, alignment, as_words
 
 # Of dense tensors with memory. Not CompositeExplicitAutograd, which includes sparse tensors.
@@ -21,7 +21,7 @@ DISPATCH_KEYS = ("HPU", "IPU", "MAIA", "MPS", "MTIA", "PrivateUse1", "VE", "XPU"
 # Blocks are copied in pieces of this many bytes at most, or of one block.
 STAGING_BYTES = 32 << 20
 
-_ops: Any = loader.ops.torch_kvswap
+_ops: Any = ops.torch_kvswap
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:

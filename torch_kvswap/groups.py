@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from torch_kvswap._native import abi, loader
-from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import count_of, kind_of
-from torch_kvswap._native.submit import resolve_after
+from torch_kvswap._native.loader import native, ops
+from torch_kvswap._native.streams import resolve_after
 from torch_kvswap.devices.queue import QueuedGroup, queue_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout, block_spaces
-
-_native = loader.library()
-_has_moved, _release = _native.kvswap_cache_moved, _native.kvswap_cache_release
 
 
 class AddressGuard:
@@ -33,7 +27,7 @@ class AddressGuard:
     `Tensor.data_ptr` from Python takes 70 ns. The references end when the guard is dropped.
 
     Attributes:
-        native (int): what kvswap_cache_moved takes.
+        native (int): what native.cache_has_moved() takes.
     """
 
     def __init__(self, layouts: Sequence[PagedLayout]) -> None:
@@ -41,14 +35,14 @@ class AddressGuard:
         tensors = [tensor for layout in layouts for tensor in layout.tensors]
         addresses = [address for layout in layouts for address in layout.addresses]
         ends = [end for layout in layouts for end in layout.storage_ends]
-        watch_cache = loader.ops.torch_kvswap._watch_cache
+        watch_cache = ops.torch_kvswap._watch_cache
         self.native: int = watch_cache(tensors, addresses, ends)
         # Not at exit, when other threads may still submit.
-        weakref.finalize(self, _release, self.native).atexit = False
+        weakref.finalize(self, native.release_cache, self.native).atexit = False
 
     def check(self) -> None:
         """Raises RuntimeError that names the tensor if one has moved."""
-        if _has_moved(self.native):
+        if native.cache_has_moved(self.native):
             for layout, (name, _) in zip(self._layouts, names_of(self._layouts), strict=True):
                 layout.check_unmoved(f"{name}.tensors" if len(self._layouts) > 1 else "tensors")
 
@@ -68,8 +62,8 @@ class Groups:
         pools (tuple[HostPool, ...]): the pools, one per layout.
         device (torch.device): the device of all layouts.
         num_layers (int): tensors of all layouts, numbered in order.
-        structures (ctypes.Array[abi.Group]): the groups for the native side. They point into memory
-            that this object holds.
+        layouts_for_native (list[native.GroupLayout]): the groups for the native side. They point
+            into memory that this object holds.
         guard (AddressGuard): of the tensors of all layouts.
         queue (DeviceQueue | None): the commands of the device; None for the CPU and CUDA.
         bound (list[QueuedGroup]): lets these commands find the tensors, as long as it is held.
@@ -110,32 +104,34 @@ class Groups:
         self.num_layers = sum(len(layout.tensors) for layout in self.layouts)
         self.guard = AddressGuard(self.layouts)
         self.guard.check()  # before the addresses are read
-        self._kept: list[Int64Array] = []  # the arrays that `structures` points to
-        self.structures = (abi.Group * len(self.layouts))()
-        self._fill_structures()
+        self.layouts_for_native = self._describe()
 
-    def _fill_structures(self) -> None:
+    def _describe(self) -> list[native.GroupLayout]:
         pools = {id(pool._ready_range): number for number, pool in enumerate(self.pools)}
-        first_layer = 0
-        for group, layout, pool, space in zip(
-            self.structures, self.layouts, self.pools, block_spaces(self.layouts), strict=True
+        first_layer, described = 0, []
+        for layout, pool, space in zip(
+            self.layouts, self.pools, block_spaces(self.layouts), strict=True
         ):
-            group.gpu_bases = self._address(layout.bases)
-            group.gpu_strides = self._address(layout.strides)
-            group.gpu_storages = self._address(layout.storages)
-            group.sizes = self._address(layout.sizes)
-            group.host_bases = self._address(pool.layout.bases)
-            group.host_strides = self._address(pool.layout.strides)
-            group.layers = self._address(first_layer + layout.tensor_of_slab)
-            group.num_slabs = len(layout.sizes)
-            group.num_blocks = layout.num_blocks
-            group.num_pages = pool.num_pages
-            group.blocks_per_page = pool.blocks_per_page
-            group.block_space, group.slot_space = space, pools[id(pool._ready_range)]
-            group.encoding = abi.RAW if pool.encoding == "raw" else abi.LOSSLESS
-            group.encoding_width_eighths = pool._encoding.width_eighths
-            group.ready_range = ctypes.addressof(pool._ready_range)
+            described.append(
+                native.GroupLayout(
+                    gpu_bases=layout.bases,
+                    gpu_strides=layout.strides,
+                    gpu_storages=layout.storages,
+                    sizes=layout.sizes,
+                    host_bases=pool.layout.bases,
+                    host_strides=pool.layout.strides,
+                    layers=first_layer + layout.tensor_of_slab,
+                    num_blocks=layout.num_blocks,
+                    num_pages=pool.num_pages,
+                    blocks_per_page=pool.blocks_per_page,
+                    block_space=space,
+                    slot_space=pools[id(pool._ready_range)],
+                    width_eighths=pool._encoding.width_eighths,
+                    ready_range=pool._ready_range,
+                )
+            )
             first_layer += len(layout.tensors)
+        return described
 
     def moved_to(self, gpu: PagedLayout | Sequence[PagedLayout]) -> Groups:
         """Combines the same pools with other layouts.
@@ -171,11 +167,6 @@ class Groups:
             tensors = count_of(self.num_layers, "tensor")
             raise ValueError(f"the cache had {tensors}, the new one has {groups.num_layers}")
         return groups
-
-    def _address(self, values: Int64Array) -> int:
-        """Keeps the values and returns their address."""
-        self._kept.append(np.ascontiguousarray(values, np.int64))
-        return self._kept[-1].ctypes.data
 
 
 def names_of(layouts: Sequence[object]) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 import weakref
@@ -12,7 +11,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
@@ -28,10 +26,12 @@ from torch_kvswap._native.errors import (
     SourceFailedError,
     TransferError,
 )
-from torch_kvswap._native.handler import JobReference, NativeHandler
+from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.ids import Ids
 from torch_kvswap._native.kept import keep
+from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import log
-from torch_kvswap._native.submit import After, Ids, Request, resolve_waiting
+from torch_kvswap._native.streams import After, resolve_waiting
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES, Costs, copy_method_options
 from torch_kvswap.devices.handler import QueuedHandler
 from torch_kvswap.devices.unified_memory import warn_of_unified_memory
@@ -39,7 +39,7 @@ from torch_kvswap.groups import Groups
 from torch_kvswap.host_pool.encoding import WIDTHS
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
-from torch_kvswap.metrics import COPY_METHODS, Metrics, read_metrics
+from torch_kvswap.metrics import Metrics, read_metrics
 from torch_kvswap.nvtx import Ranges
 
 __all__ = [
@@ -60,22 +60,14 @@ State = Literal["done", "failed", "cancelled"]
 # Value of after=: start at once, wait for no stream.
 AFTER_NOTHING: Final[tuple[()]] = ()
 
-DIRECTIONS: tuple[Direction, ...] = ("store", "load", "load")  # by native channel
-_STATES: dict[int, State] = {
-    abi.DONE: "done",
-    abi.FAILED: "failed",
-    abi.CANCELLED: "cancelled",
-}
-_ERRORS: dict[int, type[TransferError]] = {
-    abi.OTHER_ERROR: TransferError,
-    abi.DEVICE_LOST: DeviceLostError,
-    abi.SOURCE_FAILED: SourceFailedError,
-    abi.REJECTED: BlocksRejectedError,
-}
-_NOTHING = None, None  # the tag and what is reserved of most jobs
+STORES, LOADS, EXPEDITED = range(3)  # channels
+# By number, as csrc/offload/reason.h has them.
+_ERRORS = (TransferError, DeviceLostError, SourceFailedError, BlocksRejectedError)
 
 # A larger share of rejected blocks than this is warned of, from this many encoded blocks on.
 _COMMON_REJECTS, _WARN_AFTER_BLOCKS = 0.01, 1000
+
+_AFTER_CURRENT = native.After.CURRENT, 0
 
 
 @dataclass(frozen=True)
@@ -160,37 +152,18 @@ def _sentence(result: Result) -> str:
     return f"{name} failed: {result.error}"
 
 
-def result_of(native: abi.JobResult, tag: object = None) -> Result:
-    """The Result of a job that has ended."""
-    error = None
-    rejected = _rejected_of(native)
-    if native.error is not None:
-        error = _ERRORS[native.error_kind](native.error.decode())
-        if isinstance(error, BlocksRejectedError):
-            error.rejected = rejected
-    return Result(
-        job_id=native.id,
-        direction=DIRECTIONS[native.channel],
-        state=_STATES[native.state],
-        nbytes=native.nbytes,
-        link_bytes=native.link_bytes,
-        copy_method=COPY_METHODS[native.copy_method],
-        submit_seconds=native.submit_seconds,
-        queue_seconds=native.queue_seconds,
-        copy_seconds=native.copy_seconds,
-        rejected=rejected,
-        error=error,
-        tag=tag,
-    )
+def _make_error(kind: int, message: str, rejected: tuple[int, ...]) -> TransferError:
+    """The error of a job, for its Result, which native code makes."""
+    error = _ERRORS[kind](message)
+    if isinstance(error, BlocksRejectedError):
+        error.rejected = rejected
+    return error
 
 
-def _rejected_of(native: abi.JobResult) -> tuple[int, ...]:
-    """The positions of the rejected blocks; empty for almost every job."""
-    count = native.rejected_count
-    return tuple((ctypes.c_int64 * count).from_address(native.rejected)) if count else ()
+native.set_python(Result=Result, make_error=_make_error)
 
 
-class Gate(NotCopyable):
+class Gate(NotCopyable, native.Gate):
     """Makes a captured CUDA graph wait on each replay until a load has landed.
 
     Made by OffloadHandler.gate(). Capture `gate.wait(layer_group)` in front of the kernels that
@@ -207,11 +180,9 @@ class Gate(NotCopyable):
         layer_groups (int): number of layer groups.
     """
 
-    _native: int | None = None
-
     def __init__(self, handler: NativeHandler, layer_groups: int) -> None:
         self._handler = handler
-        self.layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
+        layer_groups = read_int("layer_groups", layer_groups, 1, handler.groups.num_layers)
         if handler.device.type != "cuda":
             raise ValueError(
                 f"a gate makes CUDA streams wait, but the cache is on {handler.device}, "
@@ -222,13 +193,11 @@ class Gate(NotCopyable):
                     "job with Job.wait()"
                 )
             )
-        self._native = handler.make_gate(self.layer_groups)
+        native.Gate.__init__(self, handler, layer_groups)
 
-    def __del__(self) -> None:
-        if self._native is not None:
-            self._handler.release_gate(self._native)
-
-    def wait(self, layer_group: int = 0, stream: torch.cuda.Stream | None = None) -> None:
+    def wait(  # type: ignore[override]
+        self, layer_group: int = 0, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Makes work submitted to the stream after this call wait until a layer group is open.
 
         In a captured stream, each replay waits at this point.
@@ -246,11 +215,10 @@ class Gate(NotCopyable):
         """
         layer_group = _read_layer_group(layer_group, self.layer_groups, "the gate")
         self._handler.check_process()
-        waiting = resolve_waiting(stream, self._handler.device)
-        loader.call("kvswap_gate_wait", self._native, layer_group, *waiting)
+        super().wait(layer_group, *resolve_waiting(stream, self._handler.device))
 
 
-class Job(NotCopyable):
+class Job(NotCopyable, native.Job):
     """A submitted store or load.
 
     Returned by OffloadHandler.store() and load(). Any thread may call any method. A job keeps its
@@ -265,25 +233,15 @@ class Job(NotCopyable):
         tag: the object passed to store() or load().
     """
 
-    __slots__ = (
-        *("__weakref__", "_native", "direction", "handler", "id", "layer_groups", "nbytes", "tag"),
-    )
+    __slots__ = ()
 
-    id: int
-    nbytes: int
-
-    def __init__(self, handler: OffloadHandler, request: Request, tag: object) -> None:
-        self._native = JobReference()  # as id and nbytes, set once it is submitted
-        self.handler = handler
-        self.direction: Direction = DIRECTIONS[request.channel]
-        self.layer_groups: int = request.layer_groups
-        self.tag: Any = tag
+    handler: OffloadHandler
+    direction: Direction
+    tag: Any
 
     def __repr__(self) -> str:
         try:
-            answer = self.handler._native.job(self._native)
-            unended = {abi.QUEUED: "queued", abi.RUNNING: "running"}
-            state = "cancelling" if answer.is_cancelling else {**unended, **_STATES}[answer.state]
+            state = self.handler._native.state(self)
         except RuntimeError:  # a fork has nothing of the handler
             state = "unknown"
         tag = "" if self.tag is None else f", tag={self.tag!r}"
@@ -292,18 +250,17 @@ class Job(NotCopyable):
     @property
     def result(self) -> Result | None:
         """The outcome, or None until query(), synchronize() or poll() has seen the job end."""
-        answer = self.handler._native.job(self._native)
-        return result_of(answer, self.tag) if answer.state in _STATES else None
+        result: Result | None = self.handler._native.result(self)
+        return result
 
     @property
     def _is_done(self) -> bool:
         """What `result.ok` says, without making a Result. False as long as `result` is None."""
-        state: int = self.handler._native.job(self._native).state
-        return state == abi.DONE
+        return self.handler._native.state(self) == "done"
 
     def query(self) -> bool:
         """Returns whether the job has ended (done, failed or cancelled), without waiting."""
-        return self.handler._native.query(self._native)
+        return self.handler._native.query(self)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Blocks the host until the job has ended. See OffloadHandler.synchronize().
@@ -342,7 +299,7 @@ class Job(NotCopyable):
         group = -1
         if layer_group is not None:
             group = _read_layer_group(layer_group, self.layer_groups, "the job")
-        self.handler._native.wait(self._native, group, stream)
+        self.handler._native.let_wait(self, group, stream)
         result = self.result
         if result is not None and not result.ok:
             raise error_of([result])
@@ -435,6 +392,8 @@ class OffloadHandler(NotCopyable):
         self._kept: dict[int, tuple[object, Any]] = {}
         self._tokens = itertools.count(1)
         self._ended: list[Result] = []  # until a poll() returns them
+        self._fresh: list[tuple[Result, Any]] = []  # with `reserved`, until something is done
+        self._has_encoded = any(pool.bits_per_value for pool in groups.pools)
         self._poll_lock = threading.Lock()
         self._engine: weakref.ref[object] | None = None
         self._engine_lock = threading.Lock()
@@ -443,7 +402,7 @@ class OffloadHandler(NotCopyable):
         kind = QueuedHandler if groups.queue is not None else NativeHandler
         self._native = kind(groups, submit_thread, options)
         # The native handler holds the cache and the pools until all jobs have ended.
-        weakref.finalize(self, self._native.destroy, weakref.ref(self))
+        weakref.finalize(self, self._native.destroy)
         keep(self._native)
         for pool in groups.pools:
             pool._register_user(self._native)
@@ -544,7 +503,7 @@ class OffloadHandler(NotCopyable):
         if self._engine is not None:
             self._refuse_if_engine_assigns_pages("store()")
         ids = gpu_block_ids, page_ids, first_block
-        return self._submit(abi.STORES, ids, after, copy_engines_only, tag)
+        return self._submit(STORES, ids, after, copy_engines_only, tag)
 
     def load(
         self,
@@ -596,7 +555,7 @@ class OffloadHandler(NotCopyable):
             self._refuse_if_engine_assigns_pages("load()")
         ids = gpu_block_ids, page_ids, first_block
         return self._submit(
-            abi.LOADS, ids, after, copy_engines_only, tag, layer_groups, gate, expedited
+            LOADS, ids, after, copy_engines_only, tag, layer_groups, gate, expedited
         )
 
     def poll(self, timeout: float | None = 0.0) -> list[Result]:
@@ -638,33 +597,34 @@ class OffloadHandler(NotCopyable):
             end: called with a result and the `reserved` of its job, again if it was interrupted.
             timeout: see poll().
         """
-        native, kept = self._native, self._kept
-        native.check_process()  # a fork may have the lock, held forever
+        self._native.check_process()  # a fork may have the lock, held forever
         with self._poll_lock:
-            count = abi.POLLED
-            while count == abi.POLLED:
-                ended = native.poll()
-                count = ended.count
-                while ended.taken < count:
-                    answer = ended.results[ended.taken]
-                    token = answer.token
-                    tag, reserved = kept[token] if token else _NOTHING
-                    result = result_of(answer, tag)
-                    self._ranges.end(result.job_id)
-                    if result.rejected and result.direction == "store":
-                        self._warn_of_rejected_blocks()
-                    if end is not None and reserved is not None:
-                        end(result, reserved)
-                    # Nothing is called in these lines, so that Ctrl-C comes before or after.
-                    self._ended += (result,)
-                    if token:
-                        del kept[token]
-                    ended.taken += 1
+            if end is None and not (self._fresh or self._has_encoded or self._ranges.enabled):
+                while self._native.poll(self._ended, self._kept, False):
+                    pass
+            else:
+                self._read_pairs(end)
         if timeout != 0:
             seconds = read_timeout("timeout", timeout)
             if not self._ended:
-                native.wait_for_ended(seconds)
+                self._native.wait_for_ended(seconds)
                 self._read_ended(end)
+
+    def _read_pairs(self, end: Callable[[Result, Any], None] | None) -> None:
+        """_read_ended() where something is to be done for each result."""
+        fresh, more = self._fresh, True
+        while more:
+            more = self._native.poll(fresh, self._kept, True)
+            while fresh:
+                result, reserved = fresh[0]
+                self._ranges.end(result.job_id)
+                if result.rejected and result.direction == "store":
+                    self._warn_of_rejected_blocks()
+                if end is not None and reserved is not None:
+                    end(result, reserved)
+                # Nothing is called in these lines, so that Ctrl-C comes before or after.
+                self._ended += (result,)
+                del fresh[0]
 
     def synchronize(
         self, jobs: Job | Iterable[Job] | None = None, timeout: float | None = None
@@ -688,17 +648,13 @@ class OffloadHandler(NotCopyable):
             several = enumerate(_as_iterable(jobs))
             own = [self._check_own(f"jobs[{index}]", job) for index, job in several]
         timeout = read_timeout("timeout", timeout)
-        answer = self._native.synchronize(
-            None if own is None else [job._native for job in own], timeout
-        )
-        if isinstance(answer, abi.Unended):
+        answer = self._native.synchronize(own, timeout)
+        if isinstance(answer, tuple):
             raise TimeoutError(f"after {timeout:g} s {_describe_unended(answer, own)}")
         if answer:
             return
         if own is None:
-            failed = self._native.unreported_failures(
-                lambda answer: result_of(answer, self._kept.get(answer.token, _NOTHING)[0])
-            )
+            failed = self._native.unreported_failures(self._kept)
         else:
             ended = [job.result for job in own]
             failed = [result for result in ended if result and not result.ok]
@@ -723,7 +679,7 @@ class OffloadHandler(NotCopyable):
             TypeError: job is not a Job.
             ValueError: the job belongs to another handler.
         """
-        return self._native.cancel(self._check_own("job", job)._native)
+        return self._native.cancel(self._check_own("job", job))
 
     def gate(self, layer_groups: int = 1) -> Gate:
         """Makes an open gate for load(gate=...).
@@ -741,7 +697,7 @@ class OffloadHandler(NotCopyable):
 
     def metrics(self) -> Metrics:
         """Returns a snapshot of the counters, gauges and histograms of all channels."""
-        return read_metrics(self._native.fill_metrics)
+        return read_metrics(self._native)
 
     def rebind(self, gpu: PagedLayout | Sequence[PagedLayout]) -> None:
         """Waits for all jobs, then continues with a cache at other addresses.
@@ -760,7 +716,7 @@ class OffloadHandler(NotCopyable):
         self._native.check_open()
         moved = self._native.groups.moved_to(gpu)
         self._native.synchronize(None, None)
-        self._native.rebind(moved)
+        self._native.move_to(moved)
 
     def close(self) -> None:
         """Refuses new jobs, waits for all jobs, and frees threads, streams and events.
@@ -846,48 +802,51 @@ class OffloadHandler(NotCopyable):
         """store() and load() without their check for an engine, which calls this.
 
         Args:
-            channel (int): abi.STORES or abi.LOADS.
+            channel (int): STORES or LOADS.
             ids: gpu_block_ids, page_ids and first_block.
             after, copy_engines_only, tag, layer_groups, gate, expedited: see load().
-            reserved: what the job uses, for _read_ended(). Its `job` is set once there is a job,
-                also if an exception takes the job from the caller.
+            reserved: what the job uses, for _read_ended(). Its `job` is set before the submission;
+                `job.is_submitted` says whether there is one, also if an exception takes it from the
+                caller.
         """
+        # Each Python function that this path calls costs 3 us or more when it is not in the caches.
+        submitting, groups = self._native, self._native.groups
         try:
-            # True and False need no call, which takes microseconds when it is not in the caches.
+            # True and False need no call.
             if expedited is not False and expedited is not True:
                 expedited = read_switch("expedited", expedited)
-            if expedited:
-                channel = abi.EXPEDITED
+            if copy_engines_only is not False and copy_engines_only is not True:
+                copy_engines_only = read_switch("copy_engines_only", copy_engines_only)
             num_groups = 1
-            native_gate: int | None = None
             if layer_groups is not None or gate is not None:
                 num_groups = self._read_layer_groups(layer_groups, gate)
-                native_gate = None if gate is None else gate._native
-            groups = self._native.groups
-            token = 0 if tag is None and reserved is None else next(self._tokens)
-            request = Request(
-                groups, channel, ids, after, num_groups, native_gate, copy_engines_only, token
-            )
+            if native.cache_has_moved(groups.guard.native):
+                groups.guard.check()
+            resolved: tuple[Any, ...] = _AFTER_CURRENT
+            if after is not None or groups.queue is not None:
+                resolved = groups.resolve_after(after)
+            job = Job(EXPEDITED if expedited else channel, num_groups, self, tag)
+            token = 0
+            if tag is not None or reserved is not None:
+                token = next(self._tokens)
+                self._kept[token] = tag, reserved
+                if reserved is not None:
+                    reserved.job = job
+            start = resolved[0], resolved[1]
+            arguments: tuple[Any, ...] = (job, *ids, *start, gate, copy_engines_only, token)
+            try:
+                if self._ranges.enabled:
+                    with self._ranges.submit(job.direction):
+                        submitting.submit(*arguments)
+                        self._ranges.begin(job.id, job.direction, job.nbytes)
+                else:
+                    submitting.submit(*arguments)
+            finally:  # Ctrl-C may come behind the submission; not here, where nothing is called
+                if token and not job.is_submitted:
+                    del self._kept[token]
         except Exception:
-            self._native.check_open()  # whatever else is wrong, this is said first
+            submitting.check_open()  # whatever else is wrong, this is said first
             raise
-        job = Job(self, request, tag)
-        if token:
-            self._kept[token] = tag, reserved
-        try:
-            if self._ranges.enabled:
-                with self._ranges.submit(job.direction):
-                    self._native.submit(request)
-                    self._ranges.begin(request.numbers[0], job.direction, request.numbers[1])
-            else:
-                self._native.submit(request)
-        finally:  # Ctrl-C may come behind the submission; not here, where nothing is called
-            numbers = request.numbers
-            job.id, job.nbytes, job._native.value = numbers[0], numbers[1], numbers[2]
-            if reserved is not None and numbers[2]:
-                reserved.job = job
-            if token and not numbers[2]:
-                del self._kept[token]
         return job
 
     def _check_options(
@@ -932,10 +891,10 @@ def _as_iterable(jobs: Job | Iterable[Job]) -> Iterable[Job]:
     return jobs if not isinstance(jobs, Job) and isinstance(jobs, Iterable) else [jobs]
 
 
-def _describe_unended(unended: abi.Unended, jobs: Sequence[Job] | None) -> str:
+def _describe_unended(unended: tuple[int, str, int], jobs: Sequence[Job] | None) -> str:
     """What synchronize() says of these jobs, None for all, when some have not ended in time."""
-    count = unended.count if jobs is None else len(jobs)
+    left, direction, first = unended
+    count = left if jobs is None else len(jobs)
     have = f"{count_of(count, 'job')} {'has' if count == 1 else 'have'}"
-    of = "" if jobs is None else f"{unended.count} of "
-    first = f"{DIRECTIONS[unended.first_channel]} {unended.first_id}"
-    return f"{of}{have} not ended; the first is {first}"
+    of = "" if jobs is None else f"{left} of "
+    return f"{of}{have} not ended; the first is {direction} {first}"

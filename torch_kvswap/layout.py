@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT64_MAX, INT64_MIN, count_of, kind_of, read_int
+from torch_kvswap._native.arguments import (
+    INT64_MAX,
+    INT64_MIN,
+    Int64Array,
+    count_of,
+    kind_of,
+    read_int,
+)
 
 _ALIGNMENT = 512  # bytes by which PyTorch's CUDA allocator aligns
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch_kvswap import prometheus
-from torch_kvswap._native import abi
+from torch_kvswap._native.loader import native
 
-COPY_METHODS, BUCKETS = abi.COPY_METHODS, abi.BUCKETS
+COPY_METHODS, BUCKETS = tuple(native.copy_methods()), native.BUCKETS
 # In seconds: 1 us, 2 us, 4 us and so on. The last bucket has no bound.
 BOUNDS = tuple(2**power / 1e6 for power in range(BUCKETS - 1))
-
-# Fills in the metrics of a channel, given its number and a pointer to abi.Metrics.
-Fill = Callable[[int, Any], bool]
 
 
 @dataclass(frozen=True)
@@ -146,31 +142,12 @@ class Metrics:
         return prometheus.text_of(channels, labels or {})
 
 
-def read_metrics(fill: Fill) -> Metrics:
-    """Reads the metrics of all channels.
-
-    Args:
-        fill: fills in a channel's metrics, and returns whether it did. Channels 0, 1 and 2 are
-            stores, loads and expedited loads.
-
-    Raises:
-        RuntimeError: fill returned False.
-    """
-    return Metrics(*(_read_channel(fill, channel) for channel in range(3)))
+def read_metrics(handler: native.Handler) -> Metrics:
+    """Reads the metrics of all channels."""
+    return Metrics(*(_read_channel(handler.metrics(channel)) for channel in range(3)))
 
 
-def _read_channel(fill: Fill, channel: int) -> ChannelMetrics:
-    native = abi.Metrics()
-    if not fill(channel, ctypes.pointer(native)):
-        raise RuntimeError(f"the native handler gave no metrics of its channel {channel}")
-    counts = {
-        field[0]: getattr(native, field[0])
-        for field in abi.Metrics._fields_
-        if field[1] is ctypes.c_uint64
-    }
-    copy_methods = dict(zip(COPY_METHODS, native.jobs_by_copy_method, strict=True))
-    seconds = (native.submit, native.queue, native.copy)
-    submit, queue, copy = (Histogram(BOUNDS, tuple(h.counts), h.sum) for h in seconds)
-    return ChannelMetrics(
-        **counts, jobs_by_copy_method=copy_methods, submit=submit, queue=queue, copy=copy
-    )
+def _read_channel(of: dict[str, Any]) -> ChannelMetrics:
+    for name in ("submit", "queue", "copy"):
+        of[name] = Histogram(BOUNDS, *of[name])
+    return ChannelMetrics(**of)

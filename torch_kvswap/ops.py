@@ -29,11 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_kvswap import generic_ops
-from torch_kvswap._native import loader
 from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
-
-# First, so that a failed import registers nothing and can be tried again.
-loader.load()
 
 _torch: Any = torch  # torch.library and torch._ops lack type annotations
 _library = _torch.library.Library("torch_kvswap", "DEF")

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,7 +16,7 @@ struct Slabs {
   // The allocation of each slab, as a number. Copies are merged only within one allocation.
   std::vector<uint64_t> allocations;
   // How many blocks are registered in one piece; null: all of them. May get smaller at any time.
-  const int64_t* chunk_blocks = nullptr;
+  const std::atomic<int64_t>* chunk_blocks = nullptr;
 
   size_t count() const { return bases.size(); }
   uint64_t address(size_t slab, int64_t block) const {
@@ -24,7 +25,7 @@ struct Slabs {
   // Whether two blocks were registered in one piece, so that one driver copy may span both.
   bool in_one_chunk(int64_t block, int64_t other) const {
     if (chunk_blocks == nullptr) return true;
-    const int64_t blocks = __atomic_load_n(chunk_blocks, __ATOMIC_RELAXED);
+    const int64_t blocks = chunk_blocks->load(std::memory_order_relaxed);
     return block / blocks == other / blocks;
   }
 };

@@ -18,8 +18,8 @@
 // 1. Derive from Device and Copier in a file of this folder. copy_methods() lists the methods that
 //    the copier has; others are never chosen. Implement PackKernels and StreamWords only if the
 //    device has them.
-// 2. Give it a number in DeviceKind, capi.h and torch_kvswap/_native/abi.py, and let find_device()
-//    return it. csrc/offload stays as it is.
+// 2. Give it a DeviceKind, name that in csrc/bindings/handler.cpp, and let find_device() return it.
+//    csrc/offload stays as it is.
 //
 // Unless a function says otherwise:
 // - The context of the device is current in the calling thread (ContextGuard).
@@ -59,7 +59,7 @@ class KernelTable {
 struct PartCopy {
   CopyMethod method;
   bool to_host;
-  int64_t group_number;  // kvswap_group::number
+  int64_t group_number;  // GroupLayout::number
   const Slabs* gpu;
   const Slabs* host;
   const KernelTable* table;          // null where the kernels cannot be used
@@ -286,7 +286,6 @@ class ContextGuard {
   ContextState state_;
 };
 
-// The numbers are those of kvswap_handler_create.
 enum class DeviceKind : int { kHost = 0, kCuda = 1, kQueued = 2 };
 
 // The device of this kind. index: torch's, -1 for host memory, that of make_queued_device() for a

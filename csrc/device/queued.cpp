@@ -28,7 +28,7 @@ class QueuedCopier : public Copier {
       : device_(device),
         stream_(stream),
         to_host_(to_host),
-        last_record_(QueuedDevice::make_command(KVSWAP_COMMAND_RECORD)),
+        last_record_(QueuedDevice::make_command(CommandKind::kRecord)),
         end_(device.create_event(/*timed=*/false)) {}
   ~QueuedCopier() override { device_.destroy_event(end_); }
 
@@ -36,18 +36,19 @@ class QueuedCopier : public Copier {
               uint64_t&) override {
     FragmentList fragments(0);
     // Also without any part: the command tells Python which transfer the next event ends.
-    QueuedDevice::Commands commands = make(KVSWAP_COMMAND_BATCH, start);
+    QueuedDevice::Commands commands = make(CommandKind::kBatch, start);
     for (const PartCopy& part : parts) {
       if (part.method == CopyMethod::kBatch) {
         add_fragments(fragments, part.block_copy(), part.slabs);
         continue;
       }
-      QueuedDevice::Commands blocks = make(KVSWAP_COMMAND_BLOCKS, start);
-      QueuedDevice::Command& command = blocks.front();
+      QueuedDevice::Commands blocks = make(CommandKind::kBlocks, start);
+      Command& command = blocks.front();
       command.group = part.group_number;
-      command.first_slab = static_cast<int64_t>(part.slabs.begin);
-      command.last_slab = static_cast<int64_t>(part.slabs.end);
-      fill(command, {part.blocks, part.slots, nullptr}, part.count);
+      command.first_slab = part.slabs.begin;
+      command.last_slab = part.slabs.end;
+      command.lists[0].assign(part.blocks, part.blocks + part.count);
+      command.lists[1].assign(part.slots, part.slots + part.count);
       commands.splice(commands.end(), blocks);
     }
     list(fragments, commands.front());
@@ -75,7 +76,7 @@ class QueuedCopier : public Copier {
     lock.unlock();
     const bool is_alive = device_.wait_until_happened(event);
     try {
-      last_record_ = QueuedDevice::make_command(KVSWAP_COMMAND_RECORD);
+      last_record_ = QueuedDevice::make_command(CommandKind::kRecord);
     } catch (const std::bad_alloc&) {
     }
     return is_alive;
@@ -84,7 +85,7 @@ class QueuedCopier : public Copier {
   size_t num_events() const override { return 1; }
 
  private:
-  QueuedDevice::Commands make(int kind, Event start) const {
+  QueuedDevice::Commands make(CommandKind kind, Event start) const {
     QueuedDevice::Commands made = QueuedDevice::make_command(kind);
     made.front().stream = static_cast<QueuedDevice::QueuedStream*>(stream_)->number;
     made.front().event = static_cast<QueuedDevice::QueuedEvent*>(start)->number;
@@ -92,23 +93,13 @@ class QueuedCopier : public Copier {
     return made;
   }
 
-  static void fill(QueuedDevice::Command& command, const std::vector<const int64_t*>& lists,
-                   size_t count) {
-    command.count = static_cast<int64_t>(count);
-    for (size_t i = 0; i < lists.size(); ++i) {
-      if (lists[i] != nullptr) command.lists[i].assign(lists[i], lists[i] + count);
-      command.numbers[i] = command.lists[i].data();
-    }
-  }
-
-  static void list(const FragmentList& fragments, QueuedDevice::Command& command) {
-    std::vector<int64_t> targets, sources, sizes;
+  static void list(const FragmentList& fragments, Command& command) {
+    auto& [targets, sources, sizes] = command.lists;
     for (const Fragment& fragment : fragments.items()) {
       targets.push_back(static_cast<int64_t>(fragment.dst));
       sources.push_back(static_cast<int64_t>(fragment.src));
       sizes.push_back(static_cast<int64_t>(fragment.bytes));
     }
-    fill(command, {targets.data(), sources.data(), sizes.data()}, sizes.size());
   }
 
   QueuedDevice& device_;
@@ -126,9 +117,8 @@ QueuedDevice::QueuedDevice(int index, std::string name, bool has_batch)
 
 QueuedDevice::~QueuedDevice() = default;
 
-QueuedDevice::Commands QueuedDevice::make_command(int kind) {
+QueuedDevice::Commands QueuedDevice::make_command(CommandKind kind) {
   Commands made(1);
-  static_cast<kvswap_command&>(made.front()) = {};
   made.front().kind = kind;
   return made;
 }
@@ -161,14 +151,12 @@ void QueuedDevice::wake() {
   work_.notify_all();
 }
 
-bool QueuedDevice::read_first(kvswap_command& command) noexcept {
+const Command* QueuedDevice::first() noexcept {
   const std::unique_lock<std::mutex> lock(mutex_);
   if (first_.empty() && !commands_.empty()) {
     first_.splice(first_.end(), commands_, commands_.begin());
   }
-  if (first_.empty()) return false;
-  command = first_.front();
-  return true;
+  return first_.empty() ? nullptr : &first_.front();
 }
 
 bool QueuedDevice::is_empty() {
@@ -229,7 +217,7 @@ Event QueuedDevice::make_recorded_event(uint64_t& number) {
 
 Stream QueuedDevice::create_stream() {
   auto stream = std::make_unique<QueuedStream>();
-  stream->farewell = make_command(KVSWAP_COMMAND_DESTROY_STREAM);
+  stream->farewell = make_command(CommandKind::kDestroyStream);
   const std::unique_lock<std::mutex> lock(mutex_);
   stream->number = stream->farewell.front().stream = ++last_number_;
   return stream.release();
@@ -248,7 +236,7 @@ bool QueuedDevice::is_alive(Stream) noexcept {
 Event QueuedDevice::create_event(bool timed) {
   auto event = std::make_unique<QueuedEvent>();
   event->timed = timed;
-  event->farewell = make_command(KVSWAP_COMMAND_DESTROY_EVENT);
+  event->farewell = make_command(CommandKind::kDestroyEvent);
   const std::unique_lock<std::mutex> lock(mutex_);
   event->number = event->farewell.front().event = ++last_number_;
   events_.emplace(event->number, event.get());
@@ -263,7 +251,7 @@ void QueuedDevice::destroy_event(Event event) noexcept {
 }
 
 void QueuedDevice::record_event(Event event, Stream stream, const char*) {
-  Commands command = make_command(KVSWAP_COMMAND_RECORD);
+  Commands command = make_command(CommandKind::kRecord);
   auto& recorded = *static_cast<QueuedEvent*>(event);
   command.front().stream = static_cast<QueuedStream*>(stream)->number;
   command.front().event = recorded.number;
@@ -274,14 +262,14 @@ void QueuedDevice::record_event(Event event, Stream stream, const char*) {
 }
 
 void QueuedDevice::wait_event(Stream stream, Event event, const char*) {
-  Commands command = make_command(KVSWAP_COMMAND_WAIT);
+  Commands command = make_command(CommandKind::kWait);
   command.front().stream = static_cast<QueuedStream*>(stream)->number;
   command.front().event = static_cast<QueuedEvent*>(event)->number;
   append(std::move(command));
 }
 
 void QueuedDevice::wait_event(const StreamRef& stream, Event event) {
-  Commands command = make_command(KVSWAP_COMMAND_CALLER_WAIT);
+  Commands command = make_command(CommandKind::kCallerWait);
   command.front().stream = reinterpret_cast<uint64_t>(stream.handle);
   command.front().event = static_cast<QueuedEvent*>(event)->number;
   append(std::move(command));

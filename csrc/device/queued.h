@@ -8,16 +8,40 @@
 #include <string>
 #include <vector>
 
-#include "capi.h"
 #include "device/device.h"
 
 namespace kvswap {
 
+enum class CommandKind {
+  // Copies blocks of a group. `lists`: the blocks, and their slots. `event`: the start of the
+  // transfer.
+  kBlocks,
+  // Copies fragments, or none. `lists`: target addresses, source addresses, bytes. `event`: the
+  // start of the transfer.
+  kBatch,
+  kRecord,      // records `event` on `stream`
+  kWait,        // `stream` waits for `event`
+  kCallerWait,  // the same for the `stream` that Handler::wait() was given
+  kDestroyEvent,
+  kDestroyStream,
+};
+
+struct Command {
+  CommandKind kind{};
+  bool to_host = false;                  // of copies
+  bool timed = false;                    // the time of the record is asked for
+  uint64_t stream = 0, event = 0;        // numbers, never used again
+  uint64_t record = 0;                   // which record of the event this is, from 1 on
+  int64_t group = 0;                     // GroupLayout::number
+  size_t first_slab = 0, last_slab = 0;  // last_slab is not copied
+  std::vector<int64_t> lists[3] = {};
+};
+
 // A device that only torch can drive, from Python: any accelerator with torch.Stream and
 // torch.Event. This class appends commands to a queue; torch_kvswap/devices/queue.py takes them
-// from the queue, carries them out with torch, and reports which events have happened. So no native
-// code calls Python: a thread that holds the GIL, or an exiting interpreter, delays transfers but
-// cannot deadlock with this library.
+// from the queue, carries them out with torch, and reports which events have happened. So the
+// scheduler never calls Python: a thread that holds the GIL, or an exiting interpreter, delays
+// transfers but cannot deadlock with this library.
 //
 // The queue is first in, first out, and one Python thread at a time takes from it. The order of the
 // commands of a stream is therefore the order in which they were appended.
@@ -39,9 +63,9 @@ class QueuedDevice final : public Device {
   int wait(double seconds);
   // The next wait(), or the one that waits now, returns at once.
   void wake();
-  // Reads the first command, which stays the first one until done(). So a thread that is
-  // interrupted loses no command. What it points to is valid until then. False: there is none.
-  bool read_first(kvswap_command& command) noexcept;
+  // The first command, which stays the first one, and valid, until done(). So a thread that is
+  // interrupted loses no command. Null: there is none.
+  const Command* first() noexcept;
   void done() noexcept;
   bool is_empty();
   // This record of the event has happened, or cannot happen any more. seconds: on the clock of the
@@ -99,15 +123,12 @@ class QueuedDevice final : public Device {
  private:
   friend class QueuedCopier;
 
-  struct Command : kvswap_command {
-    std::vector<int64_t> lists[3];  // what the command points to
-  };
   // Lists of one command, because appending such a list cannot fail.
   using Commands = std::list<Command>;
   struct QueuedStream;
   struct QueuedEvent;
 
-  static Commands make_command(int kind);
+  static Commands make_command(CommandKind kind);
   void append(Commands command) noexcept;
   void append(Commands command, const std::unique_lock<std::mutex>&) noexcept;
   // Waits until this record of the event has happened. False when the device is lost.

@@ -26,9 +26,9 @@ constexpr double kMaxKernelBytes = 4 << 20;
 // Seconds for a fragment of this size, interpolated between the powers of two around it.
 double fragment_seconds(const double* table, double bytes) {
   const double place = std::log2(bytes / 512);
-  const double last = KVSWAP_FRAGMENT_SIZES - 1;
+  const double last = CopyMethodCosts::kFragmentSizes - 1;
   if (place <= 0) return table[0];
-  if (place >= last) return table[KVSWAP_FRAGMENT_SIZES - 1] * std::exp2(place - last);
+  if (place >= last) return table[CopyMethodCosts::kFragmentSizes - 1] * std::exp2(place - last);
   const auto below = static_cast<size_t>(place);
   const double share = place - static_cast<double>(below);
   return table[below] * (1 - share) + table[below + 1] * share;
@@ -89,7 +89,7 @@ void split_head_or_tail(std::vector<TransferPart>& parts, const Group& group, in
 
 }  // namespace
 
-MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
+MethodChooser::MethodChooser(const CopyMethodOptions& options,
                              const std::vector<CopyMethod>& available,
                              const std::vector<Group>& groups)
     : forced_(options.copy_method),
@@ -107,8 +107,8 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
     num_layers_ = std::max(num_layers_, fitted.last_layer + 1);
     const auto slabs = static_cast<double>(fitted.slabs);
     for (int direction = 0; direction < 2; ++direction) {
-      for (int method = 0; method < KVSWAP_COPY_METHODS; ++method) {
-        kvswap_copy_method_costs costs = options.costs[direction][method];
+      for (int method = 0; method < kCopyMethods; ++method) {
+        CopyMethodCosts costs = options.costs[direction][method];
         const bool calls_for_each_run = method == static_cast<int>(CopyMethod::kStrided);
         if (calls_for_each_run) costs.block_seconds *= static_cast<double>(fitted.runs);
         costs.block_seconds +=
@@ -121,8 +121,7 @@ MethodChooser::MethodChooser(const kvswap_copy_method_options& options,
 
 double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
   const int direction = copy.channel == kStores ? 0 : 1;
-  const kvswap_copy_method_costs& costs =
-      groups_[copy.group].costs[direction][static_cast<int>(method)];
+  const CopyMethodCosts& costs = groups_[copy.group].costs[direction][static_cast<int>(method)];
   if (costs.start_seconds < 0) return std::numeric_limits<double>::infinity();
   const double alone = costs.start_seconds + static_cast<double>(copy.blocks) * costs.block_seconds;
   return copy.is_crowded && is_by_kernels(method) ? alone + kLaunchSeconds : alone;
@@ -130,8 +129,7 @@ double MethodChooser::seconds(CopyMethod method, const GroupCopy& copy) const {
 
 double MethodChooser::submit_seconds(CopyMethod method, const GroupCopy& copy) const {
   const int direction = copy.channel == kStores ? 0 : 1;
-  const kvswap_copy_method_costs& costs =
-      groups_[copy.group].costs[direction][static_cast<int>(method)];
+  const CopyMethodCosts& costs = groups_[copy.group].costs[direction][static_cast<int>(method)];
   // Each group of layers is a start of its own.
   size_t starts = layer_groups(copy);
   if (method == CopyMethod::kStaged) starts += full_pieces(copy);
@@ -225,7 +223,7 @@ bool MethodChooser::may_choose(CopyMethod method) const {
 }
 
 CopyPlanner::CopyPlanner(std::vector<Group>& groups, Device& device,
-                         const kvswap_copy_method_options& options, const Channels& channels)
+                         const CopyMethodOptions& options, const Channels& channels)
     : groups_(groups),
       device_(device),
       options_(options),

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "capi.h"
+#include "copy/copy_method.h"
 #include "offload/channel.h"
 #include "offload/group.h"
 
@@ -16,7 +16,7 @@ namespace kvswap {
 class MethodChooser {
  public:
   // available: the device's methods; the first one is chosen if none has costs.
-  MethodChooser(const kvswap_copy_method_options& options, const std::vector<CopyMethod>& available,
+  MethodChooser(const CopyMethodOptions& options, const std::vector<CopyMethod>& available,
                 const std::vector<Group>& groups);
 
   // The blocks of one group in a transfer. layer_groups: the transfer copies its layers in so many
@@ -60,7 +60,7 @@ class MethodChooser {
     size_t slabs, runs;
     int64_t first_layer, last_layer;
     // For a block, block_seconds includes all fragments.
-    kvswap_copy_method_costs costs[2][KVSWAP_COPY_METHODS];
+    CopyMethodCosts costs[2][kCopyMethods];
   };
 
   int forced_;
@@ -81,7 +81,7 @@ class CopyPlanner {
   // Gives the groups their tables and the channels their staging buffers, if some transfer would
   // use them, and what they need for encoded groups. Throws ValueError when the device does not
   // have the forced copy method, or when that is not available, or when it cannot encode a group.
-  CopyPlanner(std::vector<Group>& groups, Device& device, const kvswap_copy_method_options& options,
+  CopyPlanner(std::vector<Group>& groups, Device& device, const CopyMethodOptions& options,
               const Channels& channels);
   ~CopyPlanner() { close(); }
 
@@ -124,7 +124,7 @@ class CopyPlanner {
 
   std::vector<Group>& groups_;
   Device& device_;
-  kvswap_copy_method_options options_;  // staging_bytes: what could be allocated
+  CopyMethodOptions options_;  // staging_bytes: what could be allocated
   const size_t fragments_per_entry_;
   MethodChooser chooser_;
   std::string slower_copies_;

@@ -5,10 +5,10 @@
 #include <memory>
 #include <vector>
 
-#include "capi.h"
 #include "copy/slab_runs.h"
 #include "device/device.h"
 #include "encoding/slot_format.h"
+#include "offload/ready_range.h"
 
 namespace kvswap {
 
@@ -17,18 +17,33 @@ inline int64_t layer_group_of(int64_t layer, int layer_groups, int64_t num_layer
   return layer * layer_groups / num_layers;
 }
 
+// A layout and its host pool, as Python describes them. The lists have an item for each slab.
+// gpu_storages: where the storage of each slab's tensor begins.
+struct GroupLayout {
+  std::vector<uint64_t> gpu_bases, gpu_strides, gpu_storages, sizes, host_bases, host_strides;
+  std::vector<int64_t> layers;
+  int64_t num_blocks, num_pages, blocks_per_page;
+  int block_space, slot_space;
+  // 0: a slot of a host page has the bytes of its block, slab after slab. Otherwise it has them
+  // encoded (csrc/encoding), with width_eighths / 8 bits for each value. All host_bases are then
+  // the address of the first slot, and host_strides are the distance of slots.
+  int width_eighths;
+  std::shared_ptr<const ReadyRange> ready_range;
+  int64_t number = 0;  // in commands of a queued device
+};
+
 // A layout and its host pool, for layers that share their blocks: those of one kind of attention or
 // state. A layer group is something else: a range of the model's layers, of all groups. A host page
 // has `blocks_per_page` slots, each for one block.
 struct Group {
-  int64_t number = 0;  // kvswap_group::number
+  int64_t number = 0;  // GroupLayout::number
   Slabs gpu, host;
   std::vector<int64_t> layers;  // the model's layer of each slab, ascending
   int64_t num_blocks = 0, num_pages = 0, blocks_per_page = 1;
   // Groups with equal block_space share their blocks: an id is the same memory in all of them. The
   // same holds for slot_space and slots.
   int block_space = 0, slot_space = 0;
-  const kvswap_ready_range* ready_range = nullptr;  // of the pool
+  std::shared_ptr<const ReadyRange> ready_range;  // of the pool
   bool host_is_pageable = false;
   uint64_t block_bytes = 0;  // in all slabs
   // How the slots of host pages are encoded, with so many bits for each value; null: not at all.
@@ -61,8 +76,8 @@ inline bool any_is_pageable(const std::vector<Group>& groups) {
   return false;
 }
 
-// Converts a group of the C interface, and asks the device for the allocations. Throws if the cache
-// is not in its memory.
-Group read_group(const kvswap_group& group, Device& device);
+// Converts what Python says of a group, and asks the device for the allocations. Throws if the
+// cache is not in its memory.
+Group read_group(const GroupLayout& layout, Device& device);
 
 }  // namespace kvswap

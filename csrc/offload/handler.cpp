@@ -17,29 +17,24 @@ constexpr double kPollSeconds = 50e-6;
 }  // namespace
 
 Handler::Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
-                 const kvswap_copy_method_options& options)
+                 const CopyMethodOptions& options)
     : scheduler_(std::move(groups), layers, device, submit_thread, options),
       reader_(scheduler_.groups(scheduler_.lock())) {}
 
-void Handler::check_process() const {
-  KVSWAP_CHECK(getpid() == process_, "the handler belongs to process ", process_,
-               ", from which this one was forked; make a handler in each process");
-}
-
 void Handler::check_open() { scheduler_.check_open(scheduler_.lock()); }
 
-JobRef Handler::submit(const kvswap_request& request) {
+JobRef Handler::submit(const Request& request) {
   Lock lock = scheduler_.lock();
   scheduler_.check_open(lock);
   refuse_captures(request);
-  Gate* gate = static_cast<Gate*>(request.gate);
+  Gate* gate = request.gate;
   if (gate != nullptr) scheduler_.wait_for_gate(lock, *gate);
   // From here on the lock is held until the job is added: its ids stay right, and the gate free.
   JobRef job = reader_.read(request, scheduler_.groups(lock));
   Reason failure = scheduler_.prepare(lock, *job);
   if (failure.empty()) failure = set_start(lock, *job, request);
   if (failure.empty() && gate != nullptr) close_gate(lock, *job, *gate);
-  scheduler_.submit(lock, job, failure, static_cast<double>(request.began_ns) * 1e-9);
+  scheduler_.submit(lock, job, failure, request.began);
   return job;
 }
 
@@ -50,8 +45,8 @@ void Handler::refuse_capture(const StreamRef& stream, const char* noun) const {
       "capture");
 }
 
-void Handler::refuse_captures(const kvswap_request& request) const {
-  if (request.after_kind <= KVSWAP_AFTER_STREAM) {
+void Handler::refuse_captures(const Request& request) const {
+  if (request.after_kind <= After::kStream) {
     refuse_capture(stream_of(request), "the stream that the job would start after");
   }
   if (request.gate != nullptr) {
@@ -59,16 +54,16 @@ void Handler::refuse_captures(const kvswap_request& request) const {
   }
 }
 
-StreamRef Handler::stream_of(const kvswap_request& request) const {
-  const bool is_given = request.after_kind == KVSWAP_AFTER_STREAM;
+StreamRef Handler::stream_of(const Request& request) const {
+  const bool is_given = request.after_kind == After::kStream;
   return is_given ? StreamRef{device().index(), request.after} : device().current_stream();
 }
 
 // Sets what the job starts after. Returns why it could not, or an empty reason.
-Reason Handler::set_start(const Lock& lock, Job& job, const kvswap_request& request) {
-  if (request.after_kind == KVSWAP_AFTER_NOTHING) return {};
+Reason Handler::set_start(const Lock& lock, Job& job, const Request& request) {
+  if (request.after_kind == After::kNothing) return {};
   try {
-    if (request.after_kind == KVSWAP_AFTER_EVENT) {
+    if (request.after_kind == After::kEvent) {
       scheduler_.start_after_event(lock, job, request.after);
     } else {
       scheduler_.start_after_stream(lock, job, stream_of(request).handle);
@@ -91,6 +86,36 @@ void Handler::close_gate(const Lock& lock, Job& job, Gate& gate) {
     throw;
   }
   job.work->gate = &gate;
+}
+
+std::vector<JobRef> Handler::report(size_t most) {
+  const Lock lock = scheduler_.lock();
+  scheduler_.advance(lock);
+  const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
+  const size_t count = std::min(most, unreported.size());
+  std::vector<JobRef> reported;
+  reported.reserve(count);
+  while (reported.size() < count) reported.push_back(scheduler_.report_first(lock));
+  return reported;
+}
+
+std::vector<JobRef> Handler::unreported_failures() {
+  const Lock lock = scheduler_.lock();
+  std::vector<JobRef> failures;
+  for (Job& job : scheduler_.jobs(lock).unreported()) {
+    if (!job.has_succeeded()) failures.emplace_back(&job);
+  }
+  return failures;
+}
+
+bool Handler::is_over(const Job& job) {
+  const Lock lock = scheduler_.lock();
+  return job.has_ended();
+}
+
+std::pair<State, bool> Handler::state_of(const Job& job) {
+  const Lock lock = scheduler_.lock();
+  return {job.state, job.work != nullptr && job.work->was_cancelled};
 }
 
 bool Handler::has_ended(const Job* job) {
@@ -122,7 +147,7 @@ void Handler::wait(Job* job, int layer_group, const StreamRef& stream) {
 }
 
 int Handler::synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
-                         kvswap_unended& unended) {
+                         Unended& unended) {
   const double began = now();
   size_t ended = 0;
   bool failed = false;
@@ -207,7 +232,7 @@ Gate* Handler::make_gate(int layer_groups) {
   return scheduler_.make_gate(lock, layer_groups);
 }
 
-kvswap_metrics Handler::metrics(int channel) {
+ChannelMetrics Handler::metrics(int channel) {
   const Lock lock = scheduler_.lock();
   scheduler_.advance(lock);
   return scheduler_.metrics(lock, channel);

@@ -1,18 +1,22 @@
 #pragma once
 
-#include <unistd.h>
-
 #include <condition_variable>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "capi.h"
 #include "offload/gate.h"
 #include "offload/request.h"
 #include "offload/scheduler.h"
 
 namespace kvswap {
+
+// Jobs that have not ended, and the first of them.
+struct Unended {
+  int64_t count, first_id;
+  int first_channel;
+};
 
 // The native part of torch_kvswap.OffloadHandler, whose docstrings say what each call means. Checks
 // requests, and waits for jobs; the scheduler does the rest. Any thread may call.
@@ -20,55 +24,26 @@ class Handler {
  public:
   // The context of the device is current.
   Handler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
-          const kvswap_copy_method_options& options);
+          const CopyMethodOptions& options);
 
-  // Throws in a process that was forked from the handler's, where its lock may be held forever.
-  void check_process() const;
   // Throws if the handler is closed or its device lost.
   void check_open();
   // Throws, with no job and nothing in flight, when the request is wrong.
-  JobRef submit(const kvswap_request& request);
+  JobRef submit(const Request& request);
 
-  // Reports jobs that have ended, behind results that a caller who was interrupted has not taken.
-  // read(job) makes a result.
-  template <typename Read>
-  kvswap_ended& report(const Read& read) {
-    const Lock lock = scheduler_.lock();
-    scheduler_.advance(lock);
-    const EndedJobs& unreported = scheduler_.jobs(lock).unreported();
-    if (ended_.taken == ended_.count) ended_.taken = ended_.count = 0;
-    while (ended_.count < KVSWAP_POLLED && !unreported.empty()) {
-      JobRef& job = reported_[ended_.count] = scheduler_.report_first(lock);
-      ended_.results[ended_.count++] = read(*job);
-    }
-    return ended_;
-  }
-
-  // Calls read(job) for up to `max_jobs` unreported jobs that failed or were cancelled; they stay
-  // unreported.
-  template <typename Read>
-  void read_unreported_failures(size_t max_jobs, const Read& read) {
-    const Lock lock = scheduler_.lock();
-    for (Job& job : scheduler_.jobs(lock).unreported()) {
-      if (max_jobs == 0) break;
-      if (job.has_succeeded()) continue;
-      read(JobRef(&job));
-      --max_jobs;
-    }
-  }
-
-  // Returns read(job), called with the lock held. Does not ask the device.
-  template <typename Read>
-  auto snapshot(const Job* job, const Read& read) {
-    const Lock lock = scheduler_.lock();
-    return read(*job);
-  }
+  // Takes jobs that have ended and were not reported, at most `most`. The caller reports them.
+  std::vector<JobRef> report(size_t most);
+  // The jobs that failed or were cancelled and were not reported.
+  std::vector<JobRef> unreported_failures();
+  // Whether the job is known to have ended; does not ask the device. Then it never changes again.
+  bool is_over(const Job& job);
+  // What is known of the state of a job, and whether cancel() was called for it.
+  std::pair<State, bool> state_of(const Job& job);
 
   // Waits on the host until the jobs have ended. for_all: until all jobs submitted so far have
   // ended; `jobs` is not used. Returns 0 after `seconds`, with the jobs that have not ended in
   // `unended`, 2 if a job failed or was cancelled (for_all: and was not reported), otherwise 1.
-  int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds,
-                  kvswap_unended& unended);
+  int synchronize(const std::vector<Job*>& jobs, bool for_all, double seconds, Unended& unended);
   // Waits on the host until a job that was not reported has ended, or all jobs have. False after
   // `seconds`.
   bool wait_for_ended(double seconds);
@@ -81,7 +56,7 @@ class Handler {
   // If it throws, nothing has changed.
   void rebind(std::vector<Group> groups);
   Gate* make_gate(int layer_groups);
-  kvswap_metrics metrics(int channel);
+  ChannelMetrics metrics(int channel);
   // Refuses further jobs, and waits until all have ended. False if that takes longer than
   // `seconds`; to be called again then.
   bool close(double seconds);
@@ -96,10 +71,10 @@ class Handler {
 
  private:
   void refuse_capture(const StreamRef& stream, const char* noun) const;
-  void refuse_captures(const kvswap_request& request) const;
+  void refuse_captures(const Request& request) const;
   // The stream whose work the job starts after.
-  StreamRef stream_of(const kvswap_request& request) const;
-  Reason set_start(const Lock& lock, Job& job, const kvswap_request& request);
+  StreamRef stream_of(const Request& request) const;
+  Reason set_start(const Lock& lock, Job& job, const Request& request);
   void close_gate(const Lock& lock, Job& job, Gate& gate);
   // Waits for the end of the job, for about a millisecond at most; submits it if it is queued and
   // that takes less than `seconds`. began: when the waiting began.
@@ -109,12 +84,9 @@ class Handler {
   // waits for the scheduler's progress instead.
   void poll_end(Lock& lock, std::shared_ptr<Transfer> transfer, double began);
 
-  const pid_t process_ = getpid();
   Scheduler scheduler_;
   // Guarded by the scheduler's lock.
   RequestReader reader_;
-  kvswap_ended ended_{};
-  JobRef reported_[KVSWAP_POLLED];           // those in ended_, whose texts they own
   int polling_ = 0;                          // threads that use an event without the lock
   bool stopping_ = false, stopped_ = false;  // the scheduler's threads are about to end, have ended
   std::condition_variable closing_;          // polling_ is 0, or stopped_

@@ -17,7 +17,6 @@ enum ChannelNumber : int { kStores = 0, kLoads = 1, kExpedited = 2, kChannels = 
 
 inline const char* direction_name(int channel) { return channel == kStores ? "store" : "load"; }
 
-// The numbers are those of kvswap_result::state.
 enum class State : int { kQueued = 0, kRunning = 1, kDone = 2, kFailed = 3, kCancelled = 4 };
 
 struct Transfer;
@@ -106,7 +105,7 @@ struct Work {
 // everything except the number of references.
 struct Job {
   int64_t id = 0;
-  int64_t token = 0;                    // kvswap_request.token
+  int64_t token = 0;                    // Request::token
   uint64_t nbytes = 0, link_bytes = 0;  // of the blocks, and between device and host
   double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
   std::atomic<int> references{0};

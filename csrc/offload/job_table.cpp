@@ -208,8 +208,8 @@ void JobTable::finish(Job& job, State state, const Reason& error) noexcept {
     metrics.bytes += job.nbytes;
     metrics.link_bytes += job.link_bytes;
     ++metrics.jobs_by_copy_method[static_cast<int>(job.copy_method)];
-    observe(metrics.queue, job.queue_seconds);
-    observe(metrics.copy, job.copy_seconds);
+    metrics.queue.observe(job.queue_seconds);
+    metrics.copy.observe(job.copy_seconds);
   } else {
     ++(state == State::kFailed ? metrics.failed : metrics.cancelled);
     if (job.channel == kStores && !job.was_rejected()) invalidate_slots(job);
@@ -244,7 +244,7 @@ JobRef JobTable::report_first() noexcept {
 }
 
 void JobTable::record_submit(int channel, double seconds) noexcept {
-  observe(metrics_[channel].submit, seconds);
+  metrics_[channel].submit.observe(seconds);
 }
 
 // Marks the job's slots as invalid, except those that a later store writes or has written.

@@ -41,12 +41,8 @@ std::string pages_text(int64_t first, int64_t end) {
   return "pages " + std::to_string(first) + " to " + std::to_string(end - 1);
 }
 
-int64_t ready_end(const kvswap_ready_range& range) {
-  return __atomic_load_n(&range.end_page, __ATOMIC_ACQUIRE);
-}
-
 [[noreturn]] void refuse_page(const std::string& name, int64_t page, int64_t num_pages,
-                              const kvswap_ready_range& range, int64_t end) {
+                              const ReadyRange& range, int64_t end) {
   if (page < 0 || page >= num_pages) refuse_id(name, page, num_pages, "host page");
   const int64_t first = range.first_page;
   if (page < first || page >= range.own_end) {
@@ -61,8 +57,8 @@ int64_t ready_end(const kvswap_ready_range& range) {
 
 // The driver cannot copy pages that are not pinned yet, or are pinned by another process only.
 void check_pages(const std::string& list, const int64_t* ids, int64_t count, const Group& group) {
-  const kvswap_ready_range& range = *group.ready_range;
-  const int64_t first = range.first_page, end = ready_end(range);
+  const ReadyRange& range = *group.ready_range;
+  const int64_t first = range.first_page, end = range.end_page();
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < first || ids[i] >= end) {
       refuse_page(item_of(list, i), ids[i], group.num_pages, range, end);
@@ -72,9 +68,8 @@ void check_pages(const std::string& list, const int64_t* ids, int64_t count, con
 
 }  // namespace
 
-void check_page(const std::string& name, int64_t page, int64_t num_pages,
-                const kvswap_ready_range& range) {
-  const int64_t end = ready_end(range);
+void check_page(const std::string& name, int64_t page, int64_t num_pages, const ReadyRange& range) {
+  const int64_t end = range.end_page();
   if (page < range.first_page || page >= end) refuse_page(name, page, num_pages, range, end);
 }
 
@@ -89,44 +84,41 @@ RequestReader::RequestReader(const std::vector<Group>& groups) {
   }
 }
 
-JobRef RequestReader::read(const kvswap_request& request, const std::vector<Group>& groups) {
+JobRef RequestReader::read(const Request& request, const std::vector<Group>& groups) {
   JobRef job(new Job);
   job->work = std::make_unique<Work>();
   Work& work = *job->work;
   job->token = request.token;
-  job->channel = static_cast<int>(request.channel);
-  job->layer_groups = static_cast<int>(request.layer_groups);
-  work.copy_engines_only = request.copy_engines_only != 0;
-  work.is_grouped = request.grouped != 0;
+  job->channel = request.channel;
+  job->layer_groups = request.layer_groups;
+  work.copy_engines_only = request.copy_engines_only;
+  work.is_grouped = request.is_grouped;
   ++requests_;
-  const int64_t *blocks = request.blocks, *pages = request.pages, *counts = request.counts();
-  int64_t total = 0;
-  for (size_t g = 0; g < groups.size(); ++g) total += counts[3 * g];
+  size_t total = 0;
+  for (const Request::Part& part : request.parts) total += part.blocks.size();
   work.ids.reserve(2 * total);
-  for (size_t g = 0; g < groups.size(); ++g, counts += 3) {
-    const ArgumentNames names{request.grouped != 0, static_cast<int>(g)};
-    if (counts[0] != 0 || counts[1] != 0) {
-      add_part(*job, groups[g], names, blocks, pages, counts);
-    }
-    blocks += counts[0];
-    pages += counts[1];
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const Request::Part& part = request.parts[g];
+    if (part.blocks.empty() && part.pages.empty()) continue;
+    add_part(*job, groups[g], {request.is_grouped, static_cast<int>(g)}, part);
   }
   // The slots follow all blocks.
-  pages = request.pages;
   for (const JobPart& part : work.parts) {
-    const Group& group = groups[part.group];
-    const int64_t first = request.counts()[3 * part.group + 2], per_page = group.blocks_per_page;
+    const auto& [blocks, pages, first] = request.parts[part.group];
+    const int64_t per_page = groups[part.group].blocks_per_page;
     for (int64_t i = first; i < first + static_cast<int64_t>(part.count); ++i) {
       work.ids.push_back(pages[i / per_page] * per_page + i % per_page);
     }
-    pages += request.counts()[3 * part.group + 1];
   }
   return job;
 }
 
 void RequestReader::add_part(Job& job, const Group& group, const ArgumentNames& names,
-                             const int64_t* blocks, const int64_t* pages, const int64_t* counts) {
-  const int64_t num_blocks = counts[0], num_pages = counts[1], first_block = counts[2];
+                             const Request::Part& part) {
+  const int64_t *blocks = part.blocks.data(), *pages = part.pages.data();
+  const auto num_blocks = static_cast<int64_t>(part.blocks.size());
+  const auto num_pages = static_cast<int64_t>(part.pages.size());
+  const int64_t first_block = part.first_block;
   const int64_t per_page = group.blocks_per_page;
   const std::string block_list = names.list("gpu_block_ids"), page_list = names.list("page_ids");
   check_blocks(block_list, blocks, num_blocks, group.num_blocks);

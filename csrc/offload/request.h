@@ -3,17 +3,34 @@
 #include <string>
 #include <vector>
 
-#include "capi.h"
 #include "offload/argument_names.h"
 #include "offload/group.h"
 #include "offload/job.h"
 
 namespace kvswap {
 
-// Throws IndexError, with this name of the argument, if this process cannot use the page now: the
-// pool has no such page, another process has it, or it is not pinned yet.
-void check_page(const std::string& name, int64_t page, int64_t num_pages,
-                const kvswap_ready_range& range);
+// What a job starts after.
+enum class After { kCurrentStream, kStream, kEvent, kNothing };
+
+// What a caller asks a handler for.
+struct Request {
+  // In one group.
+  struct Part {
+    std::vector<int64_t> blocks, pages;
+    int64_t first_block = 0;
+  };
+
+  int channel;  // ChannelNumber
+  int layer_groups = 1;
+  bool is_grouped = false;         // errors name the group of an id
+  bool copy_engines_only = false;  // no kernels copy; not for encoded groups
+  After after_kind = After::kCurrentStream;
+  void* after = nullptr;  // a stream or an event
+  Gate* gate = nullptr;
+  int64_t token = 0;        // of the caller, who finds it in the job
+  double began;             // when the caller called, as now() counts
+  std::vector<Part> parts;  // one for each group
+};
 
 // Turns requests into jobs, and checks them: a wrong request throws, and no job is made. Not thread
 // safe: the scheduler's lock guards it.
@@ -23,11 +40,11 @@ class RequestReader {
 
   // groups: the groups of the constructor. Throws IndexError for an id out of range, ValueError for
   // other mistakes.
-  JobRef read(const kvswap_request& request, const std::vector<Group>& groups);
+  JobRef read(const Request& request, const std::vector<Group>& groups);
 
  private:
-  void add_part(Job& job, const Group& group, const ArgumentNames& names, const int64_t* blocks,
-                const int64_t* pages, const int64_t* counts);
+  void add_part(Job& job, const Group& group, const ArgumentNames& names,
+                const Request::Part& part);
   static void add_encoded(Work& work, const std::string& page_list, int64_t num_blocks);
   void refuse_duplicates(std::vector<int64_t>& seen, const std::string& list, const int64_t* ids,
                          int64_t count);

@@ -57,7 +57,7 @@ JobNumbers latest_before(const JobList& jobs) {
 }  // namespace
 
 Scheduler::Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
-                     const kvswap_copy_method_options& options)
+                     const CopyMethodOptions& options)
     : device_(device),
       layers_(layers),
       submit_thread_(submit_thread && !device.is_synchronous()),
@@ -75,9 +75,9 @@ void Scheduler::check_open(const Lock&) const {
   if (!device_loss_.empty()) fail<DeviceLostError>(device_loss_.c_str());
 }
 
-kvswap_metrics Scheduler::metrics(const Lock&, int channel) const {
+ChannelMetrics Scheduler::metrics(const Lock&, int channel) const {
   const Queue& queue = queues_[channel];
-  kvswap_metrics metrics = table_.metrics(channel);
+  ChannelMetrics metrics = table_.metrics(channel);
   metrics.queued = queue.num_queued;
   metrics.running = queue.channel.num_running_jobs();
   metrics.streams = queue.channel.num_streams();

@@ -44,7 +44,7 @@ class Scheduler {
 
   // The context of the device is current.
   Scheduler(std::vector<Group> groups, int64_t layers, Device& device, bool submit_thread,
-            const kvswap_copy_method_options& options);
+            const CopyMethodOptions& options);
   // Only after stop(), or if nothing was ever submitted.
   ~Scheduler();
 
@@ -63,7 +63,7 @@ class Scheduler {
   const Reason& device_loss(const Lock&) const { return device_loss_; }
   const std::vector<Group>& groups(const Lock&) const { return groups_; }
   const JobTable& jobs(const Lock&) const { return table_; }
-  kvswap_metrics metrics(const Lock&, int channel) const;
+  ChannelMetrics metrics(const Lock&, int channel) const;
 
   // A new job.
 

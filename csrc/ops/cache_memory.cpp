@@ -1,4 +1,5 @@
-#include "capi.h"
+#include "ops/cache_memory.h"
+
 #include "ops/ops.h"
 
 // Where the tensors of a cache have their memory, asked again and again.
@@ -21,10 +22,8 @@ int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_
   return reinterpret_cast<int64_t>(new CacheMemory{tensors, addresses, storage_ends});
 }
 
-}  // namespace kvswap
-
-bool kvswap_cache_moved(const void* watched) {
-  const auto& memory = *static_cast<const kvswap::CacheMemory*>(watched);
+bool cache_has_moved(int64_t watched) {
+  const auto& memory = *reinterpret_cast<const CacheMemory*>(watched);
   for (size_t i = 0; i < memory.tensors.size(); ++i) {
     const auto tensor = memory.tensors[i].get();
     const void* now = nullptr;
@@ -38,4 +37,6 @@ bool kvswap_cache_moved(const void* watched) {
   return false;
 }
 
-void kvswap_cache_release(void* watched) { delete static_cast<kvswap::CacheMemory*>(watched); }
+void release_cache(int64_t watched) { delete reinterpret_cast<CacheMemory*>(watched); }
+
+}  // namespace kvswap

@@ -38,7 +38,7 @@ int64_t check_expand_block_ids(const Tensor& block_ids, int64_t block_size_facto
                                int64_t skip_count, std::optional<int64_t> count,
                                const std::optional<Tensor>& out);
 
-// Not for users: returns what kvswap_cache_moved checks, that the tensors have their memory at
+// Not for users: returns what cache_has_moved() checks, that the tensors have their memory at
 // `addresses`.
 int64_t watch_cache(const std::vector<Tensor>& tensors, const std::vector<int64_t>& addresses,
                     const std::vector<int64_t>& storage_ends);

@@ -301,6 +301,12 @@ std::pair<size_t, size_t> BlockManager::needed_blocks(const Group& group, int64_
   return {window == 0 || window > end ? 0 : end - window, end};
 }
 
+std::vector<std::pair<size_t, size_t>> BlockManager::needed_blocks(int64_t units) const {
+  std::vector<std::pair<size_t, size_t>> needed;
+  for (const Group& group : groups_) needed.push_back(needed_blocks(group, units));
+  return needed;
+}
+
 int64_t BlockManager::longest_prefix(const Keys& keys, bool ready) {
   const auto is_present = [&](const Group& group, size_t at) {
     return ready ? group.pages->is_filled(found_pages_[at]) : found_pages_[at] != kNone;

@@ -99,6 +99,8 @@ class BlockManager {
   // marked.
   void reset();
   size_t take_events(BlockEvent* events, size_t capacity);
+  // The range [first, end) of each group's blocks that a prefix of this length needs.
+  std::vector<std::pair<size_t, size_t>> needed_blocks(int64_t units) const;
 
   // Calls read(counters, pages) of a group.
   void stats(size_t group, double now,

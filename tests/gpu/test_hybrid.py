@@ -400,7 +400,7 @@ def test_a_load_of_a_page_waits_for_the_store_of_another_group_that_shares_the_p
     shared = OffloadHandler(layouts, [pool.view_for(layout) for layout in layouts])
     apart = OffloadHandler(layouts, [HostPool(layout, 4) for layout in layouts])
     spaces = [
-        [group.slot_space for group in handler._native.groups.structures]
+        [group.slot_space for group in handler._native.groups.layouts_for_native]
         for handler in (shared, apart)
     ]
     assert spaces[0][0] == spaces[0][1]

@@ -18,10 +18,10 @@ from simulated_driver.handles import Event, Stream
 from torch import Tensor
 
 from torch_kvswap import HostPool, OffloadHandler, PagedLayout
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 KERNELS, OTHER = 42, 43  # streams: of the kernels, which is current; another that is behind it
-HAS_KERNELS = bool(loader.library().kvswap_kernel_version())
+HAS_KERNELS = bool(native.kernel_version())
 
 
 class Machine(HandlerMachine):

@@ -6,7 +6,6 @@ different.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from simulated_driver import (
 )
 
 from torch_kvswap import OffloadHandler, ops
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.cli import doctor
 
 pytestmark = without_cuda
@@ -129,13 +128,13 @@ def test_before_rocm_7_1_each_fragment_is_a_call() -> None:
     def body(driver: Driver) -> None:
         from test_hip import scattered
 
-        from torch_kvswap._native import loader
+        from torch_kvswap._native.loader import native
 
         driver.set_stream(0, 70)
         src, dst, sizes = scattered(driver, 3)
         ops.swap_blocks_batch(src, dst, sizes)
         print(driver.log(), end="")
-        print(loader.library().kvswap_driver_has_batch())
+        print(native.driver_has_batch())
 
     assert_expected_inline(
         run(body, SIMULATED_FACE="hip 7.0"),
@@ -182,9 +181,8 @@ def test_a_source_order_is_not_passed_on_and_copies_keep_that_of_the_stream() ->
 
 @simulated_on_hip
 def test_registered_memory_has_an_extent_although_hip_says_no_base(driver: Driver) -> None:
-    library = loader.library()
     memory = torch.zeros(4 << 20, dtype=torch.uint8)
-    assert library.kvswap_host_register(0, memory.data_ptr(), memory.nbytes)
+    native.register_host(0, memory.data_ptr(), memory.nbytes)
     layout, _ = cache(driver, layers=1)
     gpu = layout.tensors[0]
     source, pages = gpu.data_ptr() + 64 * torch.arange(2), memory.data_ptr() + 64 * torch.arange(2)
@@ -193,7 +191,7 @@ def test_registered_memory_has_an_extent_although_hip_says_no_base(driver: Drive
     # Neighbours on both sides are one copy only inside of one allocation.
     assert "copy 128 bytes on stream 70" in driver.log()
     assert torch.equal(memory[:128], gpu[:2].view(-1))
-    assert library.kvswap_host_unregister(0, memory.data_ptr())
+    native.unregister_host(0, memory.data_ptr())
 
 
 @pytest.mark.parametrize("checked", ["1", "0"])
@@ -361,9 +359,7 @@ def test_doctor_says_which_hip_pytorch_was_built_with(monkeypatch: pytest.Monkey
 def test_the_place_of_a_device_on_the_bus_is_asked_with_hips_numbers(driver: Driver) -> None:
     for attribute, value in ((50, 1), (33, 0xC3), (34, 2)):  # as the CUDA driver numbers them
         driver.set_attribute(attribute, value)
-    numbers = (ctypes.c_int32 * 3)()
-    assert loader.library().kvswap_device_pci_address(0, numbers)
-    assert [*numbers] == [1, 0xC3, 2]
+    assert native.pci_address(0) == (1, 0xC3, 2)
 
 
 def test_errors_have_hips_names_of_all_functions_that_hip_has() -> None:

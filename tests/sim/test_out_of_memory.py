@@ -24,11 +24,12 @@ from patience import PATIENCE, in_time
 from simulated_cache import CURRENT, SIDE, SimulatedCache, Stream, needs_kernels
 from simulated_driver import DEVICE, Driver, build, run, without_cuda
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import Job, OffloadHandler, TransferError
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.prefix.manager import BlockManager
 
+LIBRARY = native.__file__.encode()
 # What a call may raise because of that, and whom a test may make fail besides.
 TOLD = ("out of host memory", "failed: ", "made up by the simulated driver", "was cancelled")
 
@@ -60,7 +61,7 @@ class Attempt:
 
     def begin(self) -> None:
         """From here on the allocations are counted."""
-        assert self._library.allocations_fail(b"_C.abi3.so", ctypes.c_long(self._nth))
+        assert self._library.allocations_fail(LIBRARY, ctypes.c_long(self._nth))
 
     def _release_for_who_waits(self) -> None:
         while not self._ends.wait(0.001):
@@ -376,7 +377,7 @@ def sweep_encoded(driver: Driver, method: str) -> None:
         cache.spoil(2)
         before = {block: cache.block(block) for block in (1, 3, 8)}
         live = driver.live("allocations")
-        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
         jobs = []
         with suppress(MemoryError, RuntimeError):
             gpu, host = cache.layouts[0], cache.pools[0]
@@ -441,7 +442,7 @@ def sweep_calls(name: str) -> None:
         manager = BlockManager(3, events=True)
         manager.complete(manager.prepare_store(["a", "b"]))
         before = manager.stats(), manager.events(), manager.lookup(["a", "b"], again=True)
-        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
         try:
             CALLS[name](manager)
         except MemoryError:
@@ -475,12 +476,12 @@ def sweep_touch() -> None:
     """Pages are touched with the first allocation failing, with the second, until none fails."""
     library, nbytes = allocations(), 96 << 20
     for nth in itertools.count(1):
-        address = loader.call("kvswap_host_map", -1, nbytes, 1 << 21, True)
-        assert library.allocations_fail(b"_C.abi3.so", ctypes.c_long(nth))
+        address = native.map_host(-1, nbytes, 1 << 21, True)
+        assert library.allocations_fail(LIBRARY, ctypes.c_long(nth))
         with suppress(MemoryError):
-            loader.call("kvswap_host_touch", address, nbytes, 3, False, None, 0)
+            native.touch_host(address, nbytes, 3, False, [])
         failed = library.allocations_stop()
-        loader.library().kvswap_host_unmap(address, nbytes)
+        native.unmap_host(address, nbytes)
         if not failed:
             print(nth - 1)
             return

@@ -28,7 +28,7 @@ from simulated_driver import (
 )
 from simulated_driver.cuda import CudaError
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping
@@ -36,9 +36,7 @@ from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.ops import swap_blocks, swap_blocks_batch
 
-needs_kernels = pytest.mark.skipif(
-    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
-)
+needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
 MIB = 1 << 20
 BLOCK = 4096
 
@@ -194,7 +192,7 @@ def test_pages_are_placed_on_the_node_that_was_asked_for(driver: Driver) -> None
     bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
     with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(system, "ROOT", Path(root))
-        patch.setattr(loader.library(), "kvswap_host_bind", bind)
+        patch.setattr(native, "bind_host", bind)
         write(Path(root), "sys/devices/system/node/online", "0-1,3\n")
         HostPool(layout, 2, numa_node=3).close()
         HostPool.create_shared(layout, 3, world=2, rank=1, numa_node=1).close()

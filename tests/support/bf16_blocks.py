@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 Values = npt.NDArray[np.uint16]
 Make = Callable[[int, np.random.Generator], Values]
@@ -102,18 +101,10 @@ def real_page() -> list[Values]:
     return list(np.split(page, len(SMOLLM2_SIZES)))
 
 
-# As the C interface takes them.
-
-
-def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def bases_of(block: Sequence[Values]) -> ctypes.Array[ctypes.c_int64]:
-    return numbers([part.ctypes.data for part in block])
+def bases_of(block: Sequence[Values]) -> list[int]:
+    return [part.ctypes.data for part in block]
 
 
 def escapes_of(block: Sequence[Values]) -> int:
     """As many as the encoder has, on the CPU and on the GPU."""
-    sizes = numbers([part.nbytes for part in block])
-    return int(loader.library().kvswap_count_escapes(bases_of(block), sizes, len(block)))
+    return native.count_escapes(bases_of(block), [part.nbytes for part in block])

@@ -20,12 +20,12 @@ from simulated_driver.cuda import CudaError
 from simulated_driver.handles import Event, Stream
 from torch import Tensor
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 if TYPE_CHECKING:
     from torch_kvswap import HostPool, Job, OffloadHandler, PagedLayout
 
-HAS_KERNELS = bool(loader.library().kvswap_kernel_version())
+HAS_KERNELS = bool(native.kernel_version())
 Pairs = Sequence[tuple[Tensor, Tensor]]
 CAPTURING = threading.Lock()  # torch captures one graph at a time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,14 +24,19 @@ class Interrupter:
     """Calls a function and raises Interrupted in the package at one of the points.
 
     Python looks for signals and asynchronous exceptions when a function begins, behind a call and
-    when a loop goes on, and nowhere else.
+    when a loop goes on, and nowhere else. Native code that waits looks for signals only.
+
+    Args:
+        in_waits (bool): a call that waits in native code is interrupted there by a signal. What is
+            behind it is not reached.
 
     Attributes:
         points (int): how many points the last call has passed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_waits: bool = False) -> None:
         self.points = 0
+        self._in_waits = in_waits
         self._in_finalizers = False
 
     def drop(self, at: int, function: Callable[[], Any]) -> bool:
@@ -75,12 +81,20 @@ class Interrupter:
                         raise Interrupted
             return step
 
+        def interrupt(_: int, frame: FrameType | None) -> None:
+            if frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+                raise Interrupted
+
         before = sys.gettrace()
+        if self._in_waits and at:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
         sys.settrace(begin)
         try:
             return function()
         finally:
             sys.settrace(before)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             last.clear()  # else it keeps the frames, and they keep it
 
 

@@ -18,14 +18,12 @@ from patience import PATIENCE, in_time
 from simulated_driver import Driver, place, pool
 from torch import Tensor
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import Job, OffloadHandler, Result, TransferError
 from torch_kvswap.layout import PagedLayout
 from torch_kvswap.metrics import ChannelMetrics
 
-needs_kernels = pytest.mark.skipif(
-    not loader.library().kvswap_kernel_version(), reason="built without nvcc"
-)
+needs_kernels = pytest.mark.skipif(not native.kernel_version(), reason="built without nvcc")
 CURRENT, SIDE = 42, 43  # streams of the caller
 STREAMS = {  # in the order in which a handler creates them
     "101": "stores",

@@ -8,26 +8,26 @@ from expecttest import assert_expected_inline
 from simulated_cache import Event, Stream
 from simulated_driver import without_cuda
 
-from torch_kvswap._native import abi
-from torch_kvswap._native.submit import resolve_after, resolve_waiting
+from torch_kvswap._native.loader import native
+from torch_kvswap._native.streams import resolve_after, resolve_waiting
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @without_cuda
 def test_the_driver_gets_the_handles_of_streams_and_events() -> None:
-    assert resolve_after(Stream(42), CUDA) == (abi.AFTER_STREAM, 42)
-    assert resolve_after(Stream(0), CUDA) == (abi.AFTER_STREAM, 0)
-    assert resolve_after(Event(7), CUDA) == (abi.AFTER_EVENT, 7)
+    assert resolve_after(Stream(42), CUDA) == (native.After.STREAM, 42)
+    assert resolve_after(Stream(0), CUDA) == (native.After.STREAM, 0)
+    assert resolve_after(Event(7), CUDA) == (native.After.EVENT, 7)
     assert resolve_waiting(Stream(42), CUDA) == (42, 0)
     assert resolve_waiting(Stream(0, index=1), CUDA) == (0, 1)
 
 
 def test_nothing_and_the_current_stream_are_looked_up_by_the_driver_itself() -> None:
     for device in (CUDA, CPU):
-        assert resolve_after(None, device) == (abi.AFTER_CURRENT, None)
-        assert resolve_after((), device) == (abi.AFTER_NOTHING, None)
-    assert resolve_waiting(None, CUDA) == (None, -1)
+        assert resolve_after(None, device) == (native.After.CURRENT, 0)
+        assert resolve_after((), device) == (native.After.NOTHING, 0)
+    assert resolve_waiting(None, CUDA) == (0, -1)
 
 
 @without_cuda

@@ -1,6 +1,5 @@
 """The native library as a file: its dependencies, and that it works with every CUDA release."""
 
-import ctypes
 import importlib.util
 import os
 import re
@@ -14,22 +13,27 @@ from pathlib import Path
 import pytest
 import simulated_driver
 import torch
+from expecttest import assert_expected_inline
 from processes import run_script
 
-from torch_kvswap._native import abi, loader
+import torch_kvswap as kvs
+from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 ROOT = Path(__file__).parents[2]
+PYTHON = ".".join(map(str, sys.version_info[:2]))
 # What every Linux with torch has. In particular no libcuda, libcudart, libtorch_cuda, libc10_cuda
 # and libtorch_python: those are not there for every torch or not of one version.
 LIBRARIES = re.compile(
     r"libtorch_cpu\.so|libstdc\+\+\.so\.6|libgcc_s\.so\.1|lib(c|m)\.so\.6|libdl\.so\.2|"
     r"lib(rt|pthread)\.so\.1|ld-linux-[\w-]+\.so\.\d"
 )
-# torch's stable C functions, versioned symbols of the C and C++ runtimes, weak hooks of the linker
-# and of transactional memory.
+# torch's stable C functions, Python's functions, versioned symbols of the C and C++ runtimes, weak
+# hooks of the linker and of transactional memory. std::exception_ptr is in libtorch_cpu, too, where
+# the linker finds it without a version.
 SYMBOLS = re.compile(
-    r"(aoti_torch|torch)_\w+|[^@]+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+( \(\d+\))?|"
-    r"_ITM_\w+|_ZGTt\w+|__cxa_pure_virtual|__gmon_start__"
+    r"(aoti_torch|torch)_\w+|_?Py\w+|[^@]+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+( \(\d+\))?|"
+    r"_ZNSt15__exception_ptr\w+|_ITM_\w+|_ZGTt\w+|__cxa_pure_virtual|__gmon_start__"
 )
 CUDA_HEADERS = {
     "12.4": "nvidia-cuda-runtime-cu12==12.4.*",
@@ -41,7 +45,7 @@ CUDA_HEADERS = {
 def readelf(option: str) -> list[str]:
     if shutil.which("readelf") is None:
         pytest.skip("no readelf, which comes with g++")
-    command = ["readelf", "--wide", option, loader.PATH]
+    command = ["readelf", "--wide", option, native.__file__]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -64,9 +68,8 @@ def test_it_needs_only_symbols_that_every_torch_has():
     assert [name for name in undefined if not SYMBOLS.fullmatch(name)] == []
 
 
-def test_it_shows_nothing_but_its_c_interface():
-    shown = symbols(defined=True)
-    assert [name for name in shown if not name.startswith("kvswap_")] == []
+def test_it_shows_nothing_but_its_module():
+    assert symbols(defined=True) == ["PyInit__C"]
 
 
 @pytest.mark.skipif(
@@ -79,9 +82,9 @@ import pathlib, torch
 def drivers(): return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text()
 before = drivers()
 import torch_kvswap
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 print(drivers() != before, torch.cuda.is_initialized())
-loader.library().kvswap_driver_version()
+native.driver_version()
 print(drivers() != before, torch.cuda.is_initialized())
 """
     environment = {**os.environ, "LD_LIBRARY_PATH": str(simulated_driver.build())}
@@ -109,22 +112,39 @@ except ImportError as error:
     )
 
 
-def test_a_missing_library_is_named_with_the_way_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
-    with pytest.raises(ImportError, match=r"there is no .*_C\.abi3\.so\. In a checkout run `make"):
-        loader.load.__wrapped__()
+@pytest.fixture
+def folder(monkeypatch, tmp_path) -> Path:
+    """Where the loader looks for the library: an empty folder."""
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    monkeypatch.setattr(kvs, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch_kvswap._C")
+    return tmp_path
 
 
-def test_a_library_that_torch_cannot_load_says_which_torch_and_why(monkeypatch, tmp_path):
-    monkeypatch.setattr(loader, "PATH", tmp_path / "_C.abi3.so")
-    loader.PATH.write_text("no library")
-    with pytest.raises(ImportError, match=r"torch \S+ cannot load .*: .*(ELF|too short)"):
-        loader.load.__wrapped__()
+def test_a_missing_library_is_named_with_the_way_out(folder):
+    with pytest.raises(ImportError) as error:
+        loader.load()
+    assert_expected_inline(
+        str(error.value).replace(str(folder), "FOLDER").replace(PYTHON, "3.x"),
+        """torch_kvswap's native library is missing: FOLDER has none for Python 3.x. Build it (`make build` in a checkout, else `pip install --no-build-isolation .`).""",
+    )
 
 
-def test_the_c_interface_is_of_the_same_library():
-    assert loader.library() is loader.library()
-    assert loader.library()._name == str(loader.PATH)
+def test_a_library_of_another_python_is_named(folder):
+    (folder / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.raises(
+        ImportError, match=r"; _C\.cpython-39-\S+\.so is for another Python\. Build"
+    ):
+        loader.load()
+
+
+def test_a_library_that_torch_cannot_load_says_which_torch_and_why(folder):
+    library = folder / Path(native.__file__).name
+    library.write_text("no library")
+    with pytest.raises(
+        ImportError, match=rf"torch \S+ cannot load .* {library}: .*(ELF|too short)"
+    ):
+        loader.load()
 
 
 def cuda_headers(version: str, folder: Path) -> Path:
@@ -188,14 +208,3 @@ def test_no_function_of_hip_is_left_out_of_the_comparison():
     header = (ROOT / "csrc" / "cuda" / "hip.h").read_text()
     check = (ROOT / "tests" / "support" / "hip_headers_check.cpp").read_text()
     assert re.findall(r"\(\*(hip\w+)\)", header) == re.findall(r"^SAME\((\w+)\)", check, re.M)
-
-
-def test_a_library_of_another_version_of_the_interface_is_refused(monkeypatch):
-    monkeypatch.setattr(abi, "ABI_VERSION", abi.ABI_VERSION + 1)
-    with pytest.raises(ImportError, match="they are of different releases"):
-        loader.holding.__wrapped__()
-
-
-def test_a_library_that_says_no_version_of_the_interface_is_refused():
-    with pytest.raises(ImportError, match="has version None of the C interface"):
-        loader._declare(ctypes.CDLL(None))

@@ -159,7 +159,8 @@ def test_groups_can_be_encoded_or_raw_and_share_pages() -> None:
             job.synchronize()
         result = job.result
         assert result is not None
-        assert result.rejected == (1,)
+        assert isinstance(result.error, BlocksRejectedError)
+        assert result.rejected == result.error.rejected == (1,)
         assert result.nbytes == 2 * BLOCK_BYTES + 2400
         assert result.link_bytes == 2 * SLOT_BYTES + 2400
         handler.poll()

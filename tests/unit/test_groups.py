@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 
 from torch_kvswap.devices.queue import queue_of
 from torch_kvswap.groups import Groups
+from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -25,15 +26,9 @@ def test_layers_are_counted_through_all_groups() -> None:
     layouts = [layout(6, 6), PagedLayout([torch.zeros(2, 4, 3)], block_dim=1)]
     groups = Groups(layouts, [HostPool(layouts[0], 2), HostPool(layouts[1], 3, 2)])
     assert (groups.is_list, groups.num_layers) == (True, 3)
-    layers = [
-        torch.frombuffer(kept, dtype=torch.int64).tolist()
-        for kept in groups._kept[6::7]  # the last of the seven lists of each
-    ]
-    assert layers == [[0, 1], [2, 2]]
-    assert [(g.num_slabs, g.num_pages, g.blocks_per_page) for g in groups.structures] == [
-        (2, 2, 1),
-        (2, 3, 2),
-    ]
+    with OffloadHandler(layouts, list(groups.pools)) as handler:
+        job = handler.load(page_ids=[[], []], gpu_block_ids=[[], []], layer_groups=3)
+        assert [job.layer_group_of(layer) for layer in range(3)] == [0, 1, 2]
 
 
 def test_one_layout_is_no_list() -> None:
@@ -48,8 +43,8 @@ def test_groups_share_pages_where_they_have_one_pool_and_blocks_where_they_have_
     one, other = layout(6), layout(6)
     pool, second = HostPool(one, 2), HostPool(one, 2)
     groups = Groups([one, other, one], [pool, pool, second])
-    blocks = [group.block_space for group in groups.structures]
-    slots = [group.slot_space for group in groups.structures]
+    blocks = [group.block_space for group in groups.layouts_for_native]
+    slots = [group.slot_space for group in groups.layouts_for_native]
     assert blocks[0] == blocks[2] != blocks[1]
     assert slots[0] == slots[1] != slots[2]
 
@@ -163,7 +158,7 @@ torch.float16; pass a layout of torch.bfloat16""",
 
 def test_a_cache_may_move_to_one_of_the_same_blocks_only() -> None:
     groups = Groups(layout(6), HostPool(layout(6), 1))
-    assert groups.moved_to(layout(6, blocks=9)).structures[0].num_blocks == 9
+    assert groups.moved_to(layout(6, blocks=9)).layouts[0].num_blocks == 9
     elsewhere = layout(6)
     elsewhere.device = torch.device("cuda", 1)
     calls = [

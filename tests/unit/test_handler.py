@@ -22,7 +22,7 @@ from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
-from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of, result_of
+from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
@@ -724,10 +724,11 @@ def test_a_tag_comes_back_with_the_result_and_is_held_until_then(device: str) ->
 
 def test_errors_have_the_tags_of_their_jobs() -> None:
     handler = make_handler()
-    load = handler.load(page_ids=[0], gpu_block_ids=[1])
+    load = handler.load(page_ids=[0], gpu_block_ids=[1], tag="the tag")
     handler.poll()
+    assert load.result is not None
     with pytest.raises(TransferError) as error:
-        raise error_of([result_of(handler._native.job(load._native), "the tag")])
+        raise error_of([load.result])
     assert error.value.results[0].tag == "the tag"
 
 
@@ -757,8 +758,8 @@ def test_a_poll_within_a_submission_gets_the_tag(
     handler, polled = make_handler(), []
     submit = handler._native.submit
 
-    def submit_and_poll(request: Any) -> None:
-        submit(request)
+    def submit_and_poll(*arguments: Any) -> None:
+        submit(*arguments)
         polled.extend(handler.poll())
 
     monkeypatch.setattr(handler._native, "submit", submit_and_poll)

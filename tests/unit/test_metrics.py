@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from error_text import error_text
+import torch
 from expecttest import assert_expected_inline
 
-from torch_kvswap._native import abi
+from torch_kvswap import HostPool, OffloadHandler, PagedLayout
 from torch_kvswap.metrics import (
     BOUNDS,
     ChannelMetrics,
     Histogram,
     Metrics,
-    read_metrics,
 )
 
 EMPTY = Histogram((), (0,), 0.0)
@@ -44,64 +42,36 @@ BUSY = ChannelMetrics(
 )
 
 
-def fill(channel: int, out: Any) -> bool:
-    """Every number of the structure differs from every other one, in all three channels."""
-    words = ctypes.cast(out, ctypes.POINTER(ctypes.c_uint64))
-    for index in range(ctypes.sizeof(abi.Metrics) // 8):
-        words[index] = 1000 * channel + index
-    for number, name in enumerate(("submit", "queue", "copy")):
-        getattr(out.contents, name).sum = channel + number / 4
-    return True
+# A handler's
 
 
-# The structures
-
-
-def test_the_structures_are_as_long_as_those_of_the_header() -> None:
-    assert (ctypes.sizeof(abi.Histogram), ctypes.sizeof(abi.Metrics)) == (27 * 8, 101 * 8)
-    assert ctypes.sizeof(abi.Command) == 12 * 8
-
-
-def test_every_number_of_the_native_side_arrives_under_its_own_name() -> None:
-    loads = read_metrics(fill).loads
-    counts = str(loads).partition(", submit=")[0]
-    assert_expected_inline(
-        re.sub(r", (?=\w+=)", ",\n", counts),
-        """\
-ChannelMetrics(submitted=1000,
-done=1001,
-failed=1002,
-cancelled=1003,
-bytes=1004,
-link_bytes=1005,
-blocks=1006,
-encoded_blocks=1007,
-rejected_blocks=1008,
-queued=1009,
-running=1010,
-transfers=1011,
-streams=1012,
-events=1013,
-jobs_by_copy_method={'host': 1014, 'batch': 1015, 'strided': 1016, 'staged': 1017, 'kernel': 1018, 'generic': 1019}""",
-    )
-
-    for number, histogram in enumerate((loads.submit, loads.queue, loads.copy)):
-        first = 1020 + 27 * number
-        assert histogram == Histogram(BOUNDS, tuple(range(first, first + 26)), 1 + number / 4)
-
-
-def test_the_three_channels_are_read_in_the_order_of_the_header() -> None:
-    metrics = read_metrics(fill)
-    channels = (metrics.stores, metrics.loads, metrics.expedited)
-    assert [channel.submitted for channel in channels] == [0, 1000, 2000]
-    assert [channel.copy.sum for channel in channels] == [0.5, 1.5, 2.5]
-
-
-def test_a_channel_that_cannot_be_read_raises() -> None:
-    assert_expected_inline(
-        error_text(read_metrics, lambda channel, out: channel < 2),
-        """RuntimeError: the native handler gave no metrics of its channel 2""",
-    )
+def test_a_handler_counts_by_channel() -> None:
+    layout = PagedLayout([torch.zeros(4, 6), torch.zeros(4, 6)])
+    with OffloadHandler(layout, HostPool(layout, 4)) as handler:
+        handler.store(gpu_block_ids=[0, 1], page_ids=[0, 1])
+        for expedited, count in ((False, 2), (True, 3)):
+            for _ in range(count):
+                handler.load(page_ids=[1, 0], gpu_block_ids=[2, 3], expedited=expedited)
+        metrics, (store, *_) = handler.metrics(), handler.poll()
+    for channel, jobs in ((metrics.stores, 1), (metrics.loads, 2), (metrics.expedited, 3)):
+        times = channel.submit, channel.queue, channel.copy
+        assert [(time.bounds, len(time.counts), time.count) for time in times] == [
+            (BOUNDS, len(BOUNDS) + 1, jobs)
+        ] * 3
+        used = {name for name, number in channel.jobs_by_copy_method.items() if number}
+        assert (used, channel.jobs_by_copy_method["host"]) == ({"host"}, jobs)
+        counted = replace(channel, submit=EMPTY, queue=EMPTY, copy=EMPTY, events=0)
+        assert replace(counted, jobs_by_copy_method={"batch": 0}) == replace(
+            IDLE,
+            submitted=jobs,
+            done=jobs,
+            bytes=96 * jobs,
+            link_bytes=96 * jobs,
+            blocks=2 * jobs,
+            transfers=jobs,
+        )
+    sums = [time.sum for time in (metrics.stores.submit, metrics.stores.queue, metrics.stores.copy)]
+    assert sums == [store.submit_seconds, store.queue_seconds, store.copy_seconds]
 
 
 # Histograms

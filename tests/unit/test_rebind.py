@@ -146,12 +146,12 @@ def test_a_job_of_another_thread_that_came_after_the_wait_keeps_the_cache(driver
         hold = driver.hold(CURRENT)
         handler.store(gpu_block_ids=[0], page_ids=[0])  # after rebind() has waited
         with pytest.raises(RuntimeError, match="another thread has submitted a job"):
-            handler._native.rebind(moved)
+            handler._native.move_to(moved)
         driver.release(hold)
         driver.set_mode("immediate")
         handler.synchronize()
         assert handler.pools[0].pages[0].unique().tolist() == [1]
-        handler._native.rebind(moved)
+        handler._native.move_to(moved)
 
 
 FALLIBLE = ("cuPointerGetAttributes", "cuMemAlloc", "cuMemcpyAsync", "cuStreamSynchronize")

@@ -7,6 +7,9 @@ import operator
 from typing import NoReturn, SupportsFloat, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -40,7 +43,7 @@ def bytes_text(nbytes: int) -> str:
 def read_int(name: str, value: object, least: int = 0, most: int = INT64_MAX) -> int:
     """Converts an integer argument to an int that the native side can hold.
 
-    ctypes truncates silently, so every integer that crosses into C++ passes through here.
+    nanobind refuses wrong types and numbers too, but its TypeError does not name the argument.
 
     Args:
         name (str): the argument, as the caller wrote it.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch_kvswap._native.loader import native
 
 if TYPE_CHECKING:
     from torch_kvswap.handler import Result
@@ -62,9 +63,4 @@ class BlocksRejectedError(TransferError):
         self.rejected = tuple(rejected)
 
 
-def error_type(name: str) -> type[Exception]:
-    """The exception type for a name from the native library."""
-    if name == DeviceLostError.__name__:
-        return DeviceLostError
-    found: type[Exception] = getattr(builtins, name)
-    return found
+native.set_python(DeviceLostError=DeviceLostError)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+from torch_kvswap._native.loader import native
 
 _kept: set[object] = set()
-# One reference too many: module globals go while Python exits, when a copy may still run.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+# Module globals go while Python exits, when a copy may still run.
+native.never_free(_kept)
 
 # An object is kept before its memory is used, and let go when that has ended. An exception in
 # between, also one that a finalizer loses, leaves it here: its memory is never freed then.

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import read_costs
 from torch_kvswap.devices.capabilities import capabilities
 from torch_kvswap.host_pool import system
@@ -26,24 +26,22 @@ def _release(version: int, name: str = "CUDA") -> str:
 
 
 def _driver() -> str:
-    library = loader.library()
-    version = library.kvswap_driver_version()
+    version = native.driver_version()
     if not version:
-        return f"none: {library.kvswap_driver_error().decode()}"
+        return f"none: {native.driver_error()}"
     if _is_hip():
         return f"{_release(version, 'HIP')}, not tried on AMD's hardware yet (docs/hip.md)"
     return _release(version)
 
 
 def _is_hip() -> bool:
-    return bool(loader.library().kvswap_driver_name() == b"HIP")
+    return native.driver_name() == "HIP"
 
 
 def _kernels() -> str:
-    library = loader.library()
     if _is_hip():
         return f"none: they are for NVIDIA's GPUs, {_MISSING}"
-    runtime, driver = library.kvswap_kernel_version(), library.kvswap_driver_version()
+    runtime, driver = native.kernel_version(), native.driver_version()
     if not runtime:
         return f"none: built without nvcc, {_MISSING}"
     if driver and driver // 1000 < runtime // 1000:
@@ -55,17 +53,17 @@ def _kernels() -> str:
 
 
 def _scattered_copies() -> str:
-    library = loader.library()
-    if not library.kvswap_driver_version():
+    if not native.driver_version():
         return "no driver: host memory only"
-    if not library.kvswap_driver_has_batch():
+    if not native.driver_has_batch():
         oldest = "ROCm 7.1" if _is_hip() else "CUDA 12.8"
         return f"one call per fragment: the driver is older than {oldest}"
-    limit = library.kvswap_batch_limit()
+    try:
+        limit = native.batch_limit()
+    except (RuntimeError, ValueError) as error:
+        return f"none: {error}"
     if limit == 0:
         return "one call per fragment: KVSWAP_BATCH=0"
-    if limit < 0:
-        return f"none: {library.kvswap_last_error().decode()}"
     call = "hipMemcpyBatchAsync" if _is_hip() else "cuMemcpyBatchAsync"
     return f"{call}, {limit} fragments a call"
 
@@ -98,7 +96,7 @@ def _encodings() -> str:
     gains = " or ".join(f"{bits:g}" for bits in WIDTHS)
     if capabilities("cuda").kernels:
         where = "the CPU and CUDA"
-    elif not loader.library().kvswap_driver_version():
+    elif not native.driver_version():
         where = "the CPU only: there is no CUDA driver"
     else:
         where = "the CPU only: there are no CUDA kernels for this driver"
@@ -107,7 +105,7 @@ def _encodings() -> str:
 
 def _devices() -> dict[str, str]:
     """What each type of device has that this process may use."""
-    types = ["cuda"] if loader.library().kvswap_driver_version() else []
+    types = ["cuda"] if native.driver_version() else []
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type != "cuda":
         types.append(accelerator.type)
@@ -119,7 +117,7 @@ def report() -> dict[str, str]:
     cuda, hip = torch.version.cuda, torch.version.hip
     platform = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "without CUDA"
     return {
-        "library": str(loader.PATH),
+        "library": str(native.__file__),
         "PyTorch": f"{torch.__version__} ({platform})",
         "CUDA driver": _driver(),
         "GPUs": str(torch.cuda.device_count()),

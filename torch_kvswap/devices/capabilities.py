@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.devices.backend import can_pin, find_device_backend
 
 
@@ -45,15 +45,14 @@ def capabilities(device_type: str) -> Capabilities:
     Args:
         device_type (str): torch's name, such as "cuda" or "npu".
     """
-    native = loader.library()
     if device_type == "cpu":
         return Capabilities(False, False, False, False, False)
     if device_type == "cuda":
         return Capabilities(
-            batched_copies=native.kvswap_driver_has_batch() and native.kvswap_batch_limit() > 0,
+            batched_copies=native.driver_has_batch() and _has_batch_calls(),
             strided_copies=True,
             kernels=_has_kernels(),
-            gates=native.kvswap_driver_has_stream_words(),
+            gates=native.driver_has_stream_words(),
             host_registration=True,
         )
     backend = find_device_backend(device_type)
@@ -68,7 +67,13 @@ def capabilities(device_type: str) -> Capabilities:
 
 def _has_kernels() -> bool:
     """Whether the library has kernels that the driver of torch's "cuda" devices can load."""
-    native = loader.library()
-    kernels, driver = native.kvswap_kernel_version(), native.kvswap_driver_version()
-    is_cuda = native.kvswap_driver_name() == b"CUDA"  # the other one is HIP
-    return bool(is_cuda and 0 < kernels // 1000 <= driver // 1000)
+    is_cuda = native.driver_name() == "CUDA"  # the other one is HIP
+    return is_cuda and 0 < native.kernel_version() // 1000 <= native.driver_version() // 1000
+
+
+def _has_batch_calls() -> bool:
+    """Whether the environment lets copies use the driver's batch call."""
+    try:
+        return native.batch_limit() > 0
+    except (RuntimeError, ValueError):  # `doctor` says what is wrong in the environment
+        return False

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch_kvswap._native import abi, loader
-from torch_kvswap._native.handler import JobReference, NativeHandler
+from torch_kvswap._native.handler import NativeHandler
+from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.devices.blocks import GroupTensors
 from torch_kvswap.devices.queue import QueuedGroup
 
 if TYPE_CHECKING:
-    from torch_kvswap._native.submit import Request
     from torch_kvswap.groups import Groups
 
-_BATCH, _GENERIC = abi.COPY_METHODS.index("batch"), abi.COPY_METHODS.index("generic")
+_BATCH, _GENERIC = map(native.copy_methods().index, ("batch", "generic"))
 _CHANNELS = 3
 
 
@@ -29,7 +27,9 @@ class QueuedHandler(NativeHandler):
         ValueError: copy_method="batch" with pages that are not pinned.
     """
 
-    def __init__(self, groups: Groups, submit_thread: bool, options: abi.CopyMethodOptions) -> None:
+    def __init__(
+        self, groups: Groups, submit_thread: bool, options: native.CopyMethodOptions
+    ) -> None:
         assert groups.queue is not None
         self._queue = groups.queue
         self._submit_thread = submit_thread
@@ -39,13 +39,13 @@ class QueuedHandler(NativeHandler):
             _choose_generic(groups, options)
         super().__init__(groups, submit_thread, options)
 
-    def _kind_and_index(self) -> tuple[int, int]:
-        return abi.QUEUED_DEVICE, self._queue.index
+    def _kind_and_index(self) -> tuple[native.DeviceKind, int]:
+        return native.DeviceKind.QUEUED, self._queue.index
 
     def _bind(self, groups: Groups) -> None:
         """Lets commands find the tensors of the groups."""
-        for structure, layout, pool in zip(
-            groups.structures, groups.layouts, groups.pools, strict=True
+        for described, layout, pool in zip(
+            groups.layouts_for_native, groups.layouts, groups.pools, strict=True
         ):
             tensors = GroupTensors(
                 layout.tensors,
@@ -56,62 +56,61 @@ class QueuedHandler(NativeHandler):
             )
             bound = QueuedGroup(self._queue, tensors, self._staging_bytes)
             groups.bound.append(bound)
-            structure.number = bound.number
+            described.number = bound.number
 
     def check_open(self) -> None:
         super().check_open()
         self._queue.check()  # the native handler learns that the device is lost from its next job
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
+    def submit(self, *arguments: Any) -> None:
+        super().submit(*arguments)
         if not self._submit_thread:
             self._queue.run_briefly()
 
-    def query(self, native: JobReference) -> bool:
+    def query(self, job: native.Job) -> bool:
         self._queue.run_briefly()
-        return super().query(native)
+        return super().query(job)
 
-    def poll(self) -> abi.Ended:
+    def poll(self, results: list[Any], kept: dict[int, Any], pairs: bool) -> bool:
         self._queue.run_briefly()
-        return super().poll()
+        return super().poll(results, kept, pairs)
 
-    def wait(self, job: JobReference, layer_group: int, stream: object) -> None:
+    def let_wait(self, job: native.Job, layer_group: int, stream: object) -> None:
         """See NativeHandler."""
         token, waiting = self._queue.make_waiting(stream)
         try:
             # The token stands for the stream's handle, which only torch has.
-            loader.call("kvswap_job_wait", self.pointer, job, layer_group, token, 0)
+            self.wait(job, layer_group, token, 0)
             # A job that has ended needs no wait, and may have got no command.
-            self._queue.run_until(
-                lambda: waiting.is_done or self.job(job).state not in (abi.QUEUED, abi.RUNNING)
-            )
+            self._queue.run_until(lambda: waiting.is_done or self.result(job) is not None)
         finally:
             self._queue.forget(token)
         if waiting.error is not None:
             self._queue.raise_if_dead(waiting.error)
             raise RuntimeError(f"the stream cannot wait: {waiting.error}") from waiting.error
 
-    def rebind(self, groups: Groups) -> None:
+    def move_to(self, groups: Groups) -> None:
         self._bind(groups)
-        super().rebind(groups)
+        super().move_to(groups)
 
     def close(self) -> None:
         super().close()
         self.groups.bound.clear()  # the pool's memory may be freed now
 
-    def destroy(self, owner: weakref.ref[Any]) -> None:
+    def destroy(self) -> None:
         if not self._queue.is_running_here:
-            return super().destroy(owner)
+            return super().destroy()
         # The garbage collector has interrupted a thread that carries out commands, and the jobs of
         # this handler need that thread in order to end.
-        threading.Thread(target=super().destroy, args=(owner,), name="kvswap-close").start()
+        threading.Thread(target=super().destroy, name="kvswap-close").start()
 
 
-def _choose_generic(groups: Groups, options: abi.CopyMethodOptions) -> None:
+def _choose_generic(groups: Groups, options: native.CopyMethodOptions) -> None:
     """Keeps pages that are not pinned from a vendor's batched copies."""
     if options.copy_method == _BATCH:
-        setting = options.copy_method_setting.decode()
-        raise ValueError(f"{setting} needs pinned host pages; leave it out, or pin the pages")
+        raise ValueError(
+            f"{options.setting} needs pinned host pages; leave it out, or pin the pages"
+        )
     warn_once(
         f"host pages for {groups.device} are not pinned: their copies are synchronous, and delay "
         "other transfers of the device"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 import time
@@ -15,20 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import abi, loader
-from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import kind_of
+from torch_kvswap._native.arguments import Int64Array, kind_of
 from torch_kvswap._native.errors import DeviceLostError
 from torch_kvswap._native.kept import keep
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.devices.backend import DeviceBackend, find_device_backend, most_copies
 from torch_kvswap.devices.blocks import GroupTensors
 
-_native = loader.library()
-_first, _done = _native.kvswap_queue_first, _native.kvswap_queue_done
-_happened = _native.kvswap_queue_happened
-_make_event = _native.kvswap_queue_make_event
+_Kind = native.CommandKind
 
 # How long the thread that submits a job carries out commands before it leaves the others to the
 # queue's thread, and how many blocks it copies by one command. The queue's thread may get the GIL
@@ -44,20 +38,16 @@ _FOREVER = float("inf")
 class Point:
     """An event that a job starts after, for the native side. To be kept until it is submitted."""
 
-    __slots__ = ("_queue", "handle")
-    _destroy = _native.kvswap_queue_destroy_event  # here, because __del__ may run at exit
+    __slots__ = ("_commands", "handle")
 
     def __init__(self, queue: DeviceQueue, event: torch.Event) -> None:
-        self._queue = queue.pointer
-        number = ctypes.c_uint64()
-        self.handle: int | None = _make_event(self._queue, ctypes.byref(number))
-        if self.handle is None:
-            loader.fail()
-        queue.records[number.value] = _Record(number.value, 1, event, None)
+        self._commands = queue.commands
+        self.handle, number = self._commands.make_event()
+        queue.records[number] = _Record(number, 1, event, None)
 
     def __del__(self) -> None:
-        if getattr(self, "handle", None) is not None:
-            self._destroy(self._queue, self.handle)
+        if hasattr(self, "handle"):
+            self._commands.destroy_event(self.handle)
 
 
 class _Record:
@@ -82,8 +72,8 @@ class _Record:
         self.transfer: _Record | None = None
         self.buffers: list[tuple[Tensor, Tensor]] = []
 
-    def is_of(self, command: abi.Command) -> bool:
-        return bool(self.number == command.event and self.record == command.record)
+    def is_of(self, command: native.Command) -> bool:
+        return self.number == command.event and self.record == command.record
 
 
 class _Stream:
@@ -131,7 +121,7 @@ class DeviceQueue:
         backend (DeviceBackend | None): what its vendor has added.
         is_timed (bool): events of the device measure time.
         groups: the tensors of the handlers' groups, by number.
-        pointer (int): the native queue.
+        commands (native.CommandQueue): the native queue.
         records: the latest record of each event, by number.
         stop: ends the queue's thread.
         lost (str | None): why the device cannot be used any more.
@@ -144,9 +134,7 @@ class DeviceQueue:
         self.groups: weakref.WeakValueDictionary[int, QueuedGroup] = weakref.WeakValueDictionary()
         self.records: dict[int, _Record] = {}
         self.lost: str | None = None
-        self.pointer: int = loader.call(
-            "kvswap_queue_create", index, str(device).encode(), self.backend is not None
-        )
+        self.commands = native.make_queue(index, str(device), self.backend is not None)
         self._streams: dict[int, _Stream] = {}
         self._waiting: dict[int, Waiting] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []  # unused pinned ids, ids on the device
@@ -157,21 +145,21 @@ class DeviceQueue:
         self._callers_lock = threading.Lock()
         self._process = ForkGuard()
         thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self.pointer), name="kvswap-queue", daemon=True
+            target=_work, args=(weakref.ref(self), self.commands), name="kvswap-queue", daemon=True
         )
         thread.start()
         # At exit the finalizers run in the reverse order of their creation: after those of the
         # handlers, whose jobs need the thread.
-        self.stop = weakref.finalize(self, _stop, self._process, self.pointer, thread)
+        self.stop = weakref.finalize(self, _stop, self._process, self.commands, thread)
 
     # Callers' streams.
 
-    def resolve_after(self, after: object) -> tuple[int, int | None, Point | None]:
+    def resolve_after(self, after: object) -> tuple[native.After, int, Point | None]:
         """Converts an `after` argument: records an event on the caller's stream.
 
         Returns:
-            tuple[int, int | None, Point | None]: kind (abi.AFTER_...), handle, and what must be
-                kept until the job was submitted.
+            tuple[native.After, int, Point | None]: kind, handle, and what must be kept until the
+                job was submitted.
 
         Raises:
             TypeError: after is neither a stream nor an event of torch.
@@ -181,16 +169,16 @@ class DeviceQueue:
         """
         self.check()
         if isinstance(after, tuple) and not after:
-            return abi.AFTER_NOTHING, None, None
+            return native.After.NOTHING, 0, None
         try:
             event = self._event_after(after)
         except Exception as error:
             self.raise_if_dead(error)
             raise
         if event is None:
-            return abi.AFTER_NOTHING, None, None
+            return native.After.NOTHING, 0, None
         point = Point(self, event)
-        return abi.AFTER_EVENT, point.handle, point
+        return native.After.EVENT, point.handle, point
 
     def _event_after(self, after: object) -> torch.Event | None:
         """An event for what `after` stands for; None if that has happened."""
@@ -270,7 +258,7 @@ class DeviceQueue:
     @property
     def has_commands(self) -> bool:
         """Whether some commands were not carried out yet."""
-        return not _native.kvswap_queue_is_empty(self.pointer)
+        return not self.commands.is_empty
 
     def forget(self, token: int) -> None:
         """No command uses this token any more."""
@@ -297,7 +285,7 @@ class DeviceQueue:
                 self._run(time.perf_counter() + _SUBMIT_SECONDS)
                 if self._has_events:
                     # The queue's thread was woken for the commands, and may have found none left.
-                    _native.kvswap_queue_wake(self.pointer)
+                    self.commands.wake()
         except Exception as error:
             # The command is carried out once more. If it does not fail again, a signal handler has
             # raised the exception, as Ctrl-C does.
@@ -343,41 +331,39 @@ class DeviceQueue:
         return any(stream.records for stream in self._streams.values())
 
     def _run(self, until: float) -> None:
-        command = abi.Command()
-        pointer = ctypes.byref(command)
         with torch.inference_mode():
-            while self.lost is None and _first(self.pointer, pointer):
+            while self.lost is None and (command := self.commands.first()) is not None:
                 if until < _FOREVER and self._takes_long(command):
                     break  # the queue's thread does that
                 self._carry_out(command)  # once more, if Ctrl-C interrupts it; that does no harm
-                _done(self.pointer)
+                self.commands.done()
                 if time.perf_counter() >= until:
                     break
             self._report()
 
-    def _takes_long(self, command: abi.Command) -> bool:
+    def _takes_long(self, command: native.Command) -> bool:
         """Whether the command copies many blocks, or pages that are not pinned, and so waits."""
-        if command.kind != abi.COMMAND_BLOCKS:
+        if command.kind is not _Kind.BLOCKS:
             return False
         group = self.groups.get(command.group)
         is_pinned = group is None or group.tensors.is_pinned
         return command.count > _SUBMIT_BLOCKS or not is_pinned
 
-    def _carry_out(self, command: abi.Command) -> None:
+    def _carry_out(self, command: native.Command) -> None:
         kind = command.kind
-        if kind == abi.COMMAND_DESTROY_EVENT:
+        if kind is _Kind.DESTROY_EVENT:
             self.records.pop(command.event, None)
-        elif kind == abi.COMMAND_DESTROY_STREAM:
+        elif kind is _Kind.DESTROY_STREAM:
             self._streams.pop(command.stream, None)
-        elif kind == abi.COMMAND_CALLER_WAIT:
+        elif kind is _Kind.CALLER_WAIT:
             self._let_caller_wait(command)
         else:
             stream = self._find_stream(command.stream)
             if stream is None:
                 return
-            if kind == abi.COMMAND_RECORD:
+            if kind is _Kind.RECORD:
                 self._record(command, stream)
-            elif kind == abi.COMMAND_WAIT:
+            elif kind is _Kind.WAIT:
                 self._wait(command, stream)
             else:
                 self._copy(command, stream)
@@ -391,19 +377,19 @@ class DeviceQueue:
                 self._lose(f"no stream can be made: {_text_of(error)}")
         return found
 
-    def _record(self, command: abi.Command, stream: _Stream) -> None:
+    def _record(self, command: native.Command, stream: _Stream) -> None:
         if stream.records and stream.records[-1].is_of(command):
             return  # Ctrl-C came right after
         error = stream.error
         event: torch.Event | None = None
         try:
-            event = self._new_event(bool(command.timed))
+            event = self._new_event(command.timed)
             event.record(stream.stream)
         except Exception as problem:
             error, event = _text_of(problem), None
             self._lose_if_dead(stream.stream, error)
         record = _Record(command.event, command.record, event, error)
-        record.is_timed = bool(command.timed) and self.is_timed
+        record.is_timed = command.timed and self.is_timed
         record.transfer = stream.transfer
         record.buffers = stream.buffers
         # Nothing is called in these lines, so that Ctrl-C comes before or after.
@@ -412,7 +398,7 @@ class DeviceQueue:
         stream.error, stream.buffers = None, []
         self._happened_at = time.perf_counter()  # something may happen soon
 
-    def _wait(self, command: abi.Command, stream: _Stream) -> None:
+    def _wait(self, command: native.Command, stream: _Stream) -> None:
         record = self.records[command.event]
         if record.event is None or record.error is not None:
             stream.error = record.error
@@ -423,7 +409,7 @@ class DeviceQueue:
             stream.error = _text_of(error)
             self._lose_if_dead(stream.stream, stream.error)
 
-    def _let_caller_wait(self, command: abi.Command) -> None:
+    def _let_caller_wait(self, command: native.Command) -> None:
         waiting = self._waiting.get(command.stream)
         if waiting is None:
             return
@@ -436,13 +422,13 @@ class DeviceQueue:
             waiting.error = error
         waiting.is_done = True
 
-    def _copy(self, command: abi.Command, stream: _Stream) -> None:
+    def _copy(self, command: native.Command, stream: _Stream) -> None:
         transfer = stream.transfer = self.records[command.event]
         if transfer.error is not None or command.count == 0:
             return
         try:
             with stream.stream:
-                if command.kind == abi.COMMAND_BATCH:
+                if command.kind is _Kind.BATCH:
                     self._copy_batch(command, stream)
                 else:
                     self._copy_blocks(command, stream)
@@ -450,19 +436,19 @@ class DeviceQueue:
             transfer.error = _text_of(error)
             self._lose_if_dead(stream.stream, transfer.error)
 
-    def _copy_batch(self, command: abi.Command, stream: _Stream) -> None:
+    def _copy_batch(self, command: native.Command, stream: _Stream) -> None:
         assert self.backend is not None
-        dst, src, sizes = (torch.from_numpy(_numbers(command, i)) for i in range(3))
+        dst, src, sizes = (torch.from_numpy(command.numbers(i)) for i in range(3))
         most = most_copies(self.backend)
         for begin in range(0, command.count, most):
             of_call = slice(begin, begin + most)
             self.backend.copy_batch(
-                dst[of_call], src[of_call], sizes[of_call], stream.stream, bool(command.to_host)
+                dst[of_call], src[of_call], sizes[of_call], stream.stream, command.to_host
             )
 
-    def _copy_blocks(self, command: abi.Command, stream: _Stream) -> None:
+    def _copy_blocks(self, command: native.Command, stream: _Stream) -> None:
         group = self.groups[command.group]
-        blocks, slots = _numbers(command, 0), _numbers(command, 1)
+        blocks, slots = command.numbers(0), command.numbers(1)
         if not (slots[1:] > slots[:-1]).all():  # adjacent slots in order are copied at once
             order = np.argsort(slots)
             blocks, slots = blocks[order], slots[order]
@@ -514,13 +500,8 @@ class DeviceQueue:
                 error_text = record.error
                 if error_text is None and record.transfer is not None:
                     error_text = record.transfer.error
-                _happened(
-                    self.pointer,
-                    record.number,
-                    record.record,
-                    self._seconds(stream, record),
-                    None if error_text is None else error_text.encode(),
-                )
+                seconds = self._seconds(stream, record)
+                self.commands.happened(record.number, record.record, seconds, error_text)
                 stream.records.popleft()
                 self._buffers += record.buffers
                 self._happened_at = time.perf_counter()
@@ -573,7 +554,7 @@ class DeviceQueue:
         with self._turn:
             if self.lost is not None:
                 return
-            _native.kvswap_queue_lose(self.pointer, error.encode())
+            self.commands.lose(error)
             self.records.clear()
             for waiting in list(self._waiting.values()):
                 waiting.is_done = True
@@ -600,7 +581,7 @@ class QueuedGroup:
     """A group of a handler, as the commands find it.
 
     Attributes:
-        number (int): kvswap_group.number.
+        number (int): native.GroupLayout.number.
         tensors (GroupTensors): its tensors and host slots.
         staging_bytes (int): device memory for staging, for each channel.
     """
@@ -673,20 +654,14 @@ def _pinned(count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
-def _numbers(command: abi.Command, which: int) -> Int64Array:
-    """A copy of the command's list."""
-    array = (ctypes.c_int64 * command.count).from_address(command.numbers[which])
-    return np.array(array, np.int64)
-
-
 def _text_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
+def _work(queue: weakref.ref[DeviceQueue], commands: native.CommandQueue) -> None:
     """The queue's thread."""
     pause = 0.0
-    while _native.kvswap_queue_wait(pointer, pause) >= 0:
+    while commands.wait(pause) >= 0:
         owner = queue()
         if owner is None or owner.lost is not None:
             return
@@ -698,10 +673,10 @@ def _work(queue: weakref.ref[DeviceQueue], pointer: int) -> None:
         del owner  # the queue may be dropped while this thread waits
 
 
-def _stop(process: ForkGuard, pointer: int, thread: threading.Thread) -> None:
+def _stop(process: ForkGuard, commands: native.CommandQueue, thread: threading.Thread) -> None:
     """Ends the thread: a thread that comes back from torch while Python exits is killed there."""
     if not process.is_current:
         return
-    _native.kvswap_queue_stop(pointer)
+    commands.stop()
     if thread is not threading.current_thread():
         thread.join(_STOP_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import abi, loader
-from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import Int64Array
+from torch_kvswap._native.loader import native
 from torch_kvswap.layout import PagedLayout
 
 EncodingName = Literal["raw", "lossless"]
@@ -87,7 +86,7 @@ class Encoding:
     def _encoded_bytes(self, sizes: Int64Array, advice: str, is_width_open: bool) -> int:
         """Bytes of an encoded slot; see slot_bytes()."""
         try:
-            return int(slot_format(sizes, self.width_eighths).slot_bytes)
+            return native.SlotFormat(sizes, self.width_eighths).slot_bytes
         except ValueError as error:
             wider = _width_for(sizes) if is_width_open else None
             wide = "" if wider is None else f"pass bits_per_value={wider:g}, or "
@@ -107,28 +106,11 @@ class Encoding:
 RAW = Encoding()
 
 
-def slot_format(sizes: Int64Array, width_eighths: int) -> abi.SlotFormat:
-    """The format of encoded slots.
-
-    Args:
-        sizes (np.ndarray): int64 [slabs], bytes of a block in each slab.
-        width_eighths (int): bits of a slot per value, in eighths of a bit.
-
-    Raises:
-        ValueError: such blocks cannot be encoded.
-    """
-    sizes = np.ascontiguousarray(sizes, np.int64)
-    found = abi.SlotFormat()
-    place = sizes.ctypes.data, len(sizes)
-    loader.call("kvswap_encoding_format", *place, width_eighths, ctypes.byref(found))
-    return found
-
-
 def _width_for(sizes: Int64Array) -> float | None:
     """The first of WIDTHS whose slots have room for such blocks."""
     for width in WIDTHS:
         with contextlib.suppress(ValueError):
-            slot_format(sizes, Encoding(width).width_eighths)
+            native.SlotFormat(sizes, Encoding(width).width_eighths)
             return width
     return None
 
@@ -144,13 +126,9 @@ def decode_block(sizes: Int64Array, width_eighths: int, slot: Tensor) -> Tensor 
     Returns:
         Tensor | None: uint8, the slabs in a row; None if the slot holds no block.
     """
-    sizes = np.ascontiguousarray(sizes, np.int64)
     block = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     bases = block.data_ptr() + np.cumsum(sizes) - sizes
-    places = bases.ctypes.data, sizes.ctypes.data, len(sizes)
-    is_refused = loader.call(
-        "kvswap_decode_block", *places, width_eighths, slot.data_ptr(), 0, len(sizes)
-    )
+    is_refused = native.decode_block(bases, sizes, width_eighths, slot.data_ptr(), 0, len(sizes))
     return None if is_refused else block
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import loader
 from torch_kvswap._native.kept import keep, let_go
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log, warn_once
 from torch_kvswap.devices.backend import can_pin, find_device_backend
 from torch_kvswap.host_pool import system
@@ -59,13 +58,10 @@ class Mapping:
             mapped, unit = -(-nbytes // SYSTEM_PAGE) * SYSTEM_PAGE, SYSTEM_PAGE
         wants_huge = huge_pages is not False
         file = -1 if fd is None else fd
-        address: int = loader.call(
-            "kvswap_host_map", file, mapped, max(_ALIGNMENT, unit), wants_huge
-        )
+        address = native.map_host(file, mapped, max(_ALIGNMENT, unit), wants_huge)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
-        unmap = loader.library().kvswap_host_unmap
         # Not at exit, when copies may still run.
-        weakref.finalize(memory, unmap, address, mapped).atexit = False
+        weakref.finalize(memory, native.unmap_host, address, mapped).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address, self._last = address, address + mapped
         # From Linux 6.1 on also where the setting for shared memory is "never".
@@ -99,7 +95,7 @@ class Mapping:
         if node is None:
             return
         address = self.address + own.start
-        if not loader.library().kvswap_host_bind(address, len(own), node):
+        if not native.bind_host(address, len(own), node):
             # Containers forbid binding. But a page comes from the node of the CPU that touches it.
             self._cpus = system.cpus_of(node)
 
@@ -109,11 +105,9 @@ class Mapping:
         Raises:
             RuntimeError: there is not enough memory.
         """
-        cpus = (ctypes.c_int32 * len(self._cpus))(*self._cpus)
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         address = self.address + first
-        options = threads, self._collapse, cpus, len(cpus)
-        loader.call("kvswap_host_touch", address, last - first, *options)
+        native.touch_host(address, last - first, threads, self._collapse, self._cpus)
 
 
 def _warn_of_small_pages(shared: bool) -> None:
@@ -188,10 +182,10 @@ def map_handle(handle: PoolHandle, nbytes: int) -> Mapping:
 
 def _node_of(device: torch.device) -> int | None:
     """The NUMA node of a GPU; None if it is unknown, when any node will do."""
-    numbers = (ctypes.c_int32 * 3)()
-    if not loader.library().kvswap_device_pci_address(device.index, numbers):
+    try:
+        domain, bus, number = native.pci_address(device.index)
+    except RuntimeError:
         return None
-    domain, bus, number = numbers
     return system.numa_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
@@ -255,22 +249,14 @@ class Registration:
         return reason
 
     def _register(self, address: int, nbytes: int) -> str | None:
-        native = loader.library()
         if self._backend is not None:
             return _problem_of(self._backend.pin, self._device, address, nbytes)
-        if native.kvswap_host_register(self._device.index, address, nbytes):
-            return None
-        reason: str = native.kvswap_last_error().decode()
-        return reason
+        return _problem_of(native.register_host, self._device.index, address, nbytes)
 
     def _unregister(self, address: int) -> str | None:
-        native = loader.library()
         if self._backend is not None:
             return _problem_of(self._backend.unpin, self._device, address)
-        if native.kvswap_host_unregister(self._device.index, address):
-            return None
-        reason: str = native.kvswap_last_error().decode()
-        return reason
+        return _problem_of(native.unregister_host, self._device.index, address)
 
     @property
     def is_empty(self) -> bool:
@@ -306,7 +292,7 @@ class Registration:
 
 
 def _problem_of(call: Callable[..., object], *arguments: object) -> str | None:
-    """Why the call of a backend has failed; None if it has not."""
+    """Why the call has failed; None if it has not."""
     try:
         call(*arguments)
     except RuntimeError as error:
@@ -329,4 +315,7 @@ def is_pinned(address: int, device: torch.device | None = None) -> bool:
             context, which does not initialise CUDA.
     """
     index = -1 if device is None else device.index
-    return bool(loader.library().kvswap_host_is_pinned(index, address) == 1)
+    try:
+        return native.is_pinned(index, address)
+    except RuntimeError:  # the driver does not answer
+        return False

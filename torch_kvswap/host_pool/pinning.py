@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from torch_kvswap._native import loader
-from torch_kvswap._native.abi import ReadyRange
 from torch_kvswap._native.arguments import (
     bytes_text,
     kind_of,
@@ -19,7 +16,7 @@ from torch_kvswap._native.arguments import (
     read_optional_switch,
     read_switch,
 )
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.encoding import RAW, Encoding
@@ -64,7 +61,7 @@ class Pinning:
         mapping: Mapping,
         device: torch.device,
         shape: PoolShape,
-        ready_range: ReadyRange,
+        ready_range: native.ReadyRange,
     ) -> None:
         self.registration = Registration(mapping.tensor, device)
         self._mapping = mapping
@@ -200,8 +197,7 @@ class Pinning:
         Native, because only a native release store orders it behind the registrations on every CPU.
         """
         blocks = chunk_blocks or self._chunk * self._shape.blocks_per_page
-        ready_range = ctypes.byref(self._ready_range)
-        loader.library().kvswap_ready_range_publish(ready_range, end_page, blocks)
+        self._ready_range.publish(end_page, blocks)
 
     def _end_of(self, begin: int) -> int:
         """The end of the chunk that contains page `begin`."""

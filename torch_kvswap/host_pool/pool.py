@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import weakref
 from typing import Protocol
@@ -11,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_kvswap._native import abi, loader
 from torch_kvswap._native.arguments import (
     INT64_MIN,
     NotCopyable,
@@ -20,7 +18,7 @@ from torch_kvswap._native.arguments import (
     read_optional_switch,
     read_timeout,
 )
-from torch_kvswap._native.loader import ForkGuard
+from torch_kvswap._native.loader import ForkGuard, native
 from torch_kvswap._native.log import log
 from torch_kvswap.host_pool.encoding import (
     RAW,
@@ -80,7 +78,7 @@ class _Memory:
         self.pages: Tensor | None = shape.view(mapping.tensor)
         own = shape.local_pages.start, shape.local_pages.stop
         # The native side reads it at each submission.
-        self._ready_range = abi.ReadyRange(*own, ONE_CHUNK, shape.local_pages.stop)
+        self._ready_range = native.ReadyRange(*own, ONE_CHUNK, shape.local_pages.stop)
         self.pinning: Pinning | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -484,8 +482,7 @@ class HostPool(NotCopyable):
         """
         pages = self._memory.check_open()
         page, slot = read_int("page", page, INT64_MIN), read_int("slot", slot, INT64_MIN)
-        ready = ctypes.byref(self._ready_range)
-        loader.call("kvswap_ready_range_check", ready, page, self.num_pages)
+        self._ready_range.check(page, self.num_pages)
         if not 0 <= slot < self.blocks_per_page:
             raise IndexError(f"slot is {slot}; a page has slots 0 to {self.blocks_per_page - 1}")
         memory = pages[page, slot]
@@ -500,13 +497,13 @@ class HostPool(NotCopyable):
         return block
 
     @property
-    def _ready_range(self) -> abi.ReadyRange:
+    def _ready_range(self) -> native.ReadyRange:
         """The pages that can be used now, as the native side reads them; shared by all views."""
         return self._memory._ready_range
 
     def _count_ready_pages(self) -> int:
         """num_ready_pages, also of a closed pool."""
-        return int(self._ready_range.end_page - self._ready_range.first_page)
+        return self._ready_range.end_page - self._ready_range.first_page
 
     @property
     def num_ready_pages(self) -> int:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torch_kvswap._native import loader
-from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import count_of, kind_of
-from torch_kvswap._native.submit import Ids, read_ids
+from torch_kvswap._native.arguments import Int64Array, count_of, kind_of
+from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.loader import native
 from torch_kvswap.devices.blocks import as_words
-from torch_kvswap.host_pool.encoding import WIDTHS, Encoding, EncodingName, slot_format
+from torch_kvswap.host_pool.encoding import WIDTHS, Encoding, EncodingName
 from torch_kvswap.layout import PagedLayout
 
 # A width that rejects more of the blocks than this is not recommended.
@@ -73,7 +72,7 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
     """
     if not isinstance(layout, PagedLayout):
         raise TypeError(f"layout is {kind_of(layout)}; pass a PagedLayout")
-    blocks = read_ids("sample_block_ids", sample_block_ids)
+    blocks = native.read_ids("sample_block_ids", sample_block_ids)
     if not blocks:
         raise ValueError("sample_block_ids is empty; name blocks that requests have filled")
     for position, block in enumerate(blocks):
@@ -90,7 +89,7 @@ def recommend_encoding(layout: PagedLayout, sample_block_ids: Ids) -> EncodingRe
         except ValueError as error:
             problem = str(error)
         else:
-            room[width] = slot_format(layout.sizes, encoding.width_eighths).max_escapes
+            room[width] = native.SlotFormat(layout.sizes, encoding.width_eighths).max_escapes
     if not room:
         return EncodingRecommendation("raw", None, (), {}, f"raw: {problem}")
     layout.check_unmoved()
@@ -131,8 +130,7 @@ class _Counter:
         """The escapes of a block."""
         parts = [view.select(self._block_dim, block).cpu().contiguous() for view in self._views]
         bases: Int64Array = np.fromiter(_addresses(parts), np.int64, len(self._sizes))
-        places = bases.ctypes.data, self._sizes.ctypes.data, len(self._sizes)
-        return int(loader.call("kvswap_count_escapes", *places))
+        return native.count_escapes(bases, self._sizes)
 
 
 def _addresses(parts: list[torch.Tensor]) -> Iterator[int]:

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_kvswap._native.abi import Int64Array
-from torch_kvswap._native.arguments import INT32_MAX, NotCopyable, count_of, kind_of, read_int
+from torch_kvswap._native.arguments import (
+    INT32_MAX,
+    Int64Array,
+    NotCopyable,
+    count_of,
+    kind_of,
+    read_int,
+)
 from torch_kvswap.host_pool.encoding import EncodingName, encoding_of, read_encoding
 from torch_kvswap.host_pool.shape import PoolShape
 from torch_kvswap.layout import PagedLayout

@@ -10,17 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torch_kvswap._native import abi
-from torch_kvswap._native.abi import Int64Array
 from torch_kvswap._native.arguments import (
     UINT64_MAX,
+    Int64Array,
     NotCopyable,
     count_of,
     kind_of,
     read_switch,
 )
-from torch_kvswap._native.submit import After, Ids, read_ids
-from torch_kvswap.handler import Gate, Job, OffloadHandler, Result
+from torch_kvswap._native.ids import Ids
+from torch_kvswap._native.loader import native
+from torch_kvswap._native.streams import After
+from torch_kvswap.handler import LOADS, STORES, Gate, Job, OffloadHandler, Result
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.prefix.groups import BlockGroup, read_groups
 from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, read_digests
@@ -151,7 +152,7 @@ class _Pools:
     def read_blocks(self, gpu_block_ids: Any) -> list[array[int]]:
         """The GPU blocks of each pool."""
         split = self._split(gpu_block_ids=gpu_block_ids)
-        return [read_ids(name, ids) for _, name, ids in split]
+        return [native.read_ids(name, ids) for _, name, ids in split]
 
     def only(self, group: int, value: Any) -> Any:
         """An argument that has `value` for one group and is empty for the others."""
@@ -192,7 +193,8 @@ class _Pools:
 
 def _blocks_of(pool: HostPool, name: str, count: int, ids: Ids) -> array[int]:
     """The GPU blocks: blocks_per_page for each of `count` keys; the last may have fewer."""
-    blocks, per_page = read_ids(name, ids), pool.blocks_per_page
+    blocks: array[int] = native.read_ids(name, ids)
+    per_page = pool.blocks_per_page
     if -(-len(blocks) // per_page) != count:
         raise ValueError(
             f"{name} has {count_of(len(blocks), 'id')} for {count_of(count, 'key')} of "
@@ -726,7 +728,7 @@ class OffloadEngine(NotCopyable):
             **options: of the handler's load() or store(), without ids.
         """
         is_load = isinstance(reservation, LoadReservation)
-        channel = abi.LOADS if is_load else abi.STORES
+        channel = LOADS if is_load else STORES
         entry = None
         try:
             selected = self._pools.select(blocks, reservation.key_indices)
@@ -737,10 +739,10 @@ class OffloadEngine(NotCopyable):
                     self._open.add(entry, named)
                     return self.handler._submit(channel, ids, reserved=entry, **options)
                 finally:
-                    if entry.job is None:
+                    if not entry.is_submitted:
                         self._open.undo(entry)
         except BaseException:
-            if entry is None or entry.job is None:
+            if entry is None or not entry.is_submitted:
                 # Nothing was copied, so the pages of a load are still valid.
                 (self.manager.complete if is_load else self.manager.fail)(reservation)
             raise

@@ -117,12 +117,3 @@ def read_ready_pages(groups: Sequence[BlockGroup], ready: int | Sequence[int] | 
 def unit_tokens(groups: Sequence[BlockGroup]) -> int:
     """Tokens per unit: the shortest prefix at whose end a block of every group ends."""
     return math.lcm(*(group.block_tokens for group in groups))
-
-
-def needed_blocks(groups: Sequence[BlockGroup], units: int) -> list[range]:
-    """The blocks of each group that are needed to continue after a prefix of `units` units."""
-    needed = []
-    for group in groups:
-        end = units * (unit_tokens(groups) // group.block_tokens)
-        needed.append(range(max(end - group.window, 0) if group.window else 0, end))
-    return needed

@@ -21,17 +21,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_kvswap._native import abi
 from torch_kvswap._native.arguments import (
     CONVERSION_ERRORS,
     UINT32_MAX,
     UINT64_MAX,
-    count_of,
     kind_of,
     read_int,
 )
+from torch_kvswap._native.loader import native
 
-DIGEST_BYTES = abi.DIGEST_BYTES
+DIGEST_BYTES: int = native.DIGEST_BYTES
 # First byte of the hashed bytes, so that digests of different kinds never collide.
 _ROOT, _BLOCK, _KEY = b"\x01", b"\x02", b"\x03"
 _BLOCK_HEAD = struct.Struct("<II")  # tokens; multimodal items that begin in the block
@@ -325,7 +324,7 @@ _SLICE_BYTES = SLICE * DIGEST_BYTES
 
 
 def read_digests(name: str, keys: Keys) -> bytes:
-    """Converts keys to digests, one after another.
+    """Converts keys to digests, one after another. Native code reads bytes and lists of digests.
 
     Args:
         name (str): the argument, as the caller wrote it.
@@ -372,35 +371,6 @@ def join_digests(parts: Sequence[bytes | memoryview]) -> bytes:
     )
 
 
-def cut_digests(
-    digests: bytes, counts: array[int], needed: Sequence[range]
-) -> tuple[bytes, array[int]]:
-    """Selects the needed digests of each group.
-
-    Args:
-        digests (bytes): of all groups, one group after another.
-        counts: digests per group.
-        needed: the needed blocks of each group.
-
-    Returns:
-        the selected digests, and their number per group.
-
-    Raises:
-        ValueError: a group has fewer keys than are needed.
-    """
-    parts, start, view = [], 0, memoryview(digests)
-    for group, (count, blocks) in enumerate(zip(counts, needed, strict=True)):
-        if not 0 <= blocks.stop <= count:
-            raise ValueError(
-                f"the prefix needs {count_of(blocks.stop, 'block')} of group {group}, which has "
-                f"{count_of(count, 'key')}"
-            )
-        first, end = start + blocks.start, start + blocks.stop
-        parts.append(view[first * DIGEST_BYTES : end * DIGEST_BYTES])
-        start += count
-    return join_digests(parts), array("q", map(len, needed))
-
-
 def _digests_of(keys: Sequence[Hashable]) -> bytes:
     """The digests of the keys, one after another; fast if all keys are digests."""
     try:
@@ -419,3 +389,6 @@ def _write(parts: Iterable[bytes | memoryview]) -> bytes:
     for part in parts:
         whole.write(part)
     return whole.getvalue()
+
+
+native.set_python(read_digests=read_digests)

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex
 
-import numpy as np
-
-from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._C import LoadReservation, StoreReservation
 from torch_kvswap._native.arguments import (
+    INT64_MAX,
     UINT32_MAX,
     NotCopyable,
-    count_of,
     kind_of,
     read_int,
     read_seconds,
     read_switch,
 )
-from torch_kvswap._native.blocks import POLICIES, NativeBlockManager
-from torch_kvswap._native.submit import read_ids
+from torch_kvswap._native.loader import native
 from torch_kvswap.prefix.groups import (
     BlockGroup,
-    needed_blocks,
     read_groups,
     read_ready_pages,
     unit_tokens,
 )
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, Keys, cut_digests, join_digests, read_digests
+from torch_kvswap.prefix.hashing import Keys
 
 EventKind = Literal["stored", "evicted", "cleared", "lost"]
 EVENT_KINDS: tuple[EventKind, ...] = ("stored", "evicted", "cleared", "lost")
-_NO_POSITIONS = array("q")
+POLICIES = ("lru", "arc")  # by number
 
 
 def event_bits(events: bool | Collection[EventKind]) -> int:
@@ -77,44 +72,7 @@ class Lookup(NamedTuple):
     pending: int
 
 
-@dataclass(eq=False, slots=True)
-class LoadReservation:
-    """A reservation of pages to load. They are held until complete() or fail() is called.
-
-    With several groups, key_indices and pages are lists with one entry per group.
-
-    Attributes:
-        id (int): number of the reservation.
-        key_indices (range): index of each page's key in the given keys.
-        pages (np.ndarray): int64, the pages.
-    """
-
-    id: int
-    key_indices: range | list[range]
-    pages: Int64Array | list[Int64Array]
-
-
-@dataclass(eq=False, slots=True)
-class StoreReservation:
-    """A reservation of pages to store, for the keys that have none.
-
-    They are held until complete() or fail() is called.
-
-    With several groups, key_indices and pages are lists with one entry per group.
-
-    Attributes:
-        id (int): number of the reservation; 0 if there is nothing to store.
-        key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
-        pages (np.ndarray): int64, the pages to write.
-        lease (int): the lease of preempt(), which lasts until release(); 0 for none.
-    """
-
-    id: int
-    key_indices: Int64Array | list[Int64Array]
-    pages: Int64Array | list[Int64Array]
-    lease: int = 0
-
-
+native.set_python(Lookup=Lookup)
 Reservation = LoadReservation | StoreReservation
 
 
@@ -254,9 +212,8 @@ class BlockManager(NotCopyable):
             (group.num_pages, self.unit_tokens // group.block_tokens, group.window)
             for group in self.groups
         ]
-        self._native = NativeBlockManager(
-            native_groups, eviction_policy, threshold, event_bits(events)
-        )
+        policy, kinds = POLICIES.index(eviction_policy), event_bits(events)
+        self._native = native.BlockManager(native_groups, self._is_list, policy, threshold, kinds)
         self._native.grow(ready)
 
     def __repr__(self) -> str:
@@ -297,7 +254,8 @@ class BlockManager(NotCopyable):
         """
         if again is not False and again is not True:
             again = read_switch("again", again)
-        return Lookup._make(self._native.lookup(*self._digests(keys), again))
+        found: Lookup = self._native.lookup(keys, again)
+        return found
 
     def needed_blocks(self, prefix: int) -> range | list[range]:
         """The blocks that must be on the GPU to go on after a prefix.
@@ -312,7 +270,8 @@ class BlockManager(NotCopyable):
             range | list[range]: positions among the keys; with several groups a list with one range
                 per group.
         """
-        needed = needed_blocks(self.groups, read_int("prefix", prefix))
+        prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
+        needed = [range(*blocks) for blocks in self._native.needed_blocks(prefix)]
         return needed if self._is_list else needed[0]
 
     def prepare_load(
@@ -331,16 +290,9 @@ class BlockManager(NotCopyable):
         Raises:
             ValueError: prefix is longer than the keys.
         """
-        digests, counts = self._digests(keys)
-        needed = [range(count) for count in counts]
         if prefix is not None:
-            needed = needed_blocks(self.groups, read_int("prefix", prefix))
-            digests, counts = cut_digests(digests, counts, needed)
-        reservation, pages = self._native.prepare_load(digests, counts)
-        if reservation == 0:
-            return None
-        key_indices = needed if self._is_list else needed[0]
-        return LoadReservation(reservation, key_indices, self._split(pages, counts))
+            prefix = read_int("prefix", prefix, 0, INT64_MAX // self.unit_tokens)
+        return self._native.prepare_load(keys, prefix)
 
     def prepare_store(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
         """Assigns pages to the keys that have none, evicting other blocks if needed.
@@ -357,7 +309,7 @@ class BlockManager(NotCopyable):
         Raises:
             ValueError: a key occurs twice.
         """
-        return self._store(keys, keep=False)
+        return self._native.prepare_store(keys, self._now(), False)
 
     def preempt(self, keys: Keys | Sequence[Keys]) -> StoreReservation | None:
         """prepare_store() for a preempted request, whose blocks stay until release().
@@ -373,7 +325,7 @@ class BlockManager(NotCopyable):
         Raises:
             ValueError: a key occurs twice.
         """
-        return self._store(keys, keep=True)
+        return self._native.prepare_store(keys, self._now(), True)
 
     def complete(self, reservation: Reservation, rejected: Sequence[int] = ()) -> None:
         """Ends a reservation whose copy succeeded, or a load that was cancelled or not submitted.
@@ -414,7 +366,7 @@ class BlockManager(NotCopyable):
         Args:
             keys: keys of the blocks.
         """
-        self._native.touch(*self._digests(keys))
+        self._native.touch(keys)
 
     def order(self, keys: Keys | Sequence[Keys], *, renew: bool = False) -> None:
         """Orders the eviction of a prompt that was stored in several steps: its end goes first.
@@ -431,7 +383,7 @@ class BlockManager(NotCopyable):
         """
         if renew is not False and renew is not True:
             renew = read_switch("renew", renew)
-        self._native.order(*self._digests(keys), renew)
+        self._native.order(keys, renew)
 
     def lease(self, keys: Keys | Sequence[Keys], seconds: float) -> int | None:
         """Keeps ready or pending blocks from being evicted for some time, or until release().
@@ -452,8 +404,7 @@ class BlockManager(NotCopyable):
         seconds = read_seconds("seconds", seconds)
         if seconds == 0:
             raise ValueError("seconds is 0; a lease must last longer")
-        digests, counts = self._digests(keys)
-        return self._native.lease(digests, counts, self._now(), seconds) or None
+        return self._native.lease(keys, self._now(), seconds) or None
 
     def release(self, lease: int | StoreReservation) -> bool:
         """Ends a lease.
@@ -482,10 +433,10 @@ class BlockManager(NotCopyable):
 
     def events(self) -> list[BlockEvent]:
         """Takes the events since the last call, in order."""
-        return [
-            BlockEvent(EVENT_KINDS[kind], group, key)
-            for kind, group, key in self._native.take_events()
-        ]
+        taken: list[BlockEvent] = []
+        while some := self._native.take_events():
+            taken += (BlockEvent(EVENT_KINDS[kind], group, key) for kind, group, key in some)
+        return taken
 
     def stats(self, group: int = 0) -> BlockStats:
         """The statistics of a group.
@@ -497,8 +448,7 @@ class BlockManager(NotCopyable):
             ValueError: there is no such group.
         """
         group = read_int("group", group, 0, len(self.groups) - 1)
-        native = self._native.stats(group, self._now())
-        return BlockStats(*(getattr(native, name) for name, *_ in native._fields_))
+        return BlockStats(*self._native.stats(group, self._now()))
 
     def _now(self) -> float:
         now = self._clock()
@@ -510,37 +460,5 @@ class BlockManager(NotCopyable):
                 f"reservation is {kind_of(reservation)}; pass what prepare_load() or "
                 "prepare_store() returned"
             )
-        is_none = type(rejected) is tuple and not rejected  # the default, fast
-        positions = _NO_POSITIONS if is_none else read_ids("rejected", rejected)
         if reservation.id:
-            self._native.end(reservation.id, succeeded, positions)
-
-    def _store(self, keys: Keys | Sequence[Keys], keep: bool) -> StoreReservation | None:
-        """prepare_store(); with `keep`, preempt()."""
-        stored = self._native.prepare_store(*self._digests(keys), self._now(), keep)
-        if stored is None:
-            return None
-        reservation, lease, key_indices, pages, counts = stored
-        split = self._split(key_indices, counts), self._split(pages, counts)
-        return StoreReservation(reservation, *split, lease)
-
-    def _digests(self, keys: Any) -> tuple[bytes, array[int]]:
-        """The digests of all groups in a row, and the number of each group."""
-        if not self._is_list:
-            digests = read_digests("keys", keys)
-            return digests, array("q", (len(digests) // DIGEST_BYTES,))
-        if isinstance(keys, bytes | bytearray | memoryview | str) or not isinstance(keys, Sequence):
-            raise TypeError(f"keys is {kind_of(keys)}; pass a list with the keys of each group")
-        if len(keys) != len(self.groups):
-            groups = count_of(len(self.groups), "group")
-            raise ValueError(
-                f"keys has {count_of(len(keys), 'item')} for {groups}; pass one for each group"
-            )
-        several = [read_digests(f"keys[{group}]", of_group) for group, of_group in enumerate(keys)]
-        return join_digests(several), array("q", [len(one) // DIGEST_BYTES for one in several])
-
-    def _split(self, numbers: Int64Array, counts: array[int]) -> Int64Array | list[Int64Array]:
-        """Splits the numbers of all groups, which are in a row, into one array per group."""
-        if not self._is_list:
-            return numbers[: counts[0]]
-        return np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
+            self._native.end(reservation.id, succeeded, rejected)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.handler import Job, OffloadHandler
 from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation
 
@@ -26,7 +26,7 @@ class OpenJob:
         number (int): its number among the jobs of OpenJobs, ascending.
         earlier (list[int]): of a store, the stores before it that read some of its blocks.
         replaced (list[np.ndarray]): for each block of each group, the job before this one.
-        job (Job | None): None until it was submitted.
+        job (Job | None): None until it is about to be submitted.
         dependents (list[OpenJob]): of a load, the stores whose callers have named its blocks.
         is_spoiled (bool): of a store, such a load has failed.
         is_ending (bool): poll() has begun to end the reservation.
@@ -48,6 +48,10 @@ class OpenJob:
     is_ending: bool = False
     recorded: list[Sequence[array[int]]] = field(default_factory=list)
     removed_with: list[OpenJob] = field(default_factory=list)
+
+    @property
+    def is_submitted(self) -> bool:
+        return self.job is not None and self.job.is_submitted
 
     @property
     def is_load(self) -> bool:
@@ -146,7 +150,7 @@ class OpenJobs:
                 found[number] = entry.job
                 left += entry.earlier
         jobs = [found[number] for number in sorted(found)]
-        return [job for job in jobs if job is not None and not job.query()]
+        return [job for job in jobs if job is not None and job.is_submitted and not job.query()]
 
     def _fit_cache(self) -> None:
         """Makes arrays for the cache: at first, and after rebind(), when all jobs had ended."""

@@ -16,7 +16,7 @@ import pytest
 import simulated_driver
 from simulated_driver import Driver, simulated
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 
 TSAN = "libtsan" in os.environ["LD_PRELOAD"]
 only_tsan = pytest.mark.skipif(not TSAN, reason="AddressSanitizer does not look for it")
@@ -46,7 +46,7 @@ def is_instrumented(library: Path) -> bool:
 
 
 def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -> None:
-    assert is_instrumented(loader.PATH)
+    assert is_instrumented(Path(native.__file__))
     assert [
         file.name for file in simulated_driver.build().iterdir() if not is_instrumented(file)
     ] == []
@@ -54,11 +54,10 @@ def test_the_library_and_the_simulated_driver_are_compiled_for_the_sanitizer() -
 
 @simulated
 def test_processes_that_tests_start_have_the_same_library(driver: Driver) -> None:
-    from torch_kvswap._native import loader
+    from torch_kvswap._native.loader import native
 
-    loader.load()
     assert Path(os.environ["SIMULATED_DRIVER"]).name in Path("/proc/self/maps").read_text()
-    assert is_instrumented(loader.PATH)
+    assert is_instrumented(Path(native.__file__))
     assert "libtsan" in os.environ["LD_PRELOAD"] or "libasan" in os.environ["LD_PRELOAD"]
 
 

@@ -16,7 +16,7 @@ from torch_kvswap._native.arguments import (
     read_seconds,
     read_timeout,
 )
-from torch_kvswap._native.submit import read_ids
+from torch_kvswap._native.ids import read_ids
 from torch_kvswap.prefix.hashing import PrefixHasher
 
 

@@ -11,7 +11,9 @@ from error_text import error_text
 from expecttest import assert_expected_inline
 from no_number import NoNumber
 
-from torch_kvswap._native.submit import read_ids
+from torch_kvswap._native.loader import native
+
+read_ids = native.read_ids
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ from torch_kvswap._native.submit import read_ids
     ids=repr,
 )
 def test_ids_may_be_of_any_integer_kind(ids: object) -> None:
-    read = read_ids("page_ids", ids)  # type: ignore[arg-type]
+    read = read_ids("page_ids", ids)
     assert (read.typecode, read.tolist()) == ("q", [4, 0])
 
 

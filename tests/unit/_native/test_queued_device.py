@@ -8,25 +8,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from patience import PATIENCE, in_time
 
-from torch_kvswap._native import abi, loader
-from torch_kvswap._native.submit import Request
+from torch_kvswap._native.loader import native
 from torch_kvswap.copy_method import copy_method_options
 from torch_kvswap.groups import Groups
+from torch_kvswap.handler import EXPEDITED, LOADS, STORES
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
 
-native = loader.library()
 indices = itertools.count(1 << 20)  # which no real device has
-NAMES = ("blocks", "batch", "record", "wait", "caller wait", "destroy event", "destroy stream")
+KIND = native.CommandKind
 EVERYTHING = 1 << 30
-
-
-def numbers(command: abi.Command, which: int) -> list[int]:
-    count = command.count
-    return list((ctypes.c_int64 * count).from_address(command.numbers[which])) if count else []
 
 
 class Queue:
@@ -34,58 +29,54 @@ class Queue:
 
     def __init__(self, has_batch: bool = False) -> None:
         self.index = next(indices)
-        self.pointer = loader.call("kvswap_queue_create", self.index, b"test:0", has_batch)
+        self.commands = native.make_queue(self.index, "test:0", has_batch)
         self.cache = torch.arange(8, dtype=torch.int64)
         self.layout = PagedLayout([self.cache])
         self.pool = HostPool(self.layout, 6)
-        self.groups = Groups(self.layout, self.pool)
-        self.groups.structures[0].number = 77
-        options = copy_method_options(None, 0, torch.device("cpu"))
-        self.handler = loader.call(
-            "kvswap_handler_create",
-            *(self.groups.structures, 1, 1, abi.QUEUED_DEVICE, self.index, False),
-            ctypes.byref(options),
+        groups = Groups(self.layout, self.pool)
+        groups.layouts_for_native[0].number = 77
+        kind, options = native.DeviceKind.QUEUED, copy_method_options(None, 0, torch.device("cpu"))
+        self.handler = native.Handler(
+            groups, groups.layouts_for_native, False, 1, kind, self.index, False, options
         )
-        self.error: bytes | None = None
+        self.error: str | None = None
 
-    def submit(self, channel: int, block: int, page: int) -> int:
-        request = Request(self.groups, channel, ([block], [page], 0), ())
-        address = request.numbers.buffer_info()[0]
-        loader.call("kvswap_handler_submit", self.handler, address)
-        return request.numbers[2]
+    def submit(self, channel: int, block: int, page: int) -> native.Job:
+        job = native.Job(channel, 1, None, None)
+        start = native.After.NOTHING, 0
+        self.handler.submit(job, [block], [page], 0, *start, None, False, 0)
+        return job
 
     def carry_out(self, most: int = EVERYTHING) -> list[str]:
         """Carries out commands at once, and says which."""
-        command, done = abi.Command(), []
-        while len(done) < most and native.kvswap_queue_first(self.pointer, ctypes.byref(command)):
-            again = abi.Command()
-            assert native.kvswap_queue_first(self.pointer, ctypes.byref(again))
-            assert bytes(again) == bytes(command)  # until it is done
-            done.append(NAMES[command.kind])
-            if command.kind == abi.COMMAND_BLOCKS:
+        done: list[str] = []
+        while len(done) < most and (command := self.commands.first()) is not None:
+            assert self.commands.first() is command  # until it is done
+            done.append(command.kind.name.lower().replace("_", " "))
+            if command.kind is KIND.BLOCKS:
                 assert command.group == 77
-                for block, slot in zip(*(numbers(command, i) for i in range(2)), strict=True):
+                for block, slot in zip(*(command.numbers(i) for i in range(2)), strict=True):
                     ends = self.pool.pages.data_ptr() + 8 * slot, self.cache.data_ptr() + 8 * block
                     target, source = ends if command.to_host else reversed(ends)
-                    ctypes.memmove(target, source, 8)
-            elif command.kind == abi.COMMAND_BATCH:
-                for copy in zip(*(numbers(command, i) for i in range(3)), strict=True):
+                    ctypes.memmove(int(target), int(source), 8)
+            elif command.kind is KIND.BATCH:
+                for copy in zip(*(command.numbers(i).tolist() for i in range(3)), strict=True):
                     ctypes.memmove(*copy)
-            elif command.kind == abi.COMMAND_RECORD:
+            elif command.kind is KIND.RECORD:
                 event = command.event, command.record
-                native.kvswap_queue_happened(self.pointer, *event, float(len(done)), self.error)
-            native.kvswap_queue_done(self.pointer)
+                self.commands.happened(*event, float(len(done)), self.error)
+            self.commands.done()
         return done
 
-    def result(self, job: int) -> tuple[int, bytes | None]:
-        found = abi.JobResult()
-        loader.call("kvswap_job_query", self.handler, job)
-        loader.call("kvswap_job_result", self.handler, job, ctypes.byref(found))
-        return found.state, found.error
+    def result(self, job: native.Job) -> tuple[str, str | None]:
+        self.handler.query(job)
+        result = self.handler.result(job)
+        error = None if result is None or result.error is None else str(result.error)
+        return self.handler.state(job), error
 
     def close(self) -> list[str]:
-        assert loader.call("kvswap_handler_close", self.handler, PATIENCE) == 1
-        native.kvswap_handler_destroy(self.handler)
+        self.handler.close()
+        del self.handler
         return self.carry_out()
 
 
@@ -94,7 +85,7 @@ def running(queue: Queue) -> Iterator[None]:
     """A thread carries out the commands."""
 
     def work() -> None:
-        while native.kvswap_queue_wait(queue.pointer, PATIENCE) >= 0:
+        while queue.commands.wait(PATIENCE) >= 0:
             queue.carry_out()
 
     thread = threading.Thread(target=work)
@@ -102,79 +93,78 @@ def running(queue: Queue) -> Iterator[None]:
     try:
         yield
     finally:
-        native.kvswap_queue_stop(queue.pointer)
+        queue.commands.stop()
         thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
 def test_a_transfer_is_a_start_its_copies_and_an_end() -> None:
     queue = Queue()
-    job = queue.submit(abi.STORES, 3, 0)
-    assert queue.result(job) == (abi.RUNNING, None)
+    job = queue.submit(STORES, 3, 0)
+    assert queue.result(job) == ("running", None)
     assert queue.carry_out() == ["record", "batch", "blocks", "record"]
-    assert queue.result(job) == (abi.DONE, None)
+    assert queue.result(job) == ("done", None)
     assert int(queue.pool.pages.view(torch.int64)[0]) == 3
-    native.kvswap_job_release(job)
+    del job
     assert set(queue.close()) == {"destroy event", "destroy stream"}
 
 
 def test_a_backend_gets_fragments() -> None:
     queue = Queue(has_batch=True)
-    job = queue.submit(abi.STORES, 3, 0)
+    job = queue.submit(STORES, 3, 0)
     assert queue.carry_out() == ["record", "batch", "record"]
     assert int(queue.pool.pages.view(torch.int64)[0]) == 3
-    native.kvswap_job_release(job)
+    del job
     queue.close()
 
 
 def test_jobs_that_share_a_page_wait_across_channels() -> None:
     queue = Queue()
-    jobs = [queue.submit(abi.STORES, 3, 0), queue.submit(abi.LOADS, 5, 0)]
+    jobs = [queue.submit(STORES, 3, 0), queue.submit(LOADS, 5, 0)]
     assert queue.carry_out()[4:] == ["wait", "record", "batch", "blocks", "record"]
-    assert [queue.result(job)[0] for job in jobs] == [abi.DONE, abi.DONE]
+    assert [queue.result(job)[0] for job in jobs] == ["done", "done"]
     assert queue.cache.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
-    for job in jobs:
-        native.kvswap_job_release(job)
+    del jobs
     queue.close()
 
 
 def test_the_error_of_an_end_fails_the_job() -> None:
     queue = Queue()
-    job = queue.submit(abi.STORES, 3, 0)
-    queue.error = b"the copy has failed"
+    job = queue.submit(STORES, 3, 0)
+    queue.error = "7 \N{MICRO SIGN}s too late"
     queue.carry_out()
-    assert queue.result(job) == (abi.FAILED, b"the copy has failed")
-    native.kvswap_job_release(job)
+    assert queue.result(job) == ("failed", "7 \N{MICRO SIGN}s too late")
+    del job
     queue.error = None
     queue.close()
 
 
 def test_a_lost_device_ends_jobs_and_drops_commands() -> None:
     queue = Queue()
-    job = queue.submit(abi.STORES, 3, 0)
-    native.kvswap_queue_lose(queue.pointer, b"it fell off the bus")
+    job = queue.submit(STORES, 3, 0)
+    queue.commands.lose("it fell off the bus")
     assert queue.result(job) == (
-        abi.FAILED,
-        b"the device is lost: test:0: it fell off the bus; only a new process can use it again",
+        "failed",
+        "the device is lost: test:0: it fell off the bus; only a new process can use it again",
     )
-    native.kvswap_job_release(job)
+    del job
     assert queue.close() == []
 
 
 def test_a_wait_ends_with_commands_or_when_it_is_woken_or_stopped() -> None:
     queue = Queue()
-    assert native.kvswap_queue_is_empty(queue.pointer)
-    assert native.kvswap_queue_wait(queue.pointer, 0.0) == 0
-    native.kvswap_queue_wake(queue.pointer)
-    assert native.kvswap_queue_wait(queue.pointer, 10 * PATIENCE) == 0
-    job = queue.submit(abi.STORES, 3, 0)
-    assert native.kvswap_queue_wait(queue.pointer, 10 * PATIENCE) == 1
-    assert not native.kvswap_queue_is_empty(queue.pointer)
+    assert queue.commands.is_empty
+    assert queue.commands.wait(0.0) == 0
+    queue.commands.wake()
+    assert queue.commands.wait(10 * PATIENCE) == 0
+    job = queue.submit(STORES, 3, 0)
+    assert queue.commands.wait(10 * PATIENCE) == 1
+    assert not queue.commands.is_empty
     queue.carry_out()
-    native.kvswap_job_release(job)
+    del job
     queue.close()
-    native.kvswap_queue_stop(queue.pointer)
-    assert native.kvswap_queue_wait(queue.pointer, 10 * PATIENCE) == -1
+    queue.commands.stop()
+    assert queue.commands.wait(10 * PATIENCE) == -1
 
 
 def test_threads_submit_while_another_one_carries_out_commands() -> None:
@@ -182,8 +172,8 @@ def test_threads_submit_while_another_one_carries_out_commands() -> None:
 
     def submit(number: int) -> None:
         for _ in range(100):
-            for channel in (abi.STORES, abi.LOADS, abi.EXPEDITED):
-                native.kvswap_job_release(queue.submit(channel, number, number))
+            for channel in (STORES, LOADS, EXPEDITED):
+                queue.submit(channel, number, number)
 
     with running(queue):
         threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
@@ -191,15 +181,14 @@ def test_threads_submit_while_another_one_carries_out_commands() -> None:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        assert loader.call("kvswap_handler_close", queue.handler, PATIENCE) == 1
+        queue.handler.close()
         assert queue.cache.tolist() == list(range(8))
-    native.kvswap_handler_destroy(queue.handler)
+    del queue.handler
     assert in_time(lambda: queue.carry_out() == [])
 
 
 def test_an_index_names_one_device() -> None:
     queue = Queue()
-    text = loader.library().kvswap_queue_create(queue.index, b"again", False)
-    assert text is None
-    assert native.kvswap_last_error() == f"queued device {queue.index} exists: test:0".encode()
+    with pytest.raises(ValueError, match=rf"^queued device {queue.index} exists: test:0$"):
+        native.make_queue(queue.index, "again", False)
     queue.close()

@@ -6,7 +6,7 @@ import pytest
 from fake_procfs import write
 from simulated_driver import Driver, simulated
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.cli import doctor
 from torch_kvswap.host_pool import system
 
@@ -67,8 +67,7 @@ def test_doctor_says_how_much_host_memory_is_available(tmp_path, monkeypatch):
 
 @simulated
 def test_doctor_says_what_a_driver_has(driver: Driver) -> None:
-    library = loader.library()
-    built, runs = library.kvswap_kernel_version() // 1000, library.kvswap_driver_version() // 1000
+    built, runs = native.kernel_version() // 1000, native.driver_version() // 1000
     kernels, lacks = ("kernels, ", "") if 0 < built <= runs else ("", "; lacks kernels")
     found = doctor.report()["device cuda"]
     assert found == f"has batched copies, strided copies, {kernels}gates, host registration{lacks}"
@@ -77,7 +76,6 @@ def test_doctor_says_what_a_driver_has(driver: Driver) -> None:
 def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = loader.library()
     prefix = "raw; lossless, 12.125 or 12.5 instead of 16 bits for each bfloat16, on "
     for kernels, runs, said in (
         (13000, 13000, "the CPU and CUDA"),
@@ -85,9 +83,9 @@ def test_doctor_says_why_blocks_are_encoded_on_the_cpu_only(
         (13000, 12080, "the CPU only: there are no CUDA kernels for this driver"),
         (0, 13000, "the CPU only: there are no CUDA kernels for this driver"),
     ):
-        monkeypatch.setattr(library, "kvswap_kernel_version", lambda version=kernels: version)
-        monkeypatch.setattr(library, "kvswap_driver_version", lambda version=runs: version)
-        monkeypatch.setattr(library, "kvswap_driver_name", lambda: b"CUDA")
-        monkeypatch.setattr(library, "kvswap_driver_has_batch", lambda: False)
-        monkeypatch.setattr(library, "kvswap_driver_has_stream_words", lambda: False)
+        monkeypatch.setattr(native, "kernel_version", lambda version=kernels: version)
+        monkeypatch.setattr(native, "driver_version", lambda version=runs: version)
+        monkeypatch.setattr(native, "driver_name", lambda: "CUDA")
+        monkeypatch.setattr(native, "driver_has_batch", lambda: False)
+        monkeypatch.setattr(native, "driver_has_stream_words", lambda: False)
         assert doctor.report()["encodings"] == prefix + said

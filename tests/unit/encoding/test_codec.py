@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,15 +16,15 @@ from bf16_blocks import (
     bases_of,
     escapes_of,
     make_block,
-    numbers,
     random_bits,
     real_page,
     with_escapes,
 )
+from error_text import error_text
 from expecttest import assert_expected_inline
 from slot_model import MAGIC, OVERFLOW, Bytes, SlotModel, best_window
 
-from torch_kvswap._native import abi, loader
+from torch_kvswap._native.loader import native
 
 GOOD, TOO_MANY, REFUSED = range(3)
 WIDTHS = (12.125, 12.5)
@@ -39,21 +38,13 @@ SHAPES = [
 ]
 
 
-def failure() -> str:
-    library = loader.library()
-    kind, text = library.kvswap_last_error_type(), library.kvswap_last_error()
-    return f"{kind.decode()}: {text.decode()}"
-
-
 def encode(block: Sequence[Values], width: float) -> tuple[int, Bytes]:
     """Returns the state and the slot, whose surroundings the encoder must leave alone."""
     sizes = [part.nbytes for part in block]
     model = SlotModel(sizes, width)
     memory = np.full(model.slot_bytes + 32, 0xA5, np.uint8)
     slot = memory[16:-16]
-    state = loader.library().kvswap_encode_block(
-        bases_of(block), numbers(sizes), len(sizes), int(8 * width), slot.ctypes.data
-    )
+    state = native.encode_block(bases_of(block), sizes, int(8 * width), slot.ctypes.data)
     assert [*memory[:16], *memory[-16:]] == [0xA5] * 32
     return state, slot
 
@@ -65,14 +56,8 @@ def decode(
     slabs = range(len(sizes)) if slabs is None else slabs
     rooms = [np.full(size // 2 + 16, 0xA5A5, np.uint16) for size in sizes]
     block = [room[8:-8] for room in rooms]
-    state = loader.library().kvswap_decode_block(
-        bases_of(block),
-        numbers(sizes),
-        len(sizes),
-        int(8 * width),
-        slot.ctypes.data,
-        slabs.start,
-        slabs.stop,
+    state = native.decode_block(
+        bases_of(block), sizes, int(8 * width), slot.ctypes.data, slabs.start, slabs.stop
     )
     for room in rooms:
         assert [*room[:8], *room[-8:]] == [0xA5A5] * 16
@@ -87,10 +72,7 @@ def assert_equal(block: Sequence[Values], expected: Sequence[Values]) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_the_library_and_the_model_agree_on_the_format(sizes: list[int], width: float) -> None:
-    found, model = abi.SlotFormat(), SlotModel(sizes, width)
-    assert loader.library().kvswap_encoding_format(
-        numbers(sizes), len(sizes), int(8 * width), ctypes.byref(found)
-    )
+    found, model = native.SlotFormat(sizes, int(8 * width)), SlotModel(sizes, width)
     assert (found.slot_bytes, found.metadata_bytes) == (model.slot_bytes, model.metadata_bytes)
     assert (found.tiles, found.max_escapes) == (len(model.tiles), model.max_escapes)
 
@@ -166,8 +148,8 @@ def test_a_slot_without_room_for_escapes_holds_a_block_that_has_none() -> None:
 
 
 def test_blocks_of_4_gib_are_the_largest() -> None:
-    sizes, found = [1 << 31, 1 << 31], abi.SlotFormat()
-    assert loader.library().kvswap_encoding_format(numbers(sizes), 2, 127, ctypes.byref(found))
+    sizes = [1 << 31, 1 << 31]
+    found = native.SlotFormat(sizes, 127)
     assert found.slot_bytes == SlotModel(sizes, 15.875).slot_bytes < 1 << 32
     assert found.tiles == 1 << 17
 
@@ -255,15 +237,8 @@ def test_a_slot_that_changes_while_it_is_decoded_writes_nothing_outside_of_its_b
     assert model.state(slot) == 0
     memory = np.concatenate([np.zeros(4096 - metadata.size, np.uint8), slot])
     second = np.full(2 * ONE + 2, 0xA5, np.uint8)
-    state = loader.library().kvswap_decode_block(
-        numbers([memory.ctypes.data, second.ctypes.data]),
-        numbers(sizes),
-        len(sizes),
-        100,
-        memory.ctypes.data + 4096 - metadata.size,
-        0,
-        2,
-    )
+    bases, at = bases_of([memory, second]), memory.ctypes.data + 4096 - metadata.size
+    state = native.decode_block(bases, sizes, 100, at, 0, 2)
     assert (memory[:4096].view(np.uint16) == block[0]).all()
     assert (state, set(second[4096:])) == (REFUSED, {0xA5})
 
@@ -273,11 +248,8 @@ def test_a_block_may_begin_at_an_odd_address() -> None:
     odd = np.zeros(2049, np.uint8)
     odd[1:] = block[0].view(np.uint8)
     slot, back = np.zeros(SlotModel([2048], 12.5).slot_bytes, np.uint8), np.zeros_like(odd)
-    library, sizes = loader.library(), numbers([2048])
-    at = numbers([odd.ctypes.data + 1])
-    assert library.kvswap_encode_block(at, sizes, 1, 100, slot.ctypes.data) == GOOD
-    at = numbers([back.ctypes.data + 1])
-    assert library.kvswap_decode_block(at, sizes, 1, 100, slot.ctypes.data, 0, 1) == GOOD
+    assert native.encode_block([odd.ctypes.data + 1], [2048], 100, slot.ctypes.data) == GOOD
+    assert native.decode_block([back.ctypes.data + 1], [2048], 100, slot.ctypes.data, 0, 1) == GOOD
     np.testing.assert_array_equal(back, odd)
 
 
@@ -321,7 +293,6 @@ def test_what_was_not_sampled_may_be_a_little_larger() -> None:
 
 
 def test_blocks_that_cannot_be_encoded_are_refused() -> None:
-    library, found = loader.library(), abi.SlotFormat()
     calls = [
         ([2048, 96], 97),
         ([2048, 0], 97),
@@ -331,15 +302,13 @@ def test_blocks_that_cannot_be_encoded_are_refused() -> None:
         ([2048], 96),
         ([2048], 128),
     ]
-    errors = []
-    for sizes, width in calls:
-        assert not library.kvswap_encoding_format(
-            numbers(sizes), len(sizes), width, ctypes.byref(found)
-        )
-        errors.append(failure())
-    assert library.kvswap_encode_block(numbers([0]), numbers([96]), 1, 97, 0) == -1
-    assert library.kvswap_decode_block(numbers([0]), numbers([96]), 1, 97, 0, 0, 1) == -1
-    assert library.kvswap_count_escapes(numbers([0]), numbers([96]), 1) == -1
+    errors = [" ".join(error_text(native.SlotFormat, *call).split()) for call in calls]
+    for call in (
+        lambda: native.encode_block([0], [96], 97, 0),
+        lambda: native.decode_block([0], [96], 97, 0, 0, 1),
+        lambda: native.count_escapes([0], [96]),
+    ):
+        assert error_text(call).startswith("ValueError: slab 0 has 96 bytes of a block;")
     assert_expected_inline(
         "\n".join(errors),
         """\

@@ -24,7 +24,7 @@ from fake_procfs import write
 from processes import in_child, live_fork, run_script
 from simulated_driver import Driver, simulated
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap._native.log import warn_once
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Mapping, TorchMemory, create_file, map_new
@@ -79,7 +79,7 @@ def test_only_what_was_asked_for_is_touched(kind: str) -> None:
 def test_where_no_thread_can_be_had_the_caller_touches() -> None:
     mapped = Mapping(64 * MIB)
     before = resident()
-    loader.call("kvswap_host_touch", mapped.address, mapped.nbytes, 0, False, None, 0)
+    native.touch_host(mapped.address, mapped.nbytes, 0, False, [])
     assert resident() - before > 63 * MIB
 
 
@@ -208,16 +208,15 @@ def test_writing_behind_the_end_is_caught(kind: str) -> None:
 
 @KINDS
 def test_memory_is_unmapped_with_its_last_view(kind: str) -> None:
-    native = loader.library()
     unmapped = []
     with pytest.MonkeyPatch.context() as patch:
-        unmap = native.kvswap_host_unmap
+        unmap = native.unmap_host
 
         def note(*arguments: int) -> None:
             unmapped.append(arguments)
             unmap(*arguments)
 
-        patch.setattr(native, "kvswap_host_unmap", note)
+        patch.setattr(native, "unmap_host", note)
         mapped = mapping(kind, MIB)
     address, view = mapped.address, mapped.tensor[5:]
     mapped.release()
@@ -346,7 +345,7 @@ def test_the_node_of_the_gpu_is_found_by_its_place_on_the_bus(driver: Driver) ->
         write(Path(folder), "sys/bus/pci/devices/0001:ab:1c.0/numa_node", "3\n")
         patch.setattr(system, "ROOT", Path(folder))
         bind = lambda address, nbytes, node: nodes.append((nbytes, node)) or True  # noqa: E731
-        patch.setattr(loader.library(), "kvswap_host_bind", bind)
+        patch.setattr(native, "bind_host", bind)
         mapped = Mapping(MIB)
         mapped.place(GPU, None, range(4096, MIB))
         driver.set_attribute(33, 0)  # there is no such device
@@ -362,18 +361,18 @@ def test_where_placing_is_forbidden_the_cpus_of_the_node_touch(
     cpus = sorted(os.sched_getaffinity(0))
     write(tmp_path, "sys/devices/system/node/node0/cpulist", f"{cpus[0]}\n")
     monkeypatch.setattr(system, "ROOT", tmp_path)
-    monkeypatch.setattr(loader.library(), "kvswap_host_bind", lambda *arguments: False)
+    monkeypatch.setattr(native, "bind_host", lambda *arguments: False)
     calls = []
-    touch = loader.library().kvswap_host_touch
+    touch = native.touch_host
     monkeypatch.setattr(
-        loader.library(),
-        "kvswap_host_touch",
-        lambda *arguments: (calls.append((list(arguments[4]), arguments[5])), touch(*arguments))[1],
+        native,
+        "touch_host",
+        lambda *arguments: (calls.append(arguments[4]), touch(*arguments))[1],
     )
     mapped = Mapping(MIB)
     mapped.place(GPU, 0, range(MIB))
     mapped.touch(0, MIB)
-    assert calls == [([cpus[0]], 1)]
+    assert calls == [[cpus[0]]]
     assert sorted(os.sched_getaffinity(0)) == cpus  # this thread keeps its own
 
 

@@ -21,7 +21,7 @@ from processes import in_child, live_fork
 from simulated_driver import HOST, Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import system
 from torch_kvswap.host_pool.memory import Registration
@@ -247,16 +247,15 @@ def test_pageable_memory_is_not_registered(driver: Driver) -> None:
 def test_a_dropped_pool_is_unregistered_while_its_memory_is_still_there(driver: Driver) -> None:
     pool = HostPool(on_gpu(driver), num_pages=1000)
     address = pool.pages.data_ptr()
-    library = loader.library()
-    unregister = library.kvswap_host_unregister
+    unregister = native.unregister_host
     mapped = []
 
-    def look(device: int, address: int) -> bool:
+    def look(device: int, address: int) -> None:
         mapped.append(mapped_bytes(address))
-        return bool(unregister(device, address))
+        unregister(device, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "kvswap_host_unregister", look)
+        patch.setattr(native, "unregister_host", look)
         del pool
         gc.collect()
     assert mapped == [whole_pages(128_000)]
@@ -315,7 +314,7 @@ def test_the_pool_does_not_keep_its_handlers() -> None:
 def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> None:
     layout = on_gpu(driver)
     mapped: list[int] = []
-    map_memory = loader.library().kvswap_host_map
+    map_memory = native.map_host
 
     def note(*arguments: object) -> int:
         mapped.append(map_memory(*arguments))
@@ -323,7 +322,7 @@ def test_a_refused_registration_says_why_and_leaves_nothing(driver: Driver) -> N
 
     driver.fail("cuMemHostRegister", code=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader.library(), "kvswap_host_map", note)
+        patch.setattr(native, "map_host", note)
         patch.setattr(system, "memlock_limit", lambda: 1000)
         text = error_text(HostPool, layout, 10, pinned=True)
     assert_expected_inline(

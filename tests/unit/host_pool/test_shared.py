@@ -24,7 +24,7 @@ from patience import PATIENCE, in_time
 from simulated_driver import HOST, Driver, place, simulated
 
 from torch_kvswap import PoolHandle
-from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import OffloadHandler
 from torch_kvswap.host_pool import memory
 from torch_kvswap.host_pool.pool import HostPool
@@ -248,16 +248,15 @@ def test_reserved_huge_pages_do_not_make_a_pool_shared(monkeypatch: pytest.Monke
 
 @simulated
 def test_chunks_of_odd_pages_share_no_page_of_the_system(driver: Driver) -> None:
-    native, begins = loader.library(), []
-    register = native.kvswap_host_register
+    register, begins = native.register_host, []
 
-    def note(device: int, address: int, nbytes: int) -> bool:
+    def note(device: int, address: int, nbytes: int) -> None:
         begins.append(address)
-        return bool(register(device, address, nbytes))
+        register(device, address, nbytes)
 
     cache = place(driver, layout(656))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "kvswap_host_register", note)
+        patch.setattr(native, "register_host", note)
         pool = HostPool.create_shared(cache, 4000, rank=1, world=3, chunk_bytes=1 << 18)
     assert pool.local_pages == range(1333, 2666)
     assert len(begins) == 6

@@ -7,7 +7,8 @@ import pytest
 from error_text import error_text
 from expecttest import assert_expected_inline
 
-from torch_kvswap.prefix.groups import BlockGroup, needed_blocks, unit_tokens
+from torch_kvswap.prefix.groups import BlockGroup, unit_tokens
+from torch_kvswap.prefix.manager import BlockManager
 
 
 @pytest.mark.parametrize(
@@ -20,14 +21,15 @@ def test_a_window_needs_the_blocks_that_its_next_token_sees(window_tokens, block
     if window_tokens is not None and window_tokens > 1:
         end = 100 * block_tokens  # the next token, which sees itself and those before it
         seen = {token // block_tokens for token in range(end - window_tokens + 1, end)}
-        assert [*needed_blocks([group], 100)[0]] == sorted(seen)
+        assert [*BlockManager([group]).needed_blocks(100)[0]] == sorted(seen)
 
 
 def test_a_prefix_ends_where_blocks_of_all_groups_end():
     groups = [BlockGroup(1, 6), BlockGroup(1, 4, window_tokens=9), BlockGroup(1, 12, is_state=True)]
     assert unit_tokens(groups) == 12
-    assert needed_blocks(groups, 3) == [range(6), range(7, 9), range(2, 3)]
-    assert needed_blocks(groups, 0) == [range(0), range(0), range(0)]
+    manager = BlockManager(groups)
+    assert manager.needed_blocks(3) == [range(6), range(7, 9), range(2, 3)]
+    assert manager.needed_blocks(0) == [range(0), range(0), range(0)]
 
 
 def test_the_fields_of_a_group_are_checked_when_it_is_made():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,41 +14,13 @@ from typing import Any
 
 import pytest
 
-from torch_kvswap._native import loader
 from torch_kvswap.prefix import hashing
 from torch_kvswap.prefix.hashing import SLICE, join_digests, read_digests
 from torch_kvswap.prefix.manager import BlockGroup, BlockManager
 
-FEW = 1024  # KVSWAP_BLOCKS_FEW_KEYS
+FEW = 1024  # kFewKeys of csrc/prefix/manager.h
 MANY = os.urandom(32 * (FEW + 1))
 SECONDS = 60  # until a race that has to come up must have come up
-
-
-class Recorder:
-    """The C interface, and which of its functions were called without the GIL."""
-
-    def __init__(self) -> None:
-        self.library = loader.library()
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.calls.append(name.removeprefix("kvswap_blocks_"))
-            return getattr(self.library, name)(*arguments)
-
-        return call
-
-    def during(self, call: Callable[..., Any], *arguments: Any) -> list[str]:
-        self.calls.clear()
-        call(*arguments)
-        return self.calls
-
-
-@pytest.fixture
-def without_gil(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(loader, "library", lambda: recorder)
-    return recorder
 
 
 @contextmanager
@@ -81,92 +53,109 @@ def counting() -> Iterator[list[int]]:
         thread.join()
 
 
-# The GIL
+@contextmanager
+def watched() -> Iterator[Callable[..., bool]]:
+    """What says of a call whether another thread ran meanwhile, which needs the GIL."""
 
+    def lets_others_run(call: Callable[..., object], *arguments: object) -> bool:
+        before = count[0]
+        call(*arguments)
+        return count[0] != before
 
-def test_a_lookup_of_many_keys_lets_other_threads_run_and_one_of_few_does_not() -> None:
-    manager, keys = BlockManager(FEW), os.urandom(32 * 200_000)
-    few = keys[: 32 * FEW]
-    manager.complete(manager.prepare_store(few))
-    held = loader.holding().kvswap_blocks_lookup
-    counts, found = array("q", [200_000]), array("q", [0, 0, 0])
-    places = counts.buffer_info()[0], found.buffer_info()[0]
+    gc.collect()  # what it finalizes may let the GIL go
+    gc.disable()
     with counting() as count, no_forced_switch():
         # The thread may have asked for the GIL before, by the old interval.
         asked_anew = count[0] + 2
         while count[0] < asked_anew:
             time.sleep(0.001)
-        before = count[0]
+        try:
+            yield lets_others_run
+        finally:
+            gc.enable()
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    """A thread that could have run need not have been fast enough."""
+    deadline = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0)  # another thread may need the GIL first
+
+
+# The GIL
+
+
+def test_calls_with_many_keys_let_other_threads_run_and_those_with_few_do_not() -> None:
+    seen: set[str] = set()
+    with watched() as lets_others_run:
+
+        def call_all(keys: bytes) -> set[str]:
+            manager, kept = BlockManager(2 * FEW), list[Any]()
+
+            def note(name: str, call: Callable[..., Any], *arguments: Any) -> None:
+                if lets_others_run(lambda: kept.append(call(*arguments))):
+                    seen.add(name)
+
+            note("lookup", manager.lookup, keys)
+            note("prepare_store", manager.prepare_store, keys)
+            # A store of all keys but one holds the pages of all.
+            note("end of a store", manager.complete, kept[-1])
+            note("touch", manager.touch, keys)
+            note("order", manager.order, keys)
+            note("lease", manager.lease, keys, 100)
+            note("release", manager.release, kept[-1])
+            note("prepare_load", manager.prepare_load, keys)
+            note("end of a load", manager.fail, kept[-1])
+            return seen
+
         for _ in range(20):
-            assert manager.lookup(few).ready == FEW
-            # The control: what a lookup does that keeps the GIL, however many keys there are.
-            assert held(manager._native.pointer, keys, places[0], False, places[1], True) == 1
-        assert count[0] == before
-        deadline = time.monotonic() + SECONDS
-        while count[0] == before:
-            assert manager.lookup(keys).ready == FEW
-            assert time.monotonic() < deadline
+            assert call_all(MANY[:-32]) == set()
+        until(lambda: len(call_all(MANY)) == 9)
 
 
-def test_every_call_with_many_keys_is_made_without_the_gil(without_gil: Recorder) -> None:
-    manager = BlockManager(2 * FEW)
-    kept: list[Any] = []
-
-    def keep(call: Callable[..., Any], *arguments: Any) -> None:
-        kept.append(call(*arguments))
-
-    def check(name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        made = without_gil.during(call, *arguments)
-        assert made == ([name] if len(keys) == len(MANY) else []), name
-
-    for keys in (MANY[:-32], MANY):
-        check("lookup", manager.lookup, keys)
-        check("prepare_store", keep, manager.prepare_store, keys)
-        # A store of all keys but one holds the pages of all.
-        check("end", manager.complete, kept.pop())
-        check("touch", manager.touch, keys)
-        check("lease", keep, manager.lease, keys, 100)
-        check("release", manager.release, kept.pop())
-        check("prepare_load", keep, manager.prepare_load, keys)
-        check("end", manager.fail, kept.pop())
-
-
-def test_keys_of_all_groups_together_are_many(without_gil: Recorder) -> None:
+def test_keys_of_all_groups_together_are_many() -> None:
     manager = BlockManager([BlockGroup(FEW), BlockGroup(FEW)])
     half = MANY[: 16 * FEW]
-    assert without_gil.during(manager.lookup, [half, half]) == []
-    assert without_gil.during(manager.lookup, [half, MANY[: 16 * FEW + 32]]) == ["lookup"]
+    with watched() as lets_others_run:
+        for _ in range(20):
+            assert not lets_others_run(manager.lookup, [half, half])
+        more = [half, MANY[: 16 * FEW + 32]]
+        until(lambda: lets_others_run(manager.lookup, more))
 
 
-def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many(
-    without_gil: Recorder,
-) -> None:
+def test_leases_that_have_ended_are_released_without_the_gil_if_they_are_many() -> None:
     now = 0.0
     manager = BlockManager(2 * FEW, clock=lambda: now)
     manager.complete(manager.prepare_store(MANY))
-    manager.lease(MANY[: 32 * (FEW - 2)], 1)
-    now = 1.0
-    assert without_gil.during(manager.prepare_store, MANY[:32]) == []
-    manager.lease(MANY[: 32 * (FEW // 2)], 1)
-    manager.lease(MANY[: 32 * (FEW // 2)], 1)
-    now = 2.0
-    assert without_gil.during(manager.lease, MANY[:32], 1) == ["lease"]
-    assert manager.stats().idle_pages == FEW
+    with watched() as lets_others_run:
+
+        def ends_without_the_gil(keys: int, leases: int) -> bool:
+            nonlocal now
+            for _ in range(leases):
+                manager.lease(MANY[: 32 * keys], 1)
+            now += 2
+            return lets_others_run(manager.lease, MANY[:32], 1)
+
+        for _ in range(20):
+            assert not ends_without_the_gil(FEW - 3, 1)  # and the lease of the call before
+        until(lambda: ends_without_the_gil(FEW // 2, 2))
+    now += 2
+    assert manager.stats().idle_pages == FEW + 1
 
 
-def test_a_released_lease_leaves_nothing_behind_that_must_be_ended_later(
-    without_gil: Recorder,
-) -> None:
+def test_a_released_lease_leaves_nothing_behind_that_must_be_ended_later() -> None:
     now = 0.0
     manager = BlockManager(1, clock=lambda: now)
     manager.complete(manager.prepare_store(MANY[:32]))
     for _ in range(FEW + 1):
         assert manager.release(manager.lease(MANY[:32], 1))
     now = 1.0
-    assert without_gil.during(manager.prepare_store, MANY[:32]) == []
+    with watched() as lets_others_run:
+        assert not lets_others_run(manager.prepare_store, MANY[:32])
 
 
-def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go(without_gil: Recorder) -> None:
+def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go() -> None:
     manager, over = BlockManager(FEW), threading.Event()
     manager.complete(manager.prepare_store(MANY[:32]))
     keys = os.urandom(32 * 100_000)
@@ -175,16 +164,15 @@ def test_a_call_that_would_wait_for_another_thread_lets_the_gil_go(without_gil: 
         while not over.is_set():
             manager.touch(keys)
 
-    thread = threading.Thread(target=hold_the_lock)
-    thread.start()
-    deadline = time.monotonic() + SECONDS
-    try:
-        while "lookup" not in without_gil.calls:
-            assert manager.lookup(MANY[:32]) == (1, 1, 0)
-            assert time.monotonic() < deadline
-    finally:
-        over.set()
-        thread.join()
+    with watched() as lets_others_run:
+        assert not lets_others_run(manager.lookup, MANY[:32])
+        thread = threading.Thread(target=hold_the_lock)
+        thread.start()
+        try:
+            until(lambda: lets_others_run(manager.lookup, MANY[:32]))
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_many_keys_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

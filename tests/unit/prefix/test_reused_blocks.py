@@ -17,7 +17,6 @@ from interrupts import Interrupted, Interrupter
 from simulated_driver import Driver, cache, simulated
 
 from torch_kvswap import AFTER_NOTHING, OffloadEngine, OffloadHandler, PagedLayout
-from torch_kvswap.prefix.manager import StoreReservation
 from torch_kvswap.prefix.open_jobs import OpenJob, OpenJobs
 
 
@@ -68,7 +67,8 @@ def add_store(
     open_jobs: OpenJobs, engine: OffloadEngine, blocks: list[int], job: Any = None
 ) -> OpenJob:
     """A store of these blocks in the only group; without a job it was not submitted."""
-    reservation = StoreReservation(1, np.arange(1), np.arange(1))
+    reservation = engine.manager.prepare_store([str(blocks)])
+    assert reservation is not None
     entry = OpenJob(engine.manager, reservation, [np.array(blocks)])
     open_jobs.add(entry, [array("q", blocks)])
     entry.job = job
@@ -78,7 +78,9 @@ def add_store(
 def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block() -> None:
     """It can have failed before the earlier one has ended."""
     engine, _ = make()
-    jobs = [SimpleNamespace(id=number, query=lambda: False) for number in range(3)]
+    jobs = [
+        SimpleNamespace(id=number, is_submitted=True, query=lambda: False) for number in range(3)
+    ]
     with engine.handler as handler:
         open_jobs = OpenJobs(handler)
         entries = [
@@ -101,7 +103,7 @@ def test_a_store_that_has_ended_does_not_hide_an_earlier_one_of_the_same_block()
 
 def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
     engine, _ = make()
-    job = SimpleNamespace(query=lambda: False)
+    job = SimpleNamespace(is_submitted=True, query=lambda: False)
     with engine.handler as handler:
         open_jobs = OpenJobs(handler)
         first = add_store(open_jobs, engine, [1, 2], job)
@@ -113,7 +115,7 @@ def test_a_store_that_was_not_submitted_does_not_hide_an_earlier_one() -> None:
 
 def test_an_interrupted_undo_does_not_hide_an_earlier_store() -> None:
     engine, _ = make()
-    job, interrupter = SimpleNamespace(query=lambda: False), Interrupter()
+    job, interrupter = SimpleNamespace(is_submitted=True, query=lambda: False), Interrupter()
     with engine.handler as handler:
         for at in count(1):
             open_jobs = OpenJobs(handler)
@@ -131,8 +133,8 @@ def test_an_interrupted_undo_does_not_hide_an_earlier_store() -> None:
 def test_stores_that_failed_and_are_reported_do_not_hide_an_earlier_one() -> None:
     engine, _ = make()
     jobs: list[Any] = [
-        SimpleNamespace(query=lambda: False),
-        *[SimpleNamespace(query=lambda: True)] * 3,
+        SimpleNamespace(is_submitted=True, query=lambda: False),
+        *[SimpleNamespace(is_submitted=True, query=lambda: True)] * 3,
     ]
     with engine.handler as handler:
         open_jobs = OpenJobs(handler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serving_demo import demo
-from torch_kvswap._native import abi
+from torch_kvswap.handler import LOADS
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ class ReversedLoads(demo.OffloadHandler):
 
     def _submit(self, channel, ids, *arguments, **options):
         gpu_block_ids, page_ids, first_block = ids
-        if channel == abi.LOADS:
+        if channel == LOADS:
             page_ids = page_ids[::-1]
         ids = gpu_block_ids, page_ids, first_block
         return super()._submit(channel, ids, *arguments, **options)

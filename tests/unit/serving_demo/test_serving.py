@@ -13,8 +13,7 @@ from serving_demo.model import Model, same_bits_every_time
 from serving_demo.request import Request
 from serving_demo.serving import Server
 from serving_demo.swapper import Swapper
-from torch_kvswap._native import abi
-from torch_kvswap.handler import DIRECTIONS, Result
+from torch_kvswap.handler import LOADS, Result
 from torch_kvswap.prefix.engine import OffloadEngine
 
 JUNK = 77.0
@@ -27,6 +26,8 @@ def ended(number, direction, nbytes, tag):
 
 
 class LateJob:
+    is_submitted = True
+
     def __init__(self, handler, number, direction, blocks, pages, tag):
         self.handler, self.id, self.direction, self.tag = handler, number, direction, tag
         self.blocks, self.pages = blocks, pages
@@ -66,7 +67,7 @@ class LateHandler:
         self.reserved, self._ended = {}, []
 
     def _submit(self, channel, ids, *, tag, reserved, **options):
-        direction = DIRECTIONS[channel]
+        direction = "load" if channel == LOADS else "store"
         blocks, pages, _ = ids
         if direction == "load":
             for kv_cache in self.cache:
@@ -225,7 +226,7 @@ def corrupted(how):
 
     def corrupt_loads(channel, ids, **options):
         blocks, pages, first_block = ids
-        if channel == abi.LOADS:
+        if channel == LOADS:
             pages = how(pages)
         return submit(channel, (blocks, pages, first_block), **options)
 

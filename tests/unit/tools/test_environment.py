@@ -117,7 +117,7 @@ class Checkout:
         (self.folder / "setup.py").write_text("print('built')\n")
         self.environment = load(self.folder / "tools" / "environment.py")
         monkeypatch.setattr(self.environment, "has_nvidia_driver", lambda: False)
-        for name in ("setuptools", "ninja", "numpy", "needed"):
+        for name in ("setuptools", "nanobind", "ninja", "numpy", "needed"):
             self.index.add(name, "99.0")
         shutil.copytree(venv, self.folder / ".venv", symlinks=True)
         self.python = self.folder / ".venv" / "bin" / "python"
@@ -223,6 +223,7 @@ def test_pip_takes_the_newest_torch_that_its_constraints_allow(checkout, constra
     assert checkout.packages() == {
         "torch": "2.14.1",
         "needed": "99.0",
+        "nanobind": "99.0",
         "ninja": "99.0",
         "numpy": "99.0",
         "setuptools": "99.0",

@@ -20,9 +20,11 @@ import pytest
 from expecttest import assert_expected_inline
 
 import torch_kvswap as kvs
+from torch_kvswap._native.loader import native
 
 ROOT = Path(__file__).parents[3]
 SHOW_ALL = "-fvisibility=default"
+LIBRARY = Path(native.__file__).name
 
 
 @pytest.fixture
@@ -169,18 +171,29 @@ def test_a_missing_ninja_is_named_with_the_way_out(setup, monkeypatch):
         setup.find_ninja()
 
 
+def test_a_missing_nanobind_is_named_with_the_way_out(setup, monkeypatch):
+    monkeypatch.setattr(setup, "nanobind", None)
+    with pytest.raises(SystemExit) as stop:
+        setup.find_nanobind()
+    assert_expected_inline(
+        str(stop.value).replace(sys.executable, "python3"),
+        """torch_kvswap: python3 has no nanobind, which binds C++ to Python. Install it: pip install 'nanobind>=3.1'""",
+    )
+
+
 class Checkout:
-    """A checkout with two sources, a header and a kernel, and a torch of its own.
+    """A checkout with two sources, a header and a kernel, and a torch and a nanobind of its own.
 
     Its folder is one that a shell and ninja would read otherwise without quotes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.site = folder / "a $checkout: 'small'", folder / "site"
-        self.library = self.folder / "torch_kvswap" / "_C.abi3.so"
-        for name in ("setup.py", "csrc/embed.S", "csrc/exports.map"):
+        self.library = self.folder / "torch_kvswap" / LIBRARY
+        for name in ("setup.py", "csrc/embed.S"):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.folder / name)
+        self.write("csrc/exports.map", "{ global: kvswap_*; };")
         self.write("csrc/a.h", "#define A 1")
         self.write("csrc/a.cpp", '#include "a.h"\nextern "C" int kvswap_a() { return A; }')
         self.write("csrc/b/b.cpp", '#include <torch.h>\nextern "C" int kvswap_b() { return 2; }')
@@ -191,6 +204,9 @@ class Checkout:
         (self.site / "torch" / "lib").mkdir()
         (self.site / "torch" / "lib" / "libtorch_cpu.so").write_text("INPUT(-lc)")  # for the linker
         self.set_torch_version("2.12.0")
+        (self.site / "nanobind" / "src").mkdir(parents=True)
+        (self.site / "nanobind" / "src" / "nb_combined.cpp").touch()
+        self.set_nanobind_version("3.1.0")
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).parent.mkdir(exist_ok=True)
@@ -200,6 +216,9 @@ class Checkout:
         metadata = self.site / "torch-2.12.0.dist-info" / "METADATA"
         metadata.parent.mkdir(exist_ok=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+    def set_nanobind_version(self, version: str) -> None:
+        (self.site / "nanobind" / "__init__.py").write_text(f"__version__ = {version!r}")
 
     def start_build(self, **environment: object) -> subprocess.Popen[str]:
         settings = {"KVSWAP_CUDA": 0, "CXX": "g++", "CXXFLAGS": SHOW_ALL, "LDFLAGS": ""}
@@ -236,8 +255,8 @@ def checkout(tmp_path) -> Checkout:
 
 
 def test_only_what_a_change_touches_is_compiled_again(checkout):
-    both = ["csrc/a.cpp", "csrc/b/b.cpp"]
-    assert checkout.build() == both
+    everything = ["csrc/a.cpp", "csrc/b/b.cpp", "nanobind"]
+    assert checkout.build() == everything
     assert checkout.build() == []
     checkout.write("csrc/b/b.cpp", '#include <torch.h>\nextern "C" int kvswap_b() { return 3; }')
     assert checkout.build() == ["csrc/b/b.cpp"]
@@ -247,9 +266,11 @@ def test_only_what_a_change_touches_is_compiled_again(checkout):
     assert checkout.load().kvswap_a() == 4
     (checkout.site / "torch" / "include" / "torch.h").touch()
     assert checkout.build() == ["csrc/b/b.cpp"]
-    assert checkout.build(CXXFLAGS="-O1") == both
+    assert checkout.build(CXXFLAGS="-O1") == everything
     checkout.set_torch_version("2.13.0")
-    assert checkout.build(CXXFLAGS="-O1") == both
+    assert checkout.build(CXXFLAGS="-O1") == everything[:2]
+    checkout.set_nanobind_version("3.2.0")
+    assert checkout.build(CXXFLAGS="-O1") == everything
     assert checkout.build(CXXFLAGS="-O1") == []
 
 
@@ -270,7 +291,7 @@ def test_a_library_that_is_up_to_date_is_left_alone_and_another_replaced(checkou
         checkout.build()
         assert being_read.read() == "of another build"
     assert checkout.library.read_bytes() == content
-    assert [path.name for path in checkout.library.parent.iterdir()] == ["_C.abi3.so"]
+    assert [path.name for path in checkout.library.parent.iterdir()] == [LIBRARY]
 
 
 def test_flags_reach_the_compiler_as_they_are(checkout):
@@ -286,7 +307,7 @@ def test_kernels_are_bytes_of_the_library(checkout, tmp_path):
     home = make_cuda(tmp_path / "cuda home", "12.8")
     checkout.write("csrc/a.cpp", 'extern "C" int kvswap_a() { return KVSWAP_WITH_KERNELS; }')
     with_kernels = {"KVSWAP_CUDA": 1, "CUDA_HOME": home}
-    sources = ["csrc/a.cpp", "csrc/b/b.cpp", "csrc/b/kernel.cu"]
+    sources = ["csrc/a.cpp", "csrc/b/b.cpp", "csrc/b/kernel.cu", "nanobind"]
     assert checkout.build(**with_kernels) == sources
     assert checkout.load().kvswap_a() == 12080
     image = (ctypes.c_char * 12).in_dll(checkout.load(), "kvswap_kernel_image")
@@ -366,7 +387,7 @@ def build_twice_at_once(checkout: Checkout, **environment: object) -> list[str]:
 
 
 def test_of_two_builds_at_once_one_waits_and_has_nothing_to_do(checkout):
-    assert build_twice_at_once(checkout) == ["csrc/a.cpp", "csrc/b/b.cpp"]
+    assert build_twice_at_once(checkout) == ["csrc/a.cpp", "csrc/b/b.cpp", "nanobind"]
     assert checkout.load().kvswap_a() == 1
     assert checkout.build() == []
 
@@ -405,10 +426,12 @@ def read_metadata(wheel: Path) -> Message:
 
 
 @pytest.mark.slow
-def test_pip_makes_one_wheel_for_every_python_and_torch(wheel):
-    assert wheel.name.startswith(f"torch_kvswap-{kvs.__version__}-cp310-abi3-linux_")
+def test_pip_makes_one_wheel_for_every_torch_and_for_every_python_that_can_share_it(wheel):
+    python = "cp{}{}".format(*sys.version_info)
+    tags = "cp312-abi3" if sys.version_info >= (3, 12) else f"{python}-{python}"
+    assert wheel.name.startswith(f"torch_kvswap-{kvs.__version__}-{tags}-linux_")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"torch_kvswap/_C.abi3.so", "torch_kvswap/py.typed"} <= set(names)
+    assert {f"torch_kvswap/{LIBRARY}", "torch_kvswap/py.typed"} <= set(names)
     assert not any(name.startswith(("tests/", "tools/")) for name in names)
 
 

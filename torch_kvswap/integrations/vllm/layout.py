@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torch_kvswap._native.abi import Int64Array
+from torch_kvswap._native.arguments import Int64Array
 from torch_kvswap.layout import PagedLayout
 
 

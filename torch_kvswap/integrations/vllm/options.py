@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from torch_kvswap._native.blocks import POLICIES
 from torch_kvswap.copy_method import CHOICES as COPY_METHODS
 from torch_kvswap.copy_method import DEFAULT_STAGING_BYTES
 from torch_kvswap.host_pool.encoding import ENCODINGS, EncodingName, read_encoding
+from torch_kvswap.prefix.manager import POLICIES
 
 # Options that vLLM reads itself.
 _OF_VLLM = (

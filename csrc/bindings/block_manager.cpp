@@ -1,0 +1,409 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/python.h"
+#include "check.h"
+#include "prefix/manager.h"
+
+// The native part of torch_kvswap.BlockManager. A call with few keys is made with the GIL held; if
+// it would have to wait or take long, it is made again without the GIL (prefix/manager.h).
+namespace kvswap::bindings {
+namespace {
+
+using prefix::kDigestBytes;
+using Ranges = std::vector<std::pair<size_t, size_t>>;
+using GroupTuple = std::tuple<size_t, size_t, size_t>;  // pages, ratio, window
+
+// Keys read from a list with the GIL held, before other threads get a chance to run.
+constexpr Py_ssize_t kAtOnce = 1024;
+
+// Whether a list has only keys that are digests, which are appended.
+bool read_list(PyObject* list, std::vector<uint8_t>& to) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+    PyObject* key = PyList_GetItem(list, i);  // borrowed
+    char* bytes = nullptr;
+    Py_ssize_t length = 0;
+    if (!PyBytes_CheckExact(key) || PyBytes_AsStringAndSize(key, &bytes, &length) != 0)
+      return false;
+    if (length != static_cast<Py_ssize_t>(kDigestBytes)) return false;
+    to.insert(to.end(), bytes, bytes + length);
+    if (i % kAtOnce == kAtOnce - 1) without_gil([] {});
+  }
+  return true;
+}
+
+// The digests of a call's keys, of all groups in a row.
+class Digests {
+ public:
+  // keys: of the only group; of several groups a list with those of each.
+  Digests(nb::handle keys, bool is_list, size_t num_groups) {
+    if (!is_list) {
+      one_count_ = read("keys", keys);
+      return;
+    }
+    const auto split = split_ids("keys", keys, static_cast<int>(num_groups));
+    for (size_t g = 0; g < num_groups; ++g) {
+      own_ = true;
+      counts_.push_back(read("keys[" + std::to_string(g) + "]", split[g]));
+    }
+  }
+
+  prefix::Keys keys() const { return {digests(), counts()}; }
+  const int64_t* counts() const { return counts_.empty() ? &one_count_ : counts_.data(); }
+  size_t size() const { return total_; }
+
+  // Leaves the keys in these ranges of each group. Throws ValueError if a group has fewer.
+  void cut(const Ranges& ranges) {
+    std::vector<uint8_t> kept;
+    std::vector<int64_t> numbers;
+    const uint8_t* from = digests();
+    total_ = 0;
+    for (size_t g = 0; g < ranges.size(); ++g) {
+      const auto [first, end] = ranges[g];
+      const auto count = static_cast<size_t>(counts()[g]);
+      if (end > count) {
+        fail<ValueError>("the prefix needs ", count_of(end, "block"), " of group ", g,
+                         ", which has ", count_of(count, "key"));
+      }
+      kept.insert(kept.end(), from + first * kDigestBytes, from + end * kDigestBytes);
+      from += count * kDigestBytes;
+      numbers.push_back(static_cast<int64_t>(end - first));
+      total_ += end - first;
+    }
+    copied_ = std::move(kept);
+    counts_ = std::move(numbers);
+    bytes_ = nullptr;
+  }
+
+ private:
+  static std::string count_of(size_t count, const char* noun) {
+    return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+  }
+
+  const uint8_t* digests() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
+
+  int64_t read(const std::string& name, nb::handle keys) {
+    const size_t before = copied_.size();
+    size_t count = 0;
+    if (PyList_CheckExact(keys.ptr()) && read_list(keys.ptr(), copied_)) {
+      count = (copied_.size() - before) / kDigestBytes;
+    } else {
+      copied_.resize(before);
+      nb::object object = nb::borrow(keys);
+      if (!PyBytes_CheckExact(keys.ptr()) || nb::len(keys) % kDigestBytes != 0) {
+        object = python.read_digests(name, keys);
+      }
+      char* bytes = nullptr;
+      Py_ssize_t length = 0;
+      if (PyBytes_AsStringAndSize(object.ptr(), &bytes, &length) != 0) throw nb::python_error();
+      count = static_cast<size_t>(length) / kDigestBytes;
+      if (own_) {
+        copied_.insert(copied_.end(), bytes, bytes + length);
+      } else {
+        bytes_ = reinterpret_cast<const uint8_t*>(bytes);
+        held_ = std::move(object);
+      }
+    }
+    total_ += count;
+    return static_cast<int64_t>(count);
+  }
+
+  bool own_ = false;  // several groups: their digests are copied into a row
+  nb::object held_;   // the bytes that bytes_ points to
+  const uint8_t* bytes_ = nullptr;
+  std::vector<uint8_t> copied_;
+  std::vector<int64_t> counts_;
+  int64_t one_count_ = 0;
+  size_t total_ = 0;
+};
+
+// Makes a call with the GIL held, and without it if it is busy.
+template <typename Call>
+auto busy(const Call& call) {
+  try {
+    return call(false);
+  } catch (const prefix::Busy&) {
+    return without_gil([&] { return call(true); });
+  }
+}
+
+// Numbers of all groups in a row, as Python gets them: an array, or a list with one of each group.
+class Split {
+ public:
+  Split(std::vector<int64_t> numbers, std::vector<int64_t> counts, bool is_list)
+      : numbers_(std::move(numbers)), counts_(std::move(counts)), is_list_(is_list) {}
+
+  // Made when it is first asked for.
+  nb::any get() {
+    if (made_.is_valid()) return as_any(made_);
+    if (is_list_) {
+      nb::list several;
+      auto next = numbers_.begin();
+      for (const int64_t count : counts_) {
+        several.append(to_numpy({next, next + count}));
+        next += count;
+      }
+      made_ = several;
+    } else {
+      made_ = to_numpy(std::move(numbers_));
+    }
+    return as_any(made_);
+  }
+
+ private:
+  std::vector<int64_t> numbers_, counts_;
+  bool is_list_;
+  nb::object made_;
+};
+
+struct LoadReservation {
+  int64_t id;
+  Ranges key_ranges;
+  bool is_list;
+  Split pages;
+
+  nb::any key_indices() const {
+    nb::list several;
+    const nb::handle range = reinterpret_cast<PyObject*>(&PyRange_Type);
+    for (const auto& [first, end] : key_ranges) several.append(range(first, end));
+    return as_any(is_list ? nb::object(several) : nb::object(several[0]));
+  }
+};
+
+struct StoreReservation {
+  int64_t id;
+  Split key_indices, pages;
+  int64_t lease;
+};
+
+class PyBlockManager {
+ public:
+  PyBlockManager(nb::typed<nb::list, GroupTuple> groups, bool is_list, int policy,
+                 uint32_t store_threshold, int32_t events)
+      : is_list_(is_list),
+        num_groups_(groups.size()),
+        manager_(read_groups(groups), {static_cast<prefix::EvictionPolicyKind>(policy),
+                                       store_threshold, lookup_capacity(groups), events}) {}
+
+  void grow(nb::typed<nb::list, int> ready_pages) {
+    prefix::BlockManager& manager = alive();
+    const auto pages = items_of<int64_t>(ready_pages);
+    without_gil([&] { manager.grow(pages.data()); });
+  }
+
+  nb::any lookup(nb::handle keys, bool again) {
+    const Digests digests = read(keys);
+    const auto [found, ready, pending] =
+        busy([&](bool wait) { return manager_.lookup(digests.keys(), again, wait); });
+    // Lookup is a named tuple; its own constructor takes twice as long.
+    static const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    const nb::tuple arguments = nb::make_tuple(nb::make_tuple(found, ready, pending));
+    auto* type = reinterpret_cast<PyTypeObject*>(python.Lookup.ptr());
+    return as_any(nb::steal(make(type, arguments.ptr(), nullptr)));
+  }
+
+  // The blocks [first, end) of each group that a prefix of this many units needs.
+  Ranges needed_blocks(int64_t units) const { return manager_.needed_blocks(units); }
+
+  std::optional<LoadReservation> prepare_load(nb::handle keys, std::optional<int64_t> prefix) {
+    Digests digests = read(keys);
+    Ranges ranges;
+    if (prefix) {
+      ranges = manager_.needed_blocks(*prefix);
+      digests.cut(ranges);
+    } else {
+      for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, digests.counts()[g]);
+    }
+    std::vector<int64_t> pages(digests.size());
+    const int64_t id =
+        busy([&](bool wait) { return manager_.prepare_load(digests.keys(), pages.data(), wait); });
+    if (id == 0) return std::nullopt;
+    return LoadReservation{id, std::move(ranges), is_list_,
+                           split(std::move(pages), digests.counts())};
+  }
+
+  std::optional<StoreReservation> prepare_store(nb::handle keys, double now, bool keep) {
+    const Digests digests = read(keys);
+    std::vector<int64_t> indices(digests.size()), pages(digests.size()), counts(num_groups_);
+    const auto stored = busy([&](bool wait) {
+      return manager_.prepare_store(digests.keys(), now, keep, indices.data(), pages.data(),
+                                    counts.data(), wait);
+    });
+    if (!stored) return std::nullopt;
+    size_t written = 0;
+    for (const int64_t count : counts) written += static_cast<size_t>(count);
+    indices.resize(written);
+    pages.resize(written);
+    return StoreReservation{stored->reservation, split(std::move(indices), counts.data()),
+                            split(std::move(pages), counts.data()), stored->lease};
+  }
+
+  // rejected: ascending positions of the reservation's pages.
+  void end(int64_t reservation, bool succeeded, nb::handle rejected) {
+    alive();
+    std::vector<int64_t> positions;
+    const bool are_none = PyTuple_CheckExact(rejected.ptr()) && nb::len(rejected) == 0;
+    if (!are_none) read_ids("rejected", rejected, positions);
+    busy([&](bool wait) { manager_.end(reservation, succeeded, positions, wait); });
+  }
+
+  void touch(nb::handle keys) {
+    const Digests digests = read(keys);
+    busy([&](bool wait) { manager_.touch(digests.keys(), wait); });
+  }
+
+  void order(nb::handle keys, bool renew) {
+    const Digests digests = read(keys);
+    busy([&](bool wait) { manager_.order(digests.keys(), renew, wait); });
+  }
+
+  // 0 if a block is not cached.
+  int64_t lease(nb::handle keys, double now, double seconds) {
+    const Digests digests = read(keys);
+    return busy([&](bool wait) { return manager_.lease(digests.keys(), now, seconds, wait); });
+  }
+
+  bool release(int64_t lease) {
+    alive();
+    return busy([&](bool wait) { return manager_.release(lease, wait); });
+  }
+
+  void reset() {
+    prefix::BlockManager& manager = alive();
+    without_gil([&] { manager.reset(); });
+  }
+
+  // The oldest events, 1,024 at most: kind, group and key of each.
+  nb::typed<nb::list, nb::typed<nb::tuple, int, int, nb::bytes>> take_events() {
+    prefix::BlockManager& manager = alive();
+    std::vector<prefix::BlockEvent> events(1024);
+    events.resize(without_gil([&] { return manager.take_events(events.data(), events.size()); }));
+    nb::list taken;
+    for (const auto& [kind, group, key] : events) {
+      taken.append(nb::make_tuple(static_cast<int>(kind), group, nb::bytes(&key, sizeof key)));
+    }
+    return taken;
+  }
+
+  // As many numbers as BlockStats has fields.
+  nb::typed<nb::tuple, int, nb::ellipsis> stats(size_t group, double now) {
+    prefix::BlockManager& manager = alive();
+    uint64_t n[13];
+    without_gil([&] {
+      manager.stats(group, now, [&](const prefix::Counters& of, const prefix::Pages& pages) {
+        const uint64_t numbers[] = {of.asked,           of.hits,
+                                    of.pending,         of.stored,
+                                    of.loaded,          pages.num_evicted(),
+                                    of.skipped,         of.refused,
+                                    of.failed,          pages.num_ready_pages(),
+                                    pages.num_free(),   pages.num_idle(),
+                                    pages.num_filling()};
+        std::copy(std::begin(numbers), std::end(numbers), n);
+      });
+    });
+    nb::list counts;
+    for (const uint64_t number : n) counts.append(number);
+    return nb::tuple(counts);
+  }
+
+ private:
+  static std::vector<prefix::GroupOptions> read_groups(nb::handle groups) {
+    std::vector<prefix::GroupOptions> read;
+    for (const auto& [num_pages, ratio, window] : items_of<GroupTuple>(groups))
+      read.push_back({num_pages, ratio, window});
+    return read;
+  }
+  static size_t lookup_capacity(nb::handle groups) {
+    size_t pages = 0;
+    for (const auto& group : items_of<GroupTuple>(groups)) pages += std::get<0>(group);
+    return pages;
+  }
+
+  prefix::BlockManager& alive() {
+    process_.check();
+    return manager_;
+  }
+  Digests read(nb::handle keys) const {
+    process_.check();
+    return {keys, is_list_, num_groups_};
+  }
+  Split split(std::vector<int64_t> numbers, const int64_t* counts) const {
+    if (!is_list_) return {std::move(numbers), {}, false};
+    return {std::move(numbers), {counts, counts + num_groups_}, true};
+  }
+
+  const ForkGuard process_{"block manager"};
+  const bool is_list_;
+  const size_t num_groups_;
+  prefix::BlockManager manager_;
+};
+
+}  // namespace
+
+void bind_block_manager(nb::module_& module) {
+  module.attr("DIGEST_BYTES") = kDigestBytes;
+
+  const auto repr_as = [](const char* text) {
+    return [text](nb::handle self) { return nb::str(text).format(self); };
+  };
+  nb::class_<LoadReservation>(
+      module, "LoadReservation",
+      R"(A reservation of pages to load. They are held until complete() or fail() is called.
+
+With several groups, key_indices and pages are lists with one entry per group.
+
+Attributes:
+    id (int): number of the reservation.
+    key_indices (range): index of each page's key in the given keys.
+    pages (np.ndarray): int64, the pages.)")
+      .def_ro("id", &LoadReservation::id)
+      .def_prop_ro("key_indices", &LoadReservation::key_indices)
+      .def_prop_ro("pages", [](LoadReservation& of) { return of.pages.get(); })
+      .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
+                               "pages={0.pages!r})"));
+
+  nb::class_<StoreReservation>(module, "StoreReservation",
+                               R"(A reservation of pages to store, for the keys that have none.
+
+They are held until complete() or fail() is called.
+
+With several groups, key_indices and pages are lists with one entry per group.
+
+Attributes:
+    id (int): number of the reservation; 0 if there is nothing to store.
+    key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
+    pages (np.ndarray): int64, the pages to write.
+    lease (int): the lease of preempt(), which lasts until release(); 0 for none.)")
+      .def_ro("id", &StoreReservation::id)
+      .def_prop_ro("key_indices", [](StoreReservation& of) { return of.key_indices.get(); })
+      .def_prop_ro("pages", [](StoreReservation& of) { return of.pages.get(); })
+      .def_ro("lease", &StoreReservation::lease)
+      .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
+                               "pages={0.pages!r}, lease={0.lease})"));
+
+  nb::class_<PyBlockManager>(module, "BlockManager")
+      .def(nb::init<nb::typed<nb::list, GroupTuple>, bool, int, uint32_t, int32_t>(), "groups"_a,
+           "is_list"_a, "policy"_a, "store_threshold"_a, "events"_a)
+      .def("grow", &PyBlockManager::grow, "num_ready_pages"_a)
+      .def("lookup", &PyBlockManager::lookup, "keys"_a.none(), "again"_a)
+      .def("needed_blocks", &PyBlockManager::needed_blocks, "units"_a)
+      .def("prepare_load", &PyBlockManager::prepare_load, "keys"_a.none(), "prefix"_a.none())
+      .def("prepare_store", &PyBlockManager::prepare_store, "keys"_a.none(), "now"_a, "keep"_a)
+      .def("end", &PyBlockManager::end, "reservation"_a, "succeeded"_a, "rejected"_a.none())
+      .def("touch", &PyBlockManager::touch, "keys"_a.none())
+      .def("order", &PyBlockManager::order, "keys"_a.none(), "renew"_a)
+      .def("lease", &PyBlockManager::lease, "keys"_a.none(), "now"_a, "seconds"_a)
+      .def("release", &PyBlockManager::release, "lease"_a)
+      .def("reset", &PyBlockManager::reset)
+      .def("take_events", &PyBlockManager::take_events)
+      .def("stats", &PyBlockManager::stats, "group"_a, "now"_a);
+}
+
+}  // namespace kvswap::bindings

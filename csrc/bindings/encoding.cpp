@@ -1,0 +1,80 @@
+#include <utility>
+#include <vector>
+
+#include "bindings/python.h"
+#include "encoding/codec.h"
+#include "encoding/slot_format.h"
+
+// Lossless encoding of blocks of bf16 values by the CPU, see docs/encoding.md. sizes: bytes of a
+// block in each slab; bases: where they are in host memory. width_eighths: bits of a slot for each
+// value, in eighths of a bit. The codec releases the GIL.
+namespace kvswap::bindings {
+namespace {
+
+Slabs slabs_at(nb::handle bases) {
+  Slabs slabs;
+  slabs.bases = read_numbers<uint64_t>(bases);
+  slabs.strides.resize(slabs.bases.size());
+  return slabs;
+}
+
+// A block in host memory, and what its slot has.
+struct HostBlock {
+  SlotFormat format;
+  std::vector<SlotTile> tiles;
+
+  HostBlock(nb::handle bases, nb::handle sizes, int width_eighths)
+      : format(read_numbers<uint64_t>(sizes), width_eighths),
+        tiles(tiles_in(slabs_at(bases), format.tiles())) {}
+  SlotTiles slot_tiles() const { return {tiles.data(), format.tile_count(), format.max_escapes()}; }
+};
+
+}  // namespace
+
+void bind_encoding(nb::module_& module) {
+  nb::class_<SlotFormat>(module, "SlotFormat", "The format of encoded slots.")
+      .def(
+          "__init__",
+          [](SlotFormat* self, nb::handle sizes, int width_eighths) {
+            new (self) SlotFormat(read_numbers<uint64_t>(sizes), width_eighths);
+          },
+          "sizes"_a, "width_eighths"_a)
+      .def_prop_ro("slot_bytes", &SlotFormat::slot_bytes)
+      .def_prop_ro("metadata_bytes", &SlotFormat::metadata_bytes)
+      .def_prop_ro("tiles", &SlotFormat::tile_count)
+      .def_prop_ro("max_escapes", &SlotFormat::max_escapes);
+
+  module.def(
+      "encode_block",
+      [](nb::handle bases, nb::handle sizes, int width_eighths, uintptr_t slot) {
+        const HostBlock block(bases, sizes, width_eighths);
+        auto* into = reinterpret_cast<uint8_t*>(slot);
+        return without_gil(
+            [&] { return static_cast<int>(encode_slot(block.slot_tiles(), 0, into)); });
+      },
+      "bases"_a, "sizes"_a, "width_eighths"_a, "slot"_a,
+      "Returns 0; 1 if the block does not fit into the slot, which then holds none.");
+  module.def(
+      "decode_block",
+      [](nb::handle bases, nb::handle sizes, int width_eighths, uintptr_t slot, size_t first_slab,
+         size_t end_slab) {
+        const HostBlock block(bases, sizes, width_eighths);
+        const auto range = block.format.tiles_of({first_slab, end_slab});
+        const auto* from = reinterpret_cast<const uint8_t*>(slot);
+        return without_gil(
+            [&] { return static_cast<int>(decode_slot(block.slot_tiles(), range, from, 0, 0)); });
+      },
+      "bases"_a, "sizes"_a, "width_eighths"_a, "slot"_a, "first_slab"_a, "end_slab"_a,
+      "Decodes the slabs from first_slab to end_slab - 1. Returns 0; 2 if the slot holds no block, "
+      "and nothing was written.");
+  module.def(
+      "count_escapes",
+      [](nb::handle bases, nb::handle sizes) {
+        const auto tiles = cut_into_tiles(read_numbers<uint64_t>(sizes), 0);
+        const auto located = tiles_in(slabs_at(bases), tiles);
+        return without_gil([&] { return count_escapes(located, 0); });
+      },
+      "bases"_a, "sizes"_a, "The escapes of a block, however many fit into its slot.");
+}
+
+}  // namespace kvswap::bindings

@@ -1,0 +1,584 @@
+#include "offload/handler.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "bindings/python.h"
+#include "check.h"
+
+// Handlers, jobs and gates. Everything that takes the scheduler's lock releases the GIL: another
+// thread may hold that lock for the time of some calls of the driver.
+namespace kvswap::bindings {
+namespace {
+
+// The native part of torch_kvswap.Job. Its handler sets `job` when it submits it, so that an
+// exception that Python raises right after the call loses no job.
+struct PyJob {
+  int channel, layer_groups;
+  nb::any handler, tag;
+  JobRef job;
+
+  PyJob(int channel, int layer_groups, nb::any handler, nb::any tag)
+      : channel(channel),
+        layer_groups(layer_groups),
+        handler(std::move(handler)),
+        tag(std::move(tag)) {}
+  // Throws if its submission has failed.
+  Job& get() const {
+    KVSWAP_CHECK(job, "the job was not submitted");
+    return *job;
+  }
+  int64_t id() const { return job ? job->id : 0; }
+  uint64_t nbytes() const { return job ? job->nbytes : 0; }
+};
+
+// A job may be in a cycle with its handler, or with its tag.
+int traverse_job(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const PyJob& job = *nb::inst_ptr<PyJob>(self);
+  Py_VISIT(job.handler.ptr());
+  Py_VISIT(job.tag.ptr());
+  return 0;
+}
+
+int clear_job(PyObject* self) {
+  PyJob& job = *nb::inst_ptr<PyJob>(self);
+  job.handler.reset();
+  job.tag.reset();
+  return 0;
+}
+
+PyType_Slot job_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_job)},
+                           {Py_tp_clear, reinterpret_cast<void*>(clear_job)},
+                           {0, nullptr}};
+
+const char* name_of(State state) {
+  static constexpr const char* names[] = {"queued", "running", "done", "failed", "cancelled"};
+  return names[static_cast<int>(state)];
+}
+
+// The Result of a job that has ended, which does not change any more.
+nb::any result_of(const Job& job, const nb::object& tag) {
+  nb::tuple rejected;
+  nb::object error = nb::none();
+  if (job.rejected != nullptr) rejected = nb::tuple(nb::cast(*job.rejected));
+  if (!job.error.empty()) {
+    error = python.make_error(static_cast<int>(job.error.kind()), job.error.c_str(), rejected);
+  }
+  nb::dict fields;
+  fields["job_id"] = job.id;
+  fields["direction"] = direction_name(job.channel);
+  fields["state"] = name_of(job.state);
+  fields["nbytes"] = job.nbytes;
+  fields["link_bytes"] = job.link_bytes;
+  fields["copy_method"] = copy_method_name(job.copy_method);
+  fields["submit_seconds"] = job.submit_seconds;
+  fields["queue_seconds"] = job.queue_seconds;
+  fields["copy_seconds"] = job.copy_seconds;
+  fields["rejected"] = rejected;
+  fields["error"] = error;
+  fields["tag"] = tag;
+  // Result is a frozen dataclass, whose __init__ takes longer than all of the above.
+  auto* type = reinterpret_cast<PyTypeObject*>(python.Result.ptr());
+  nb::object result = nb::steal(PyType_GenericAlloc(type, 0));
+  if (!result.is_valid() ||
+      PyObject_GenericSetAttr(result.ptr(), nb::str("__dict__").ptr(), fields.ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return as_any(result);
+}
+
+nb::object histogram_of(const Histogram& histogram) {
+  nb::list counts;
+  for (const uint64_t count : histogram.counts) counts.append(count);
+  return nb::make_tuple(nb::tuple(counts), histogram.sum);
+}
+
+// Shares its range with native groups, which must not need the GIL to let go of it.
+struct PyReadyRange {
+  std::shared_ptr<ReadyRange> range;
+};
+
+// Streams: the handle, and the GPU of the stream; -1 for the one that is current on the device.
+StreamRef stream_of(const Device& device, uintptr_t handle, int gpu) {
+  if (gpu < 0) return device.current_stream();
+  return {gpu, reinterpret_cast<Stream>(handle)};
+}
+
+class PyGate;
+using Layouts = nb::typed<nb::list, GroupLayout>;
+
+// Owns a handler. One that was not closed is never freed: its threads, and copies, may still run.
+class PyHandler {
+ public:
+  // groups: what holds the memory of the layouts, for Python.
+  PyHandler(nb::any groups, Layouts layouts, bool is_list, int64_t num_layers,
+            DeviceKind device_kind, int device, bool submit_thread,
+            const CopyMethodOptions& options)
+      : is_list_(is_list), num_groups_(static_cast<int>(layouts.size())) {
+    const auto described = items_of<const GroupLayout*>(layouts);
+    without_gil([&] {
+      Device& on = find_device(device_kind, device);
+      const ContextGuard context(on);
+      handler_ = std::make_unique<Handler>(read_groups(described, on), num_layers, on,
+                                           submit_thread, options);
+    });
+    groups_ = std::move(groups);
+  }
+  ~PyHandler() {
+    if (!is_closed_ || !process_.is_current()) {
+      handler_.release();
+      reported_.release();  // the jobs are of that handler
+    }
+  }
+
+  void check_process() const { process_.check(); }
+  bool is_current_process() const { return process_.is_current(); }
+
+  const std::string& slower_copies() const { return handler_->slower_copies(); }
+
+  void check_open() {
+    Handler& handler = alive();
+    without_gil([&] { handler.check_open(); });
+  }
+
+  void submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids, nb::handle first_block,
+              After after_kind, uintptr_t after, const PyGate* gate, bool copy_engines_only,
+              int64_t token);
+
+  // Moves results of jobs that have ended to `results`, and their tags from `kept` into them. Does
+  // so with the GIL held and all at once for each job, so that an exception loses none. pairs:
+  // appends tuples of a result and what else `kept` has of the job. False if none is left.
+  bool poll(nb::typed<nb::list, nb::any> results, nb::typed<nb::dict, int, nb::any> kept,
+            bool pairs) {
+    constexpr size_t kAtOnce = 256;  // for less than a millisecond
+    Handler& handler = alive();
+    bool may_be_more = next_ < reported_->size();  // an exception has ended the last call
+    if (!may_be_more) {
+      *reported_ = without_gil([&] { return handler.report(kAtOnce); });
+      next_ = 0;
+      may_be_more = reported_->size() == kAtOnce;
+    }
+    for (; next_ < reported_->size(); (*reported_)[next_++] = {}) {
+      const Job& job = *(*reported_)[next_];
+      nb::object tag = nb::none(), reserved = nb::none();
+      const nb::int_ token(job.token);
+      if (job.token != 0) {
+        const nb::tuple both = nb::cast<nb::tuple>(kept[token]);
+        tag = both[0];
+        reserved = both[1];
+      }
+      const nb::object result = result_of(job, tag);
+      results.append(pairs ? nb::object(nb::make_tuple(result, reserved)) : result);
+      if (job.token != 0) nb::del(kept[token]);
+    }
+    return may_be_more;
+  }
+
+  bool wait_for_ended(std::optional<double> timeout) {
+    Handler& handler = alive();
+    return wait_in_slices(timeout, [&](double s) { return handler.wait_for_ended(s); }) != 0;
+  }
+
+  // Returns whether all are done; after the timeout what has not ended: how many, and the direction
+  // and number of the first. jobs: none for all that were not reported.
+  nb::any synchronize(std::optional<nb::typed<nb::sequence, PyJob>> jobs,
+                      std::optional<double> timeout) {
+    Handler& handler = alive();
+    std::vector<Job*> list;
+    if (jobs) {
+      for (const PyJob* job : items_of<const PyJob*>(*jobs)) list.push_back(&job->get());
+    }
+    Unended unended{};
+    const int answer = wait_in_slices(
+        timeout, [&](double s) { return handler.synchronize(list, !jobs, s, unended); });
+    if (answer != 0) return as_any(nb::bool_(answer == 1));
+    const char* direction = direction_name(unended.first_channel);
+    return as_any(nb::make_tuple(unended.count, direction, unended.first_id));
+  }
+
+  // The results of jobs that failed or were cancelled and were not polled.
+  nb::typed<nb::list, nb::any> unreported_failures(nb::typed<nb::dict, int, nb::any> kept) {
+    Handler& handler = alive();
+    nb::list results;
+    // These first: another thread's poll() may move jobs here meanwhile, and then returns them.
+    std::vector<JobRef> failures;
+    for (size_t i = next_; i < reported_->size(); ++i) {
+      if (!(*reported_)[i]->has_succeeded()) failures.push_back((*reported_)[i]);
+    }
+    for (JobRef& job : without_gil([&] { return handler.unreported_failures(); })) {
+      failures.push_back(std::move(job));
+    }
+    for (const JobRef& job : failures) {
+      const nb::int_ token(job->token);
+      nb::object tag = nb::none();
+      if (kept.contains(token)) tag = nb::cast<nb::tuple>(kept[token])[0];
+      results.append(result_of(*job, tag));
+    }
+    return results;
+  }
+
+  // None if it is not known to have ended. Does not ask the device.
+  nb::any result(const PyJob& job) {
+    Handler& handler = alive();
+    if (!without_gil([&] { return handler.is_over(job.get()); })) return as_any(nb::none());
+    return result_of(job.get(), job.tag);
+  }
+
+  const char* state(const PyJob& job) {
+    Handler& handler = alive();
+    const auto [state, was_cancelled] = without_gil([&] { return handler.state_of(job.get()); });
+    return was_cancelled ? "cancelling" : name_of(state);
+  }
+
+  bool query(const PyJob& job) {
+    Handler& handler = alive();
+    return without_gil([&] { return handler.has_ended(&job.get()); });
+  }
+
+  void wait(const PyJob& job, int layer_group, uintptr_t stream, int gpu) {
+    in_context([&](Handler& handler) {
+      handler.wait(&job.get(), layer_group, stream_of(handler.device(), stream, gpu));
+    });
+  }
+
+  bool cancel(const PyJob& job) {
+    bool is_cancelled = false;
+    in_context([&](Handler& handler) { is_cancelled = handler.cancel(&job.get()); });
+    return is_cancelled;
+  }
+
+  nb::typed<nb::dict, nb::str, nb::any> metrics(int channel) {
+    Handler& handler = alive();
+    const ChannelMetrics of = without_gil([&] { return handler.metrics(channel); });
+    nb::dict read, methods;
+    const std::pair<const char*, uint64_t> counts[] = {{"submitted", of.submitted},
+                                                       {"done", of.done},
+                                                       {"failed", of.failed},
+                                                       {"cancelled", of.cancelled},
+                                                       {"bytes", of.bytes},
+                                                       {"link_bytes", of.link_bytes},
+                                                       {"blocks", of.blocks},
+                                                       {"encoded_blocks", of.encoded_blocks},
+                                                       {"rejected_blocks", of.rejected_blocks},
+                                                       {"queued", of.queued},
+                                                       {"running", of.running},
+                                                       {"transfers", of.transfers},
+                                                       {"streams", of.streams},
+                                                       {"events", of.events}};
+    for (const auto& [name, count] : counts) read[name] = count;
+    for (int method = 0; method < kCopyMethods; ++method) {
+      methods[copy_method_name(static_cast<CopyMethod>(method))] = of.jobs_by_copy_method[method];
+    }
+    read["jobs_by_copy_method"] = methods;
+    read["submit"] = histogram_of(of.submit);
+    read["queue"] = histogram_of(of.queue);
+    read["copy"] = histogram_of(of.copy);
+    return read;
+  }
+
+  const nb::any& groups() const { return groups_; }
+
+  void rebind(nb::any groups, Layouts layouts) {
+    const auto described = items_of<const GroupLayout*>(layouts);
+    in_context([&](Handler& handler) { handler.rebind(read_groups(described, handler.device())); });
+    std::swap(groups_, groups);  // the old cache is freed after the call
+  }
+
+  void close() {
+    process_.check();
+    wait_in_slices(std::nullopt, [&](double seconds) {
+      in_context_of(*handler_, [&](Handler& of) { is_closed_ = of.close(seconds); });
+      return is_closed_.load();
+    });
+  }
+
+  Gate* make_gate(int layer_groups) {
+    Gate* gate = nullptr;
+    in_context([&](Handler& handler) { gate = handler.make_gate(layer_groups); });
+    return gate;
+  }
+
+ private:
+  static std::vector<Group> read_groups(const std::vector<const GroupLayout*>& groups,
+                                        Device& device) {
+    std::vector<Group> read;
+    for (const GroupLayout* group : groups) read.push_back(read_group(*group, device));
+    return read;
+  }
+
+  Handler& alive() const {
+    process_.check();
+    return *handler_;
+  }
+
+  // Runs the body in the context of the handler's device. A lost device may refuse its context; the
+  // body runs all the same. Functions that only read jobs need no context: the scheduler takes it
+  // if something runs on the device.
+  static void in_context_of(Handler& handler, const std::function<void(Handler&)>& body) {
+    std::optional<ContextGuard> context;
+    try {
+      context.emplace(handler.device());
+    } catch (const std::exception& error) {
+      handler.on_context_error(Reason(error));
+    }
+    body(handler);
+  }
+
+  void in_context(const std::function<void(Handler&)>& body) {
+    Handler& handler = alive();
+    without_gil([&] { in_context_of(handler, body); });
+  }
+
+  const ForkGuard process_{"handler"};
+  const bool is_list_;
+  const int num_groups_;
+  std::unique_ptr<Handler> handler_;
+  nb::any groups_;
+  // Jobs that the handler has reported; no poll() has returned those from next_ on. Guarded by the
+  // GIL.
+  std::unique_ptr<std::vector<JobRef>> reported_ = std::make_unique<std::vector<JobRef>>();
+  size_t next_ = 0;
+  std::atomic<bool> is_closed_{false};
+};
+
+// The native part of torch_kvswap.Gate.
+class PyGate {
+ public:
+  PyGate(PyHandler& handler, int layer_groups)
+      : layer_groups(layer_groups), gate_(handler.make_gate(layer_groups)) {}
+  ~PyGate() {
+    if (process_.is_current()) without_gil([&] { Gate::release(gate_); });
+  }
+
+  const int layer_groups;
+
+  Gate* get() const { return gate_; }
+
+  void wait(int layer_group, uintptr_t stream, int gpu) const {
+    process_.check();
+    without_gil([&] { gate_->wait(layer_group, stream_of(gate_->device, stream, gpu)); });
+  }
+
+ private:
+  const ForkGuard process_{"handler"};
+  Gate* const gate_;
+};
+
+void PyHandler::submit(PyJob& job, nb::handle gpu_block_ids, nb::handle page_ids,
+                       nb::handle first_block, After after_kind, uintptr_t after,
+                       const PyGate* gate, bool copy_engines_only, int64_t token) {
+  Request request;
+  request.began = now();
+  process_.check();
+  request.channel = job.channel;
+  request.layer_groups = job.layer_groups;
+  request.is_grouped = is_list_;
+  request.copy_engines_only = copy_engines_only;
+  request.after_kind = after_kind;
+  request.after = reinterpret_cast<void*>(after);
+  request.gate = gate == nullptr ? nullptr : gate->get();
+  request.token = token;
+  request.parts.resize(static_cast<size_t>(num_groups_));
+  if (is_list_) {
+    const auto blocks = split_ids("gpu_block_ids", gpu_block_ids, num_groups_);
+    const auto pages = split_ids("page_ids", page_ids, num_groups_);
+    for (size_t g = 0; g < request.parts.size(); ++g) {
+      const std::string place = "[" + std::to_string(g) + "]";
+      read_ids("gpu_block_ids" + place, blocks[g], request.parts[g].blocks, num_groups_);
+    }
+    for (size_t g = 0; g < request.parts.size(); ++g) {
+      const std::string place = "[" + std::to_string(g) + "]";
+      read_ids("page_ids" + place, pages[g], request.parts[g].pages, num_groups_);
+    }
+  } else {
+    read_ids("gpu_block_ids", gpu_block_ids, request.parts[0].blocks);
+    read_ids("page_ids", page_ids, request.parts[0].pages);
+  }
+  int overflow = 0;
+  if (PyLong_CheckExact(first_block.ptr())) {
+    const int64_t first = PyLong_AsLongLongAndOverflow(first_block.ptr(), &overflow);
+    for (Request::Part& part : request.parts) part.first_block = first;
+  }
+  if (!PyLong_CheckExact(first_block.ptr()) || overflow != 0) {
+    const nb::object read = python.read_first_blocks(first_block, is_list_ ? num_groups_ : 0);
+    size_t g = 0;
+    for (const nb::handle one : read) request.parts[g++].first_block = nb::cast<int64_t>(one);
+  }
+  JobRef submitted;
+  in_context([&](Handler& of) { submitted = of.submit(request); });
+  job.job = std::move(submitted);
+}
+
+// The cache may refer to what refers to its handler. Whatever breaks such a cycle, the groups stay
+// as long as the handler.
+int traverse_handler(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyHandler>(self)->groups().ptr());
+  return 0;
+}
+
+PyType_Slot handler_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_handler)},
+                               {0, nullptr}};
+
+void bind_layouts(nb::module_& module) {
+  nb::class_<PyReadyRange>(module, "ReadyRange")
+      .def(
+          "__init__",
+          [](PyReadyRange* self, int64_t first_page, int64_t end_page, int64_t chunk_blocks,
+             int64_t own_end) {
+            new (self) PyReadyRange{
+                std::make_shared<ReadyRange>(first_page, end_page, chunk_blocks, own_end)};
+          },
+          "first_page"_a, "end_page"_a, "chunk_blocks"_a, "own_end"_a)
+      .def_prop_ro("first_page", [](const PyReadyRange& of) { return of.range->first_page; })
+      .def_prop_ro("own_end", [](const PyReadyRange& of) { return of.range->own_end; })
+      .def_prop_ro("end_page", [](const PyReadyRange& of) { return of.range->end_page(); })
+      .def_prop_ro("chunk_blocks",
+                   [](const PyReadyRange& of) { return of.range->chunk_blocks().load(); })
+      .def(
+          "publish",
+          [](PyReadyRange& of, int64_t end_page, int64_t chunk_blocks) {
+            of.range->publish(end_page, chunk_blocks);
+          },
+          "end_page"_a, "chunk_blocks"_a)
+      .def(
+          "check",
+          [](const PyReadyRange& of, int64_t page, int64_t num_pages) {
+            check_page("page", page, num_pages, *of.range);
+          },
+          "page"_a, "num_pages"_a);
+
+  nb::class_<GroupLayout>(module, "GroupLayout")
+      .def(
+          "__init__",
+          [](GroupLayout* self, nb::handle gpu_bases, nb::handle gpu_strides,
+             nb::handle gpu_storages, nb::handle sizes, nb::handle host_bases,
+             nb::handle host_strides, nb::handle layers, int64_t num_blocks, int64_t num_pages,
+             int64_t blocks_per_page, int block_space, int slot_space, int width_eighths,
+             const PyReadyRange& ready_range) {
+            new (self) GroupLayout{read_numbers<uint64_t>(gpu_bases),
+                                   read_numbers<uint64_t>(gpu_strides),
+                                   read_numbers<uint64_t>(gpu_storages),
+                                   read_numbers<uint64_t>(sizes),
+                                   read_numbers<uint64_t>(host_bases),
+                                   read_numbers<uint64_t>(host_strides),
+                                   read_numbers(layers),
+                                   num_blocks,
+                                   num_pages,
+                                   blocks_per_page,
+                                   block_space,
+                                   slot_space,
+                                   width_eighths,
+                                   ready_range.range};
+          },
+          nb::kw_only(), "gpu_bases"_a, "gpu_strides"_a, "gpu_storages"_a, "sizes"_a,
+          "host_bases"_a, "host_strides"_a, "layers"_a, "num_blocks"_a, "num_pages"_a,
+          "blocks_per_page"_a, "block_space"_a, "slot_space"_a, "width_eighths"_a, "ready_range"_a)
+      .def_ro("block_space", &GroupLayout::block_space)
+      .def_ro("slot_space", &GroupLayout::slot_space)
+      .def_rw("number", &GroupLayout::number);
+
+  using Costs = std::tuple<double, double, double, double, nb::list>;
+  nb::class_<CopyMethodOptions>(module, "CopyMethodOptions")
+      .def(
+          "__init__",
+          [](CopyMethodOptions* self, int copy_method, const char* setting, uint64_t staging_bytes,
+             nb::typed<nb::list, nb::any> costs) {
+            CopyMethodOptions options{copy_method, setting, staging_bytes, {}};
+            for (size_t direction = 0; direction < 2; ++direction) {
+              for (size_t method = 0; method < kCopyMethods; ++method) {
+                const nb::object from = costs[direction][method];
+                if (from.is_none()) continue;
+                CopyMethodCosts& to = options.costs[direction][method];
+                nb::list fragments;
+                std::tie(to.start_seconds, to.block_seconds, to.submit_start_seconds,
+                         to.submit_copy_seconds, fragments) = nb::cast<Costs>(from);
+                std::copy_n(items_of<double>(fragments).begin(), CopyMethodCosts::kFragmentSizes,
+                            to.fragment_seconds);
+              }
+            }
+            new (self) CopyMethodOptions(std::move(options));
+          },
+          "copy_method"_a, "setting"_a, "staging_bytes"_a, "costs"_a)
+      .def_rw("copy_method", &CopyMethodOptions::copy_method)
+      .def_ro("setting", &CopyMethodOptions::copy_method_setting)
+      .def_ro("staging_bytes", &CopyMethodOptions::staging_bytes);
+}
+
+}  // namespace
+
+void bind_handler(nb::module_& module) {
+  nb::enum_<DeviceKind>(module, "DeviceKind")
+      .value("HOST", DeviceKind::kHost)
+      .value("CUDA", DeviceKind::kCuda)
+      .value("QUEUED", DeviceKind::kQueued);
+  nb::enum_<After>(module, "After")
+      .value("CURRENT", After::kCurrentStream)
+      .value("STREAM", After::kStream)
+      .value("EVENT", After::kEvent)
+      .value("NOTHING", After::kNothing);
+  module.def("copy_methods", [] {
+    std::vector<std::string> names;
+    for (int method = 0; method < kCopyMethods; ++method) {
+      names.emplace_back(copy_method_name(static_cast<CopyMethod>(method)));
+    }
+    return names;
+  });
+  module.attr("FRAGMENT_SIZES") = CopyMethodCosts::kFragmentSizes;
+  module.attr("BUCKETS") = Histogram::kBuckets;
+  bind_layouts(module);
+
+  nb::class_<PyJob>(module, "Job", nb::type_slots(job_slots), nb::is_weak_referenceable())
+      .def(nb::init<int, int, nb::any, nb::any>(), "channel"_a, "layer_groups"_a,
+           "handler"_a.none(), "tag"_a.none())
+      .def_prop_ro("id", &PyJob::id)
+      .def_prop_ro("nbytes", &PyJob::nbytes)
+      .def_prop_ro("direction", [](const PyJob& job) { return direction_name(job.channel); })
+      .def_ro("layer_groups", &PyJob::layer_groups)
+      .def_ro("handler", &PyJob::handler)
+      .def_ro("tag", &PyJob::tag)
+      .def_prop_ro("is_submitted", [](const PyJob& job) { return static_cast<bool>(job.job); });
+
+  nb::class_<PyHandler>(module, "Handler", nb::type_slots(handler_slots))
+      .def(nb::init<nb::any, Layouts, bool, int64_t, DeviceKind, int, bool,
+                    const CopyMethodOptions&>(),
+           "groups"_a, "layouts"_a, "is_list"_a, "num_layers"_a, "device_kind"_a, "device"_a,
+           "submit_thread"_a, "options"_a)
+      .def_prop_ro("groups", &PyHandler::groups)
+      .def_prop_ro("slower_copies", &PyHandler::slower_copies)
+      .def("check_process", &PyHandler::check_process)
+      .def_prop_ro("is_current_process", &PyHandler::is_current_process)
+      .def("check_open", &PyHandler::check_open)
+      .def("submit", &PyHandler::submit, "job"_a, "gpu_block_ids"_a.none(), "page_ids"_a.none(),
+           "first_block"_a.none(), "after_kind"_a, "after"_a, "gate"_a.none(),
+           "copy_engines_only"_a, "token"_a)
+      .def("poll", &PyHandler::poll, "results"_a, "kept"_a, "pairs"_a)
+      .def("wait_for_ended", &PyHandler::wait_for_ended, "timeout"_a.none())
+      .def("synchronize", &PyHandler::synchronize, "jobs"_a.none(), "timeout"_a.none())
+      .def("unreported_failures", &PyHandler::unreported_failures, "kept"_a)
+      .def("result", &PyHandler::result, "job"_a)
+      .def("state", &PyHandler::state, "job"_a)
+      .def("query", &PyHandler::query, "job"_a)
+      .def("wait", &PyHandler::wait, "job"_a, "layer_group"_a, "stream"_a, "gpu"_a)
+      .def("cancel", &PyHandler::cancel, "job"_a)
+      .def("metrics", &PyHandler::metrics, "channel"_a)
+      .def("rebind", &PyHandler::rebind, "groups"_a, "layouts"_a)
+      .def("close", &PyHandler::close);
+
+  nb::class_<PyGate>(module, "Gate")
+      .def(nb::init<PyHandler&, int>(), "handler"_a.none(), "layer_groups"_a)
+      .def_ro("layer_groups", &PyGate::layer_groups)
+      .def("wait", &PyGate::wait, "layer_group"_a, "stream"_a, "gpu"_a);
+}
+
+}  // namespace kvswap::bindings

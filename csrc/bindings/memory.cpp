@@ -1,0 +1,144 @@
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+
+#include "bindings/python.h"
+#include "cuda/driver.h"
+#include "device/device.h"
+#include "environment.h"
+#include "host_memory.h"
+#include "ops/cache_memory.h"
+
+// The driver, host memory, and the memory of caches. Calls of the driver and of the kernel that may
+// take long release the GIL.
+namespace kvswap::bindings {
+namespace {
+
+// -1 for host memory.
+Device& cuda_or_host(int index) {
+  return find_device(index < 0 ? DeviceKind::kHost : DeviceKind::kCuda, index);
+}
+
+void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+int kernel_version() {
+#ifdef KVSWAP_WITH_KERNELS
+  return KVSWAP_WITH_KERNELS;
+#else
+  return 0;
+#endif
+}
+
+int driver_version() {
+  int version = 0;
+  const cuda::Driver* driver = cuda::find_driver();
+  if (driver == nullptr || driver->get_version(&version) != cuda::kSuccess) return 0;
+  return version;
+}
+
+int batch_limit_of_driver() {
+  const cuda::Driver* driver = cuda::find_driver();
+  const size_t most = driver == nullptr ? ~size_t{0} : driver->max_batch;
+  return static_cast<int>(std::min(batch_is_on() ? batch_limit() : 0, most));
+}
+
+std::tuple<int, int, int> pci_address(int device) {
+  int numbers[3];
+  int* next = numbers;
+  for (const int attribute : {cuda::kPciDomain, cuda::kPciBus, cuda::kPciDevice}) {
+    KVSWAP_DRIVER_CHECK(cuda::driver().get_device_attribute(next++, attribute, device),
+                        "cuDeviceGetAttribute", " of CUDA device ", device);
+  }
+  return {numbers[0], numbers[1], numbers[2]};
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& module) {
+  using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+  module.def(
+      "driver_name",
+      [] {
+        const cuda::Driver* driver = cuda::find_driver();
+        return driver != nullptr && driver->is_hip ? "HIP" : "CUDA";
+      },
+      "\"CUDA\", or \"HIP\" with a PyTorch for ROCm.");
+  module.def("driver_version", driver_version, ReleaseGil(),
+             "13000 for 13.0; 0 without a driver. Does not initialise CUDA; HIP may initialise "
+             "itself.");
+  module.def(
+      "driver_error", [] { return cuda::driver_error(); }, "Why there is no driver, or \"\".");
+  module.def(
+      "driver_has_batch",
+      [] {
+        const cuda::Driver* driver = cuda::find_driver();
+        return driver != nullptr && driver->copy_batch_async != nullptr;
+      },
+      "Whether the driver has the batch call (CUDA 12.8 or newer, ROCm 7.1 or newer).");
+  module.def(
+      "driver_has_stream_words",
+      [] {
+        const cuda::Driver* driver = cuda::find_driver();
+        return driver != nullptr && driver->wait_value != nullptr && driver->write_value != nullptr;
+      },
+      "Whether the driver lets streams write words of memory and wait for them, as gates do. A GPU "
+      "may lack that all the same.");
+  module.def("kernel_version", kernel_version,
+             "Of the CUDA runtime in the kernels, 13000 for 13.0; 0 without kernels. They need a "
+             "driver of the same major version or newer.");
+  module.def("batch_limit", batch_limit_of_driver,
+             "Fragments in one batch call; 0 if KVSWAP_BATCH switches it off.");
+
+  module.def(
+      "register_host",
+      [](int device, uintptr_t address, uint64_t nbytes) {
+        cuda_or_host(device).register_host(at(address), nbytes);
+      },
+      "device"_a, "address"_a, "nbytes"_a, ReleaseGil(),
+      "Pins memory for every device of the process. Safe while another thread captures a graph.");
+  module.def(
+      "unregister_host",
+      [](int device, uintptr_t address) { cuda_or_host(device).unregister_host(at(address)); },
+      "device"_a, "address"_a, ReleaseGil());
+  module.def(
+      "is_pinned",
+      [](int device, uintptr_t address) { return cuda_or_host(device).is_pinned(at(address)); },
+      "device"_a, "address"_a, ReleaseGil(),
+      "Whether the driver says that the address is pinned. device: asks in its context; -1 asks in "
+      "the thread's context and does not initialise CUDA.");
+  module.def("pci_address", pci_address, "device"_a, ReleaseGil(),
+             "PCI domain, bus and device of a GPU.");
+
+  module.def(
+      "map_host",
+      [](int fd, uint64_t nbytes, uint64_t alignment, bool transparent) {
+        return reinterpret_cast<uintptr_t>(map_host(fd, nbytes, alignment, transparent));
+      },
+      "fd"_a, "nbytes"_a, "alignment"_a, "transparent"_a, ReleaseGil(),
+      "See host_memory.h. Returns the address.");
+  module.def(
+      "unmap_host", [](uintptr_t address, uint64_t nbytes) { unmap_host(at(address), nbytes); },
+      "address"_a, "nbytes"_a, ReleaseGil());
+  module.def(
+      "bind_host",
+      [](uintptr_t address, uint64_t nbytes, int node) {
+        return bind_host(at(address), nbytes, node);
+      },
+      "address"_a, "nbytes"_a, "node"_a);
+  module.def(
+      "touch_host",
+      [](uintptr_t address, uint64_t nbytes, int threads, bool collapse,
+         nb::typed<nb::list, int> cpus) {
+        const auto several = items_of<int>(cpus);
+        const nb::gil_scoped_release released;
+        touch_host(at(address), nbytes,
+                   {threads, collapse, several.data(), static_cast<int>(several.size())});
+      },
+      "address"_a, "nbytes"_a, "threads"_a, "collapse"_a, "cpus"_a);
+
+  // Both take what the op _watch_cache returns, and hold the GIL: no tensor changes meanwhile.
+  module.def("cache_has_moved", cache_has_moved, "watched"_a);
+  module.def("release_cache", release_cache, "watched"_a);
+}
+
+}  // namespace kvswap::bindings

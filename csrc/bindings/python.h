@@ -1,0 +1,108 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "offload/clock.h"
+
+// What the bindings share. No native code calls Python, or waits for the GIL, with a lock of the
+// library held.
+namespace kvswap::bindings {
+
+namespace nb = nanobind;
+using namespace nanobind::literals;
+
+// Python's part of the door: what reads unusual arguments, and what native code makes instances of.
+// Each module names its own with set_python(), when it is imported. Never freed: threads and
+// finalizers may still call when the interpreter ends.
+struct Python {
+  nb::handle read_ids;           // (name, ids, num_groups) -> array("q")
+  nb::handle split_ids;          // (name, ids, num_groups) -> list
+  nb::handle read_first_blocks;  // (first_block, num_groups) -> list
+  nb::handle read_digests;       // (name, keys) -> bytes
+  nb::handle make_error;         // (kind, message, rejected) -> TransferError
+  nb::handle Result, Lookup, DeviceLostError;
+};
+extern Python python;
+
+// Knows the process in which an object was made.
+class ForkGuard {
+ public:
+  explicit ForkGuard(const char* noun);
+  bool is_current() const;
+  // Throws in a forked child.
+  void check() const;
+
+ private:
+  const char* noun_;
+  const int pid_, forks_;
+};
+
+// Runs `call` without the GIL.
+template <typename Call>
+auto without_gil(const Call& call) {
+  const nb::gil_scoped_release released;
+  return call();
+}
+
+// Calls wait(seconds) without the GIL until it returns a number that is not 0, or for `timeout`
+// seconds; without a timeout for ever. Python's signal handlers run in between.
+template <typename Wait>
+int wait_in_slices(std::optional<double> timeout, const Wait& wait) {
+  constexpr double kSlice = 0.1;
+  const double began = now();
+  for (;;) {
+    const double left = timeout ? *timeout - (now() - began) : kSlice;
+    const int answer = without_gil([&] { return wait(std::clamp(left, 0.0, kSlice)); });
+    if (answer != 0) return answer;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (timeout && left <= kSlice) return 0;
+  }
+}
+
+// What the type stubs call Any.
+inline nb::any as_any(const nb::object& object) { return nb::borrow<nb::any>(object); }
+
+// The items of a list. nanobind's own conversion of a list to a vector ends the process if there is
+// no memory for it.
+template <typename Item>
+std::vector<Item> items_of(nb::handle list) {
+  std::vector<Item> items;
+  for (const nb::handle item : list) items.push_back(nb::cast<Item>(item));
+  return items;
+}
+
+// A NumPy array [numbers] of int64.
+nb::any to_numpy(std::vector<int64_t> numbers);
+
+// Appends integers of a list, an array, a NumPy array or a CPU tensor. Throws the exceptions of
+// torch_kvswap/_native/ids.py, which name the argument `name`.
+void read_ids(const std::string& name, nb::handle ids, std::vector<int64_t>& to,
+              int num_groups = 1);
+// The same for an argument that has a list of them for each group.
+std::vector<nb::object> split_ids(const char* name, nb::handle ids, int num_groups);
+
+// read_ids() as Python gets it: an array("q").
+nb::any read_ids_for_python(const std::string& name, nb::handle ids);
+
+// The numbers of an array that this library has made.
+template <typename Number = int64_t>
+std::vector<Number> read_numbers(nb::handle numbers) {
+  std::vector<int64_t> read;
+  read_ids("numbers", numbers, read);
+  return {read.begin(), read.end()};
+}
+
+void bind_block_manager(nb::module_& module);
+void bind_encoding(nb::module_& module);
+void bind_handler(nb::module_& module);
+void bind_memory(nb::module_& module);
+void bind_queue(nb::module_& module);
+
+}  // namespace kvswap::bindings

@@ -1,0 +1,156 @@
+"""The native module: its errors, and what it reports about the driver."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import simulated_driver
+import torch
+from error_text import error_text
+from expecttest import assert_expected_inline
+from simulated_driver import HOST, error_of, simulated, without_cuda
+
+from torch_kvswap._native import loader
+from torch_kvswap._native.loader import native
+
+# Errors
+
+
+@simulated
+def test_a_driver_call_that_fails_is_named_with_its_code(driver):
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    arguments = 0, memory.data_ptr(), memory.nbytes
+    driver.fail("cuMemHostRegister", code=2)
+    assert error_of(lambda: native.register_host(*arguments)) == (
+        "cuMemHostRegister: CUDA_ERROR_SIMULATED (2): made up by the simulated driver"
+    )
+    assert "cuMemHostUnregister: " in error_of(lambda: native.unregister_host(*arguments[:2]))
+    native.register_host(*arguments)
+    assert driver.cuda.memory_type(memory) == HOST
+    native.unregister_host(*arguments[:2])
+    assert driver.cuda.memory_type(memory) == 0
+
+
+def test_host_memory_cannot_be_registered_for_host_memory():
+    address = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    expected = "RuntimeError: host memory is registered for a device; -1 is none"
+    assert error_text(native.register_host, -1, address, 4096) == expected
+    assert error_text(native.unregister_host, -1, address) == expected
+
+
+@pytest.mark.gpu
+def test_a_device_that_does_not_exist_is_an_error_with_a_reason():
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="CUDA device 97: CUDA_ERROR_INVALID_DEVICE"):
+        native.register_host(97, memory.data_ptr(), memory.nbytes)
+
+
+@without_cuda
+def test_a_gpu_whose_context_could_not_be_had_is_asked_again():
+    def body(driver):
+        from torch_kvswap._native.loader import native
+
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        arguments = 0, memory.data_ptr(), memory.nbytes
+        driver.fail("cuDevicePrimaryCtxRetain", code=2)
+        print(error_of(lambda: native.register_host(*arguments)))
+        print(error_of(lambda: native.register_host(*arguments)))
+        print(driver.calls("cuDevicePrimaryCtxRetain"))
+
+    assert_expected_inline(
+        simulated_driver.run(body),
+        """\
+cuDevicePrimaryCtxRetain for CUDA device 0: CUDA_ERROR_SIMULATED (2): made up by the simulated driver
+no error
+2
+""",
+    )
+
+
+# What it says of the driver
+
+
+@without_cuda
+def test_a_driver_that_lacks_a_function_is_refused_by_name():
+    def body(driver):
+        from torch_kvswap.cli import doctor
+
+        report = doctor.report()
+        print(report["CUDA driver"])
+        print(report["scattered copies"])
+        print(driver.log(), end="")
+
+    assert_expected_inline(
+        simulated_driver.run(body, SIMULATED_WITHOUT="cuStreamIsCapturing"),
+        """\
+none: the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer
+no driver: host memory only
+""",
+    )
+
+
+@without_cuda
+def test_what_needs_a_driver_says_why_there_is_none():
+    def body(driver):
+        from torch_kvswap._native.loader import native
+
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        arguments = 0, memory.data_ptr(), memory.nbytes
+        print(error_of(lambda: native.register_host(*arguments)))
+
+    assert simulated_driver.run(body, SIMULATED_WITHOUT="cuStreamIsCapturing") == (
+        "the CUDA driver has no cuStreamIsCapturing; install driver 525 or newer\n"
+    )
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "cuMemcpyBatchAsync, 32 fragments a call"),
+        ({"KVSWAP_BATCH_LIMIT": "64"}, "cuMemcpyBatchAsync, 64 fragments a call"),
+        ({"KVSWAP_BATCH": "0"}, "one call per fragment: KVSWAP_BATCH=0"),
+        (
+            {"SIMULATED_WITHOUT": "cuMemcpyBatchAsync"},
+            "one call per fragment: the driver is older than CUDA 12.8",
+        ),
+    ],
+)
+def test_doctor_says_how_scattered_copies_run(environment, expected):
+    def body(driver):
+        from torch_kvswap.cli import doctor
+
+        print(doctor.report()["scattered copies"])
+
+    assert simulated_driver.run(body, **environment) == f"{expected}\n"
+
+
+@without_cuda
+def test_doctor_says_when_the_kernels_are_too_new_for_the_driver():
+    def body(driver):
+        from torch_kvswap._native.loader import native
+        from torch_kvswap.cli import doctor
+
+        print(native.kernel_version(), doctor.report()["CUDA kernels"])
+
+    version, _, text = simulated_driver.run(body).partition(
+        " "
+    )  # the simulated driver is of CUDA 12.8
+    if int(version) >= 13000:
+        assert "too new for the driver, so nothing is staged" in text
+    elif int(version):
+        assert text == f"built with CUDA 12.{int(version) % 1000 // 10}\n"
+    else:
+        assert text.startswith("none: built without nvcc")
+
+
+# Its Python files
+
+
+def test_the_stub_is_that_of_the_library_and_another_one_is_refused(monkeypatch, tmp_path):
+    stub = Path(native.__file__).with_name("_C.pyi")
+    assert native.stub() == hashlib.sha256(stub.read_bytes()).hexdigest()
+    (tmp_path / "_C.pyi").write_bytes(stub.read_bytes() + b"\n")
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    with pytest.raises(ImportError, match="and its Python files are of different releases"):
+        loader.load()
