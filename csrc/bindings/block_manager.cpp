@@ -152,7 +152,7 @@ class Split {
       }
       made_ = several;
     } else {
-      made_ = to_numpy(std::move(numbers_));
+      made_ = to_numpy(numbers_);
     }
     return as_any(made_);
   }
@@ -163,8 +163,12 @@ class Split {
   nb::object made_;
 };
 
-struct LoadReservation {
+// id: 0 if nothing is reserved.
+struct Reservation {
   int64_t id;
+};
+
+struct LoadReservation : Reservation {
   Ranges key_ranges;
   bool is_list;
   Split pages;
@@ -177,11 +181,46 @@ struct LoadReservation {
   }
 };
 
-struct StoreReservation {
-  int64_t id;
+struct StoreReservation : Reservation {
   Split key_indices, pages;
+  std::vector<int64_t> evicted;
   int64_t lease;
 };
+
+// vLLM's key of a block: its hash, and the number of its group of layers.
+constexpr size_t kGroupBytes = sizeof(uint32_t);
+
+// The digest of each key of vLLM, one after another. That of group 0 is the hash itself. In another
+// group the number changes eight bytes of it, by a factor that makes all of them differ: a prompt
+// has the same hash in all groups. Keys of other hash functions are digested as any other key is.
+nb::bytes fold_keys(const nb::object& keys) {
+  constexpr auto kKeyBytes = static_cast<Py_ssize_t>(kDigestBytes + kGroupBytes);
+  std::vector<char> folded;
+  folded.reserve(nb::len(keys) * kDigestBytes);
+  for (const nb::handle key : keys) {
+    nb::object other;
+    char* bytes = nullptr;
+    Py_ssize_t length = 0;
+    if (PyBytes_AsStringAndSize(key.ptr(), &bytes, &length) != 0) throw nb::python_error();
+    uint64_t mixed = 0;
+    if (length == kKeyBytes) {
+      uint32_t group = 0;
+      std::memcpy(&group, bytes + kDigestBytes, kGroupBytes);
+      std::memcpy(&mixed, bytes, sizeof mixed);
+      mixed ^= group * 0x9E3779B97F4A7C15;
+    } else {
+      nb::list one;
+      one.append(key);
+      other = python.read_digests("keys", one);
+      PyBytes_AsStringAndSize(other.ptr(), &bytes, &length);
+      std::memcpy(&mixed, bytes, sizeof mixed);
+    }
+    const auto* begin = reinterpret_cast<const char*>(&mixed);
+    folded.insert(folded.end(), begin, begin + sizeof mixed);
+    folded.insert(folded.end(), bytes + sizeof mixed, bytes + kDigestBytes);
+  }
+  return nb::bytes(folded.data(), folded.size());
+}
 
 class PyBlockManager {
  public:
@@ -225,33 +264,32 @@ class PyBlockManager {
     const int64_t id =
         busy([&](bool wait) { return manager_.prepare_load(digests.keys(), pages.data(), wait); });
     if (id == 0) return std::nullopt;
-    return LoadReservation{id, std::move(ranges), is_list_,
-                           split(std::move(pages), digests.counts())};
+    return LoadReservation{
+        {id}, std::move(ranges), is_list_, split(std::move(pages), digests.counts())};
   }
 
   std::optional<StoreReservation> prepare_store(nb::handle keys, double now, bool keep) {
     const Digests digests = read(keys);
-    std::vector<int64_t> indices(digests.size()), pages(digests.size()), counts(num_groups_);
-    const auto stored = busy([&](bool wait) {
-      return manager_.prepare_store(digests.keys(), now, keep, indices.data(), pages.data(),
-                                    counts.data(), wait);
-    });
+    prefix::Assigned of;
+    const auto stored = busy(
+        [&](bool wait) { return manager_.prepare_store(digests.keys(), now, keep, of, wait); });
     if (!stored) return std::nullopt;
-    size_t written = 0;
-    for (const int64_t count : counts) written += static_cast<size_t>(count);
-    indices.resize(written);
-    pages.resize(written);
-    return StoreReservation{stored->reservation, split(std::move(indices), counts.data()),
-                            split(std::move(pages), counts.data()), stored->lease};
+    return StoreReservation{{stored->reservation},
+                            split(std::move(of.key_indices), of.counts.data()),
+                            split(std::move(of.pages), of.counts.data()),
+                            std::move(of.evicted),
+                            stored->lease};
   }
 
-  // rejected: ascending positions of the reservation's pages.
-  void end(int64_t reservation, bool succeeded, nb::handle rejected) {
+  // rejected: ascending positions of the reservation's pages; mostly (), which read_ids() would
+  // give to Python.
+  void end(const Reservation& reservation, bool succeeded, nb::handle rejected) {
     alive();
+    if (reservation.id == 0) return;
     std::vector<int64_t> positions;
-    const bool are_none = PyTuple_CheckExact(rejected.ptr()) && nb::len(rejected) == 0;
-    if (!are_none) read_ids("rejected", rejected, positions);
-    busy([&](bool wait) { manager_.end(reservation, succeeded, positions, wait); });
+    const bool is_tuple = PyTuple_CheckExact(rejected.ptr());
+    if (!is_tuple || PyTuple_Size(rejected.ptr()) > 0) read_ids("rejected", rejected, positions);
+    busy([&](bool wait) { manager_.end(reservation.id, succeeded, positions, wait); });
   }
 
   void touch(nb::handle keys) {
@@ -349,11 +387,14 @@ class PyBlockManager {
 
 void bind_block_manager(nb::module_& module) {
   module.attr("DIGEST_BYTES") = kDigestBytes;
+  module.def("fold_keys", &fold_keys, "keys"_a);
+
+  nb::class_<Reservation>(module, "Reservation").def_ro("id", &Reservation::id);
 
   const auto repr_as = [](const char* text) {
     return [text](nb::handle self) { return nb::str(text).format(self); };
   };
-  nb::class_<LoadReservation>(
+  nb::class_<LoadReservation, Reservation>(
       module, "LoadReservation",
       R"(A reservation of pages to load. They are held until complete() or fail() is called.
 
@@ -363,14 +404,14 @@ Attributes:
     id (int): number of the reservation.
     key_indices (range): index of each page's key in the given keys.
     pages (np.ndarray): int64, the pages.)")
-      .def_ro("id", &LoadReservation::id)
       .def_prop_ro("key_indices", &LoadReservation::key_indices)
       .def_prop_ro("pages", [](LoadReservation& of) { return of.pages.get(); })
       .def("__repr__", repr_as("LoadReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r})"));
 
-  nb::class_<StoreReservation>(module, "StoreReservation",
-                               R"(A reservation of pages to store, for the keys that have none.
+  nb::class_<StoreReservation, Reservation>(
+      module, "StoreReservation",
+      R"(A reservation of pages to store, for the keys that have none.
 
 They are held until complete() or fail() is called.
 
@@ -380,10 +421,11 @@ Attributes:
     id (int): number of the reservation; 0 if there is nothing to store.
     key_indices (np.ndarray): int64, index of each page's key in the given keys, ascending.
     pages (np.ndarray): int64, the pages to write.
+    evicted (list[int]): those of its pages whose blocks were evicted for it, in that order.
     lease (int): the lease of preempt(), which lasts until release(); 0 for none.)")
-      .def_ro("id", &StoreReservation::id)
       .def_prop_ro("key_indices", [](StoreReservation& of) { return of.key_indices.get(); })
       .def_prop_ro("pages", [](StoreReservation& of) { return of.pages.get(); })
+      .def_ro("evicted", &StoreReservation::evicted)
       .def_ro("lease", &StoreReservation::lease)
       .def("__repr__", repr_as("StoreReservation(id={0.id}, key_indices={0.key_indices!r}, "
                                "pages={0.pages!r}, lease={0.lease})"));

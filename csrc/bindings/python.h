@@ -79,7 +79,7 @@ std::vector<Item> items_of(nb::handle list) {
 }
 
 // A NumPy array [numbers] of int64.
-nb::any to_numpy(std::vector<int64_t> numbers);
+nb::any to_numpy(const std::vector<int64_t>& numbers);
 
 // Appends integers of a list, an array, a NumPy array or a CPU tensor. Throws the exceptions of
 // torch_kvswap/_native/ids.py, which name the argument `name`.

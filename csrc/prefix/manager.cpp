@@ -67,8 +67,7 @@ int64_t BlockManager::prepare_load(const Keys& keys, int64_t* pages, bool wait) 
 }
 
 std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, bool keep,
-                                                  int64_t* key_indices, int64_t* pages,
-                                                  int64_t* counts, bool wait) {
+                                                  Assigned& assigned, bool wait) {
   const auto lock = lock_for(num_keys(keys), wait);
   expire(now, wait);
   check_distinct(keys);
@@ -79,6 +78,11 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   std::vector<Pin> pins, kept;
   pins.reserve(found_pages_.size());
   if (keep) kept.reserve(found_pages_.size());
+  size_t num_wanted = 0;
+  for (const Group& group : groups_) num_wanted += group.wanted.size();
+  for (auto* numbers : {&assigned.key_indices, &assigned.pages, &assigned.evicted})
+    numbers->resize(num_wanted);
+  assigned.counts.resize(groups_.size());
   const Stored stored{next_id(), keep ? next_id() : 0};
   const auto reservation = reservations_.emplace(stored.reservation, Reservation{true, {}}).first;
   try {
@@ -87,16 +91,18 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
     reservations_.erase(reservation);
     throw;
   }
-  size_t at = 0, written = 0;
+  size_t at = 0, written = 0, num_evicted = 0;
   for (uint32_t g = 0; g < groups_.size(); at += keys.counts[g++]) {
     const std::vector<uint32_t>& wanted = groups_[g].wanted;
-    take_pages(g, keys.digests + at * kDigestBytes, found_pages_.data() + at, keys.counts[g], pins);
+    num_evicted += take_pages(g, keys.digests + at * kDigestBytes, found_pages_.data() + at,
+                              keys.counts[g], pins, assigned.evicted.data() + num_evicted);
     for (size_t i = 0; i < wanted.size(); ++i, ++written) {
-      key_indices[written] = wanted[i];
-      pages[written] = assigned_[i];
+      assigned.key_indices[written] = wanted[i];
+      assigned.pages[written] = assigned_[i];
     }
-    counts[g] = static_cast<int64_t>(wanted.size());
+    assigned.counts[g] = static_cast<int64_t>(wanted.size());
   }
+  assigned.evicted.resize(num_evicted);
   if (keep) {
     for (const Pin& pin : pins) groups_[pin.group].pages->hold(pin.page);
     kept = pins;
@@ -109,13 +115,13 @@ std::optional<Stored> BlockManager::prepare_store(const Keys& keys, double now, 
   return Stored{0, stored.lease};
 }
 
-void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
-                              std::vector<Pin>& pins) {
+size_t BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* found, int64_t count,
+                                std::vector<Pin>& pins, int64_t* evicted) {
   Group& group = groups_[g];
   for (int64_t i = 0; i < count; ++i) {
     if (found[i] != kNone) group.pages->hold(found[i]);
   }
-  group.pages->assign(digests, group.wanted, assigned_.data());
+  const size_t num_evicted = group.pages->assign(digests, group.wanted, assigned_.data(), evicted);
   for (size_t i = 0; i < group.wanted.size(); ++i) found[group.wanted[i]] = assigned_[i];
   auto next = group.wanted.begin();
   for (int64_t i = 0; i < count; ++i) {
@@ -123,6 +129,7 @@ void BlockManager::take_pages(uint32_t g, const uint8_t* digests, uint32_t* foun
     next += fills;
     if (found[i] != kNone) pins.push_back({g, found[i], fills});
   }
+  return num_evicted;
 }
 
 void BlockManager::end(int64_t id, bool succeeded, const std::vector<int64_t>& rejected,

@@ -42,6 +42,12 @@ struct Lookup {
   int64_t found, ready, pending;
 };
 
+// The keys to be stored and their pages, of all groups in a row, and how many each group has.
+// evicted: the pages among them whose blocks were evicted, in the order of their eviction.
+struct Assigned {
+  std::vector<int64_t> key_indices, pages, counts, evicted;
+};
+
 struct Stored {
   int64_t reservation = 0;  // 0: there is nothing to store
   int64_t lease = 0;        // of all the keys, if they are to be kept; otherwise 0
@@ -76,11 +82,10 @@ class BlockManager {
   Lookup lookup(const Keys& keys, bool again, bool wait);
   // Holds the pages of all keys for a load. Returns the reservation; 0 if some key is not ready.
   int64_t prepare_load(const Keys& keys, int64_t* pages, bool wait);
-  // Gives pages to the keys that are to be stored. Writes the indices of those keys, their pages,
-  // and how many there are in each group. If there is no room, gives none and returns nullopt.
-  // keep: ignores the store threshold, and leases all keys until release().
-  std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, int64_t* key_indices,
-                                      int64_t* pages, int64_t* counts, bool wait);
+  // Gives pages to the keys that are to be stored. If there is no room, gives none and returns
+  // nullopt. keep: ignores the store threshold, and leases all keys until release().
+  std::optional<Stored> prepare_store(const Keys& keys, double now, bool keep, Assigned& assigned,
+                                      bool wait);
   // Ends a reservation, after the copy. Without success, the keys that were to be stored, or
   // loaded, are forgotten. With success, only those of the rejected pages are, given by their
   // positions among the pages that the reservation was made for, ascending.
@@ -145,9 +150,9 @@ class BlockManager {
   // Sets `wanted` of each group. Returns whether there are pages for all of them.
   bool has_room(const Keys& keys, bool keep);
   // Holds the pages that a group's keys have, gives pages to `wanted`, and adds pins for all of
-  // them.
-  void take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
-                  std::vector<Pin>& pins);
+  // them. Returns how many pages it has written to `evicted`.
+  size_t take_pages(uint32_t group, const uint8_t* digests, uint32_t* found, int64_t count,
+                    std::vector<Pin>& pins, int64_t* evicted);
   // Throws unless these are ascending positions of pages that the reservation was made for.
   static void check_rejected(const Reservation& reservation, const std::vector<int64_t>& rejected);
   void release_all(const std::vector<Pin>& pins);

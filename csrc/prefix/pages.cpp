@@ -69,9 +69,10 @@ void Pages::order(const uint32_t* pages, size_t count) {
   }
 }
 
-void Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
-                   uint32_t* pages) {
+size_t Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices,
+                     uint32_t* pages, int64_t* evicted) {
   const size_t count = key_indices.size();
+  size_t num_evicted = 0;
   for (size_t i = 0; i < count; ++i) {
     admissions_[i] = policy_->admit(digest_at(digests, key_indices[i]));
     if (num_free() > 0) {
@@ -79,7 +80,7 @@ void Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indi
     } else {
       pages[i] = policy_->evict(admissions_[i]);
       events_.record(BlockEventKind::kEvicted, group_, table_.nodes[pages[i]].key);
-      ++num_evicted_;
+      evicted[num_evicted++] = pages[i];
     }
     policy_->add_page(admissions_[i]);
   }
@@ -92,6 +93,8 @@ void Pages::assign(const uint8_t* digests, const std::vector<uint32_t>& key_indi
     node.list = admissions_[i].list;
     set_state(pages[i], PageState::kFilling);
   }
+  num_evicted_ += num_evicted;
+  return num_evicted;
 }
 
 bool Pages::mark_filled(uint32_t page) {

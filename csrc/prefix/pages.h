@@ -60,8 +60,10 @@ class Pages {
 
   // Gives a page to each of the keys at these indices, and holds it. The keys must be distinct and
   // have no page, and there must be enough free and idle pages. The pages ascend, so that
-  // neighbours are copied together. Allocates nothing, so it cannot fail halfway.
-  void assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages);
+  // neighbours are copied together. Writes those whose blocks were evicted in the order of their
+  // eviction, and returns how many they are. Allocates nothing, so it cannot fail halfway.
+  size_t assign(const uint8_t* digests, const std::vector<uint32_t>& key_indices, uint32_t* pages,
+                int64_t* evicted);
   // Called when the page has its key's bytes. False if the key was forgotten meanwhile.
   bool mark_filled(uint32_t page);
   // Forgets the page's key.

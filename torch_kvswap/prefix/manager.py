@@ -304,7 +304,9 @@ class BlockManager(NotCopyable):
             keys: keys of a prompt's blocks, in order.
 
         Returns:
-            StoreReservation | None: None, with nothing changed, if there is not enough room.
+            StoreReservation | None: None, with nothing changed, if there is not enough room. Its
+                `evicted` lists those of its pages whose blocks were evicted for it, in that order,
+                of all groups one after another.
 
         Raises:
             ValueError: a key occurs twice.
@@ -455,10 +457,9 @@ class BlockManager(NotCopyable):
         return now if type(now) is float and now >= 0 else read_seconds("clock()", now)
 
     def _end(self, reservation: Reservation, succeeded: bool, rejected: Sequence[int] = ()) -> None:
-        if not isinstance(reservation, Reservation):
+        if not isinstance(reservation, native.Reservation):
             raise TypeError(
                 f"reservation is {kind_of(reservation)}; pass what prepare_load() or "
                 "prepare_store() returned"
             )
-        if reservation.id:
-            self._native.end(reservation.id, succeeded, rejected)
+        self._native.end(reservation, succeeded, rejected)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_kvswap.prefix.groups import BlockGroup
 from torch_kvswap.prefix.hashing import key_digest
 from torch_kvswap.prefix.manager import BlockManager
 
@@ -314,3 +315,17 @@ def test_no_keys_have_no_order(renew):
     manager = BlockManager(CAPACITY)
     manager.order(b"", renew=renew)
     assert manager.stats().free_pages == CAPACITY
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_store_tells_which_pages_it_has_evicted_in_that_order(policy):
+    manager = BlockManager([BlockGroup(3, 16), BlockGroup(2, 16)], eviction_policy=policy)
+    pages = {}
+    for at in range(2):
+        first = manager.prepare_store([[at], [at]])
+        assert first.evicted == []
+        pages[at] = [int(of_group[0]) for of_group in first.pages]
+        manager.complete(first)
+    manager.touch([[0], [0]])  # so that 1 goes first
+    second = manager.prepare_store([[7, 8, 9], [7, 8]])
+    assert second.evicted == [pages[1][0], pages[0][0], pages[1][1], pages[0][1]]

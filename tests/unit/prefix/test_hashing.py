@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from no_number import NoNumber
 
+from torch_kvswap._C import fold_keys
 from torch_kvswap.prefix.hashing import (
     DIGEST_BYTES,
     MultiModalItem,
@@ -280,3 +281,26 @@ def test_a_printed_hasher_differs_by_its_settings() -> None:
         """PrefixHasher(block_tokens=16, settings=52d23f21)""",
     )
     assert repr(one) == repr(equal) != repr(other)
+
+
+# Keys of vLLM: a block hash and four bytes with the number of a group
+
+
+def test_the_digest_of_a_key_of_vllm_is_the_block_hash_which_other_groups_change():
+    block, groups = bytes(range(32)), [number.to_bytes(4, "big") for number in range(300)]
+    digests = split(fold_keys([block + group for group in groups]))
+    assert digests[0] == block
+    assert len(set(digests)) == len(groups)
+    assert {digest[8:] for digest in digests} == {block[8:]}
+    neighbours = [
+        bytes([0, 0, 0, n]) + bytes(28) + group for n in range(256) for group in groups[:4]
+    ]
+    assert len(set(split(fold_keys(neighbours)))) == len(neighbours)
+
+
+def test_keys_of_vllm_with_other_hashes_are_digested_as_all_keys_are():
+    short = b"x" * 20
+    assert fold_keys((short, bytes(36))) == key_digest(short) + bytes(32)
+    assert fold_keys([]) == b""
+    with pytest.raises(TypeError, match="expected bytes, int found"):
+        fold_keys([1])

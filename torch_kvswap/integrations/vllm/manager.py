@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
+from torch_kvswap._C import fold_keys
 from torch_kvswap.integrations.vllm.access import Access
-from torch_kvswap.prefix.hashing import DIGEST_BYTES, key_digest
 from torch_kvswap.prefix.manager import BlockManager, LoadReservation, Reservation, StoreReservation
 
 Key = bytes  # vLLM's OffloadKey
-_GROUP_0 = bytes(4)
 # In vLLM 0.26 the medium is a string, in later releases an enum member.
 _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else "CPU"
 _MISS, _HIT = base.LookupResult.MISS, base.LookupResult.HIT
 _PENDING = base.LookupResult.HIT_PENDING
-
-
-@dataclass(eq=False)  # hashed by identity
-class _PendingStore:
-    """A store that has not ended."""
-
-    store: StoreReservation
-    keys: tuple[Key, ...]
-
-
-def _digest(key: Key) -> bytes:
-    """The digest of a key: vLLM's block hash itself, if the key belongs to group 0."""
-    if len(key) == DIGEST_BYTES + len(_GROUP_0) and key.endswith(_GROUP_0):
-        return key[:DIGEST_BYTES]
-    return key_digest(key)
 
 
 class KVSwapManager(base.OffloadingManager):
@@ -68,14 +50,14 @@ class KVSwapManager(base.OffloadingManager):
         info: Mapping[str, Any] | None = None,
     ) -> None:
         threshold = max(store_threshold, 1)
-        self._blocks = BlockManager(
-            num_pages, eviction_policy=policy, store_threshold=threshold, events=["evicted"]
-        )
+        self._blocks = BlockManager(num_pages, eviction_policy=policy, store_threshold=threshold)
         self._counts_offers = threshold > 1
-        self._states: dict[Key, base.LookupResult] = {}  # keys that have a page
-        self._digests: dict[Key, bytes] = {}
-        self._keys: dict[bytes, Key] = {}
-        self._stores: dict[Key, _PendingStore] = {}
+        self._counts_uses = policy != "lru"  # "lru" knows only the order, which order() gives
+        # Keys that have a page: _HIT, or the store that has not ended. A dictionary, because a
+        # native lookup of one key takes longer.
+        self._states: dict[Key, base.LookupResult | StoreReservation] = {}
+        self._last_on_page: list[Key] = [b""] * num_pages  # tells the keys of evicted pages
+        self._stores: dict[StoreReservation, tuple[Key, ...]] = {}
         # A request may load the same keys several times at once. These loads are interchangeable.
         self._loads: dict[tuple[str, frozenset[Key]], list[LoadReservation]] = {}
         self._flushed: list[Reservation] = []  # open at a reset, until their jobs have ended
@@ -95,7 +77,8 @@ class KVSwapManager(base.OffloadingManager):
         """The state of a key: a miss, a hit, or a hit that is still being stored."""
         if self._was_reset:  # the request starts, so it may store again
             self._access(req_context)
-        return self._states.get(key, _MISS)
+        state = self._states.get(key, _MISS)
+        return _PENDING if isinstance(state, StoreReservation) else state
 
     def prepare_load(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -107,9 +90,8 @@ class KVSwapManager(base.OffloadingManager):
         """
         if not keys:
             return CPULoadStoreSpec([])
-        digests = self._known(keys)
-        is_whole = len(digests) == DIGEST_BYTES * len(keys)
-        load = self._blocks.prepare_load(digests) if is_whole else None
+        digests = fold_keys(keys)
+        load = self._blocks.prepare_load(digests)
         if load is None:
             raise RuntimeError(
                 f"request {req_context.req_id}: not all of the {len(keys)} chunks to load are "
@@ -117,8 +99,9 @@ class KVSwapManager(base.OffloadingManager):
             )
         self._loads.setdefault((req_context.req_id, frozenset(keys)), []).append(load)
         access = self._access(req_context)
-        access.reuse(req_context, keys)
-        self._blocks.order(self._known(access.sort(keys)), renew=True)
+        self._use(keys, access, req_context, is_reused=True)
+        placed = fold_keys(access.sort(keys)) if len(keys) > 1 else digests
+        self._blocks.order(placed, renew=True)
         self._usage = None
         return CPULoadStoreSpec(load.pages)
 
@@ -145,27 +128,36 @@ class KVSwapManager(base.OffloadingManager):
         """
         access = self._access(req_context)
         access.see(req_context, keys)
-        access.reuse(req_context, self._ready(keys))
+        if self._counts_uses:
+            access.use(self._ready(keys), is_reused=True)
         self._renew(keys, access)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """Makes the request's chunks the newest, also those whose stores still run."""
-        if not self._is_outdated(req_context):
-            access = self._access(req_context)
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is self._cache:
             self._renew(access.keys, access)
 
     def _access(self, req_context: base.ReqContext) -> Access:
-        return Access.of(req_context, self, self._cache)
+        """That of a request which starts again, if the cache was reset since."""
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is not self._cache:
+            access = Access.start(req_context, self, self._cache)
+        return access
 
-    def _is_outdated(self, context: base.ReqContext) -> bool:
-        """Whether the request has been running since before a reset."""
-        access = Access.known(context, self)
-        return access is not None and access.cache is not self._cache
+    def _use(
+        self, keys: Collection[Key], access: Access, req_context: base.ReqContext, is_reused: bool
+    ) -> None:
+        access.see(req_context, keys)
+        if self._counts_uses:
+            access.use(keys, is_reused)
 
     def _renew(self, keys: Collection[Key], access: Access) -> None:
         """Makes the keys the newest, from the last to the first; a reuse counts as a use."""
-        self._blocks.touch(self._known([key for key in keys if key in access.reused]))
-        self._blocks.order(self._known(keys), renew=True)
+        digests = fold_keys(keys)
+        if self._counts_uses:
+            self._blocks.touch(fold_keys(list(filter(access.is_reused.get, keys))))
+        self._blocks.order(digests, renew=True)
 
     def prepare_store(
         self, keys: Collection[Key], req_context: base.ReqContext
@@ -178,59 +170,61 @@ class KVSwapManager(base.OffloadingManager):
         chunks from the first one on, but the blocks of some may have other contents by then: those
         behind a sliding window were given to other requests.
         """
-        if self._is_outdated(req_context):
+        access = Access.of(req_context, self, self._cache)
+        if access.cache is not self._cache:
             return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keys = list(keys)
-        digests = [self._digests.get(key) or _digest(key) for key in keys]
+        digests = fold_keys(keys)
         skipped = 0
         if self._counts_offers:
             self._blocks.lookup(digests)
             skipped = self._blocks.stats().skipped
-        access = self._access(req_context)
         ready = self._ready(keys)
-        access.reuse(req_context, ready)
+        self._use(ready, access, req_context, is_reused=True)
         store = self._blocks.prepare_store(digests)
         if store is None:
             missing = sum(key not in self._states for key in keys)
             self._sizes.append(missing - (self._blocks.stats().skipped - skipped))
             return None
-        evicted = self._take_evicted()
-        places = np.asarray(store.key_indices).tolist()
-        new = [keys[place] for place in places]
-        if new:
-            of_new = [digests[place] for place in places]
-            self._digests.update(zip(new, of_new, strict=True))
-            self._keys.update(zip(of_new, new, strict=True))
-            access.insert(req_context, new)
-            pending = _PendingStore(store, tuple(new))
-            self._stores.update(dict.fromkeys(new, pending))
-            self._states.update(dict.fromkeys(new, _PENDING))
-            named = access.sort([*ready, *new])
-            front = access.before(named[0], self._states)
-            self._blocks.order(self._known([*([front] if front else ()), *named]))
-            self._sizes.append(len(new))
-            self._usage = None
+        if not store.id:
+            return base.PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        pages = store.pages.tolist()
+        new = keys if len(pages) == len(keys) else [keys[at] for at in store.key_indices.tolist()]
+        evicted = [self._last_on_page[page] for page in store.evicted]
+        for key in evicted:
+            del self._states[key]
+        if evicted:
+            self._record_event(evicted, removed=True)
+        for key, page in zip(new, pages, strict=True):
+            self._states[key], self._last_on_page[page] = store, key
+        self._stores[store] = tuple(new)
+        self._use(new, access, req_context, is_reused=False)
+        self._blocks.order(fold_keys(access.behind_known([*ready, *new], self._states)))
+        self._sizes.append(len(new))
+        self._usage = None
         return base.PrepareStoreOutput(new, CPULoadStoreSpec(store.pages), evicted)
 
     def complete_store(
         self, keys: Collection[Key], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """Ends the stores of these keys. vLLM names all keys of a store at once."""
-        for pending in set(map(self._stores.get, keys)):
-            if pending is None:
+        for key in keys:
+            store = self._states.get(key)
+            if not isinstance(store, StoreReservation):
                 continue
+            stored = self._stores.pop(store)
             self._usage = None
-            (self._blocks.complete if success else self._blocks.fail)(pending.store)
-            for key in pending.keys:
-                del self._stores[key]
             if success:
-                self._states.update(dict.fromkeys(pending.keys, _HIT))
-                self._record_event(pending.keys, removed=False)
+                self._blocks.complete(store)
+                for one in stored:
+                    self._states[one] = _HIT
+                self._record_event(stored, removed=False)
             else:
-                for key in pending.keys:
-                    del self._states[key], self._keys[self._digests.pop(key)]
+                self._blocks.fail(store)
+                for one in stored:
+                    del self._states[one]
                 if hasattr(base.OffloadingEvent, "metadata_only"):  # since 0.33
-                    self._record_event(pending.keys, removed=True, metadata_only=True)
+                    self._record_event(stored, removed=True, metadata_only=True)
 
     def reset_cache(self) -> None:
         """Forgets all chunks.
@@ -241,15 +235,14 @@ class KVSwapManager(base.OffloadingManager):
         call it. There the pages are free at once, and each worker waits for its own jobs first.
         """
         # vLLM's AllBlocksCleared means the GPU, and does not come while requests run.
-        if stored := [key for key in self._states if self._is_ready(key)]:
+        if stored := self._ready(self._states):
             self._record_event(stored, removed=True)
         self._blocks.reset()
         self._flushed += chain.from_iterable(self._loads.values())
-        self._flushed += {id(one): one.store for one in self._stores.values()}.values()
-        for known in (self._states, self._digests, self._keys, self._stores, self._loads):
+        self._flushed += self._stores
+        for known in (self._states, self._stores, self._loads):
             known.clear()
         self._cache, self._was_reset = object(), True
-        self._blocks.events()
         self._usage = None
         if not hasattr(base.OffloadingManager, "on_reset_flushed"):
             self.on_reset_flushed()
@@ -304,24 +297,7 @@ class KVSwapManager(base.OffloadingManager):
         }
 
     def _ready(self, keys: Collection[Key]) -> list[Key]:
-        return list(filter(self._is_ready, keys))
-
-    def _is_ready(self, key: Key) -> bool:
-        return self._states.get(key) is _HIT
-
-    def _known(self, keys: Collection[Key]) -> bytes:
-        """The digests of the keys that have a page, one after another."""
-        return b"".join(filter(None, map(self._digests.get, keys)))
-
-    def _take_evicted(self) -> list[Key]:
-        """Forgets the keys that were evicted since the last call, and returns them."""
-        events = self._blocks.events()
-        evicted = [self._keys.pop(key) for kind, _, key in events if kind == "evicted"]
-        for key in evicted:
-            del self._digests[key], self._states[key]
-        if evicted:
-            self._record_event(evicted, removed=True)
-        return evicted
+        return [key for key in keys if self._states.get(key) is _HIT]
 
     def _record_event(self, keys: Iterable[Key], removed: bool, **details: bool) -> None:
         if self._events is not None:
