@@ -392,6 +392,7 @@ class OffloadHandler(NotCopyable):
         self._kept: dict[int, tuple[object, Any]] = {}
         self._tokens = itertools.count(1)
         self._ended: list[Result] = []  # until a poll() returns them
+        self._plain: list[Result] = []  # of a poll() that runs, or was interrupted
         self._fresh: list[tuple[Result, Any]] = []  # with `reserved`, until something is done
         self._has_encoded = any(pool.bits_per_value for pool in groups.pools)
         self._poll_lock = threading.Lock()
@@ -600,8 +601,13 @@ class OffloadHandler(NotCopyable):
         self._native.check_process()  # a fork may have the lock, held forever
         with self._poll_lock:
             if end is None and not (self._fresh or self._has_encoded or self._ranges.enabled):
-                while self._native.poll(self._ended, self._kept, False):
+                # Not into `_ended`, which another thread may take and return meanwhile.
+                plain = self._plain
+                while self._native.poll(plain, self._kept, False):
                     pass
+                # Nothing is called in these lines, so that Ctrl-C comes before or after.
+                self._ended += plain
+                del plain[:]
             else:
                 self._read_pairs(end)
         if timeout != 0:

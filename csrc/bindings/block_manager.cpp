@@ -129,9 +129,9 @@ template <typename Call>
 auto busy(const Call& call) {
   try {
     return call(false);
-  } catch (const prefix::Busy&) {
-    return without_gil([&] { return call(true); });
+  } catch (const prefix::Busy&) {  // nothing has changed
   }
+  return without_gil([&] { return call(true); });
 }
 
 // Numbers of all groups in a row, as Python gets them: an array, or a list with one of each group.
@@ -139,6 +139,8 @@ class Split {
  public:
   Split(std::vector<int64_t> numbers, std::vector<int64_t> counts, bool is_list)
       : numbers_(std::move(numbers)), counts_(std::move(counts)), is_list_(is_list) {}
+
+  int64_t* data() { return numbers_.data(); }
 
   // Made when it is first asked for.
   nb::any get() {
@@ -260,12 +262,16 @@ class PyBlockManager {
     } else {
       for (size_t g = 0; g < num_groups_; ++g) ranges.emplace_back(0, digests.counts()[g]);
     }
-    std::vector<int64_t> pages(digests.size());
-    const int64_t id =
-        busy([&](bool wait) { return manager_.prepare_load(digests.keys(), pages.data(), wait); });
-    if (id == 0) return std::nullopt;
-    return LoadReservation{
-        {id}, std::move(ranges), is_list_, split(std::move(pages), digests.counts())};
+    // All memory is taken before pages are held.
+    std::optional<LoadReservation> made{
+        LoadReservation{{0},
+                        std::move(ranges),
+                        is_list_,
+                        split(std::vector<int64_t>(digests.size()), digests.counts())}};
+    made->id = busy(
+        [&](bool wait) { return manager_.prepare_load(digests.keys(), made->pages.data(), wait); });
+    if (made->id == 0) made.reset();
+    return made;
   }
 
   std::optional<StoreReservation> prepare_store(nb::handle keys, double now, bool keep) {

@@ -51,10 +51,10 @@ int traverse_job(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear_job(PyObject* self) {
+  if (!nb::inst_ready(self)) return 0;
   PyJob& job = *nb::inst_ptr<PyJob>(self);
-  job.handler.reset();
-  job.tag.reset();
-  return 0;
+  const nb::object handler = std::move(job.handler), tag = std::move(job.tag);
+  return 0;  // which frees them, when the job has none any more
 }
 
 PyType_Slot job_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_job)},
@@ -201,7 +201,12 @@ class PyHandler {
     Unended unended{};
     const int answer = wait_in_slices(
         timeout, [&](double s) { return handler.synchronize(list, !jobs, s, unended); });
-    if (answer != 0) return as_any(nb::bool_(answer == 1));
+    bool are_done = answer == 1;
+    // An interrupted poll() has left some that the handler counts as reported.
+    for (size_t i = next_; !jobs && i < reported_->size(); ++i) {
+      are_done &= (*reported_)[i]->has_succeeded();
+    }
+    if (answer != 0) return as_any(nb::bool_(are_done));
     const char* direction = direction_name(unended.first_channel);
     return as_any(nb::make_tuple(unended.count, direction, unended.first_id));
   }
@@ -297,7 +302,9 @@ class PyHandler {
   void close() {
     process_.check();
     wait_in_slices(std::nullopt, [&](double seconds) {
-      in_context_of(*handler_, [&](Handler& of) { is_closed_ = of.close(seconds); });
+      in_context_of(*handler_, [&](Handler& of) {
+        if (of.close(seconds)) is_closed_ = true;  // another thread may have closed it
+      });
       return is_closed_.load();
     });
   }

@@ -23,6 +23,21 @@ bool read_list(PyObject* list, std::vector<int64_t>& to) {
   return true;
 }
 
+// The memory of an object; not `is_given` if it has none of this kind.
+class Buffer {
+ public:
+  Buffer(nb::handle object, int flags)
+      : is_given(PyObject_GetBuffer(object.ptr(), &view, flags) == 0) {}
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (is_given) PyBuffer_Release(&view);
+  }
+
+  Py_buffer view;
+  const bool is_given;
+};
+
 template <typename Number>
 void append(const Py_buffer& buffer, std::vector<int64_t>& to) {
   const auto* numbers = static_cast<const Number*>(buffer.buf);
@@ -48,21 +63,22 @@ void read_ids(const std::string& name, nb::handle ids, std::vector<int64_t>& to,
     if (read_list(ids.ptr(), to)) return;
     to.resize(before);
   } else {
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(ids.ptr(), &buffer, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
-      const bool is_read = read_buffer(buffer, to);
-      PyBuffer_Release(&buffer);
-      if (is_read) return;
-    } else {
+    const Buffer buffer(ids, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS);
+    if (buffer.is_given) {
+      if (read_buffer(buffer.view, to)) return;
+    } else if (PyErr_ExceptionMatches(PyExc_TypeError) ||
+               PyErr_ExceptionMatches(PyExc_ValueError) ||
+               PyErr_ExceptionMatches(PyExc_BufferError)) {
       PyErr_Clear();
+    } else {
+      throw nb::python_error();
     }
   }
   // Everything else is rare, or wrong.
   const nb::object read = python.read_ids(name, ids, num_groups);
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(read.ptr(), &buffer, PyBUF_FORMAT) != 0) throw nb::python_error();
-  append<int64_t>(buffer, to);
-  PyBuffer_Release(&buffer);
+  const Buffer buffer(read, PyBUF_FORMAT);
+  if (!buffer.is_given) throw nb::python_error();
+  append<int64_t>(buffer.view, to);
 }
 
 std::vector<nb::object> split_ids(const char* name, nb::handle ids, int num_groups) {
@@ -84,14 +100,10 @@ nb::any read_ids_for_python(const std::string& name, nb::handle ids) {
 
 nb::any to_numpy(const std::vector<int64_t>& numbers) {
   // nanobind takes three times as long to make an array.
-  static const nb::handle numpy = nb::module_::import_("numpy").release();
-  static const nb::handle empty = nb::object(numpy.attr("empty")).release();
-  static const nb::handle type = nb::object(numpy.attr("dtype")("int64")).release();
-  const nb::object array = empty(numbers.size(), type);
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_WRITABLE) != 0) throw nb::python_error();
-  std::copy(numbers.begin(), numbers.end(), static_cast<int64_t*>(buffer.buf));
-  PyBuffer_Release(&buffer);
+  const nb::object array = python.empty(numbers.size(), python.int64);
+  const Buffer buffer(array, PyBUF_WRITABLE);
+  if (!buffer.is_given) throw nb::python_error();
+  std::copy(numbers.begin(), numbers.end(), static_cast<int64_t*>(buffer.view.buf));
   return as_any(array);
 }
 

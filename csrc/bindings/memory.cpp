@@ -55,7 +55,7 @@ std::tuple<int, int, int> pci_address(int device) {
 }  // namespace
 
 void bind_memory(nb::module_& module) {
-  using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+  using ReleaseGil = nb::call_guard<WithoutGil>;
   module.def(
       "driver_name",
       [] {
@@ -130,7 +130,7 @@ void bind_memory(nb::module_& module) {
       [](uintptr_t address, uint64_t nbytes, int threads, bool collapse,
          nb::typed<nb::list, int> cpus) {
         const auto several = items_of<int>(cpus);
-        const nb::gil_scoped_release released;
+        const WithoutGil released;
         touch_host(at(address), nbytes,
                    {threads, collapse, several.data(), static_cast<int>(several.size())});
       },

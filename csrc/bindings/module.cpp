@@ -39,6 +39,8 @@ void set_python(const nb::kwargs& named) {
                                                   {"read_first_blocks", &python.read_first_blocks},
                                                   {"read_digests", &python.read_digests},
                                                   {"make_error", &python.make_error},
+                                                  {"empty", &python.empty},
+                                                  {"int64", &python.int64},
                                                   {"Result", &python.Result},
                                                   {"Lookup", &python.Lookup},
                                                   {"DeviceLostError", &python.DeviceLostError}};

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -27,6 +29,7 @@ struct Python {
   nb::handle read_first_blocks;  // (first_block, num_groups) -> list
   nb::handle read_digests;       // (name, keys) -> bytes
   nb::handle make_error;         // (kind, message, rejected) -> TransferError
+  nb::handle empty, int64;       // NumPy's
   nb::handle Result, Lookup, DeviceLostError;
 };
 extern Python python;
@@ -44,10 +47,30 @@ class ForkGuard {
   const int pid_, forks_;
 };
 
+// Without the GIL, as long as it exists. While Python ends, a thread that takes the GIL is ended by
+// pthread_exit(), whose unwinding would pass functions that must not throw, and end the process. So
+// such a thread sleeps for ever, as from Python 3.14 on.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  }
+
+ private:
+  PyThreadState* const state_;
+};
+
 // Runs `call` without the GIL.
 template <typename Call>
 auto without_gil(const Call& call) {
-  const nb::gil_scoped_release released;
+  const WithoutGil released;
   return call();
 }
 

@@ -37,7 +37,7 @@ void bind_queue(nb::module_& module) {
           "which"_a, "A copy of one of its lists, int64 [count].");
 
   nb::class_<QueuedDevice>(module, "CommandQueue")
-      .def("wait", &QueuedDevice::wait, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", &QueuedDevice::wait, "seconds"_a, nb::call_guard<WithoutGil>(),
            "Waits until there are commands: 1, or 0 after `seconds` or wake(), or -1 once stop() "
            "was called. One thread.")
       .def("wake", &QueuedDevice::wake,
@@ -57,7 +57,7 @@ void bind_queue(nb::module_& module) {
           "event"_a, "record"_a, "seconds"_a, "error"_a.none(),
           "This record of an event has happened, `seconds` after some point in time that is the "
           "same for all events of the stream. error: why the transfer that it ends has failed.")
-      .def("lose", &QueuedDevice::lose, "error"_a.none(),
+      .def("lose", &QueuedDevice::lose, "error"_a,
            "The device runs nothing any more: all jobs end as failed.")
       .def("stop", &QueuedDevice::stop)
       .def(

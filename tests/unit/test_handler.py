@@ -22,6 +22,8 @@ from processes import in_child, run_script
 from simulated_driver import Driver, place, simulated
 from simulated_driver.cuda import CudaError
 
+import torch_kvswap.handler
+from torch_kvswap._native.loader import native
 from torch_kvswap.handler import Job, OffloadHandler, TransferError, error_of
 from torch_kvswap.host_pool.pool import HostPool
 from torch_kvswap.layout import PagedLayout
@@ -846,3 +848,63 @@ def test_a_page_that_was_never_stored_is_loaded_as_it_is() -> None:
         assert not rows[2].any()
         assert rows[3].view(torch.uint8).unique().tolist() == [7]
         assert rows[:2].eq(1).all()
+
+
+def test_a_poll_that_is_interrupted_hides_no_failure_from_synchronize(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = PagedLayout([torch.zeros(4, 8192, dtype=torch.bfloat16)])
+    handler = OffloadHandler(layout, HostPool(layout, 4, encoding="lossless"))
+    handler.load(page_ids=[0], gpu_block_ids=[0])  # rejected: the page was never stored
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    native.set_python(make_error=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            handler.poll()
+    finally:
+        native.set_python(make_error=torch_kvswap.handler._make_error)
+    with pytest.raises(TransferError, match="load 0 failed"):
+        handler.synchronize()
+    assert [result.state for result in handler.poll()] == ["failed"]
+
+
+def test_a_poll_does_not_write_into_what_another_one_has_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handler, taken = make_handler(), []
+    handler.store(gpu_block_ids=[0], page_ids=[0])
+    poll = handler._native.poll
+
+    def poll_late(*arguments: Any) -> bool:
+        """As if another thread's poll(), which has left the lock, returned now."""
+        if not taken:
+            results, handler._ended = handler._ended, []
+            taken.append(results)
+        return bool(poll(*arguments))
+
+    monkeypatch.setattr(handler._native, "poll", poll_late)
+    assert [result.job_id for result in handler.poll()] == [0]
+    assert taken == [[]]
+
+
+@pytest.mark.parametrize("call", ["handler.poll()", "manager.stats()", "manager.lookup(keys)"])
+def test_a_thread_that_is_in_a_call_when_python_ends_does_not_end_the_process(call: str) -> None:
+    script = f"""
+    import threading, torch
+    from torch_kvswap import BlockManager, HostPool, OffloadHandler, PagedLayout
+    layout, manager, keys = PagedLayout([torch.zeros(4, 6)]), BlockManager(4), bytes(32 * 200_000)
+    handler, calls = OffloadHandler(layout, HostPool(layout, 4)), threading.Semaphore(0)
+    def run():
+        while True:
+            {call}
+            calls.release()
+    for _ in range(2):
+        threading.Thread(target=run, daemon=True).start()
+    for _ in range(50):
+        calls.acquire()
+    """
+    for _ in range(3):
+        run_script(script)

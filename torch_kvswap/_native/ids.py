@@ -134,3 +134,4 @@ def _read_first_blocks(first_block: object, num_groups: int) -> list[int]:
 
 
 native.set_python(read_ids=read_ids, split_ids=_split, read_first_blocks=_read_first_blocks)
+native.set_python(empty=np.empty, int64=np.dtype(np.int64))

@@ -10,6 +10,7 @@ import torch
 from error_text import error_text
 from expecttest import assert_expected_inline
 from no_number import NoNumber
+from processes import run_script
 
 from torch_kvswap._native.loader import native
 
@@ -150,3 +151,20 @@ def test_a_list_of_any_length_is_read_and_refused_alike(count: int) -> None:
 def test_ids_on_the_gpu_are_refused() -> None:
     with pytest.raises(ValueError, match=r"page_ids is on cuda:0.*pass page_ids\.cpu\(\)"):
         read_ids("page_ids", torch.tensor([0], device="cuda:0"))
+
+
+def test_an_array_can_be_resized_after_a_call_without_memory_for_its_ids() -> None:
+    run_script("""
+    import resource
+    from array import array
+    from pathlib import Path
+    from torch_kvswap._native.loader import native
+    ids = array("q", bytes(8 * 50_000_000))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), -1))
+    try:
+        native.read_ids("ids", ids)
+        raise SystemExit("there was memory")
+    except MemoryError:
+        ids.append(1)
+    """)
