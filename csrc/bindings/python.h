@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <unistd.h>
@@ -58,7 +57,7 @@ class WithoutGil {
   ~WithoutGil() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (abi::__forced_unwind&) {
+    } catch (...) {  // only that unwinding comes here
       for (;;) pause();
     }
   }
