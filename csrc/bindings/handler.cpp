@@ -81,7 +81,7 @@ nb::any result_of(const Job& job, const nb::object& tag) {
   fields["nbytes"] = job.nbytes;
   fields["link_bytes"] = job.link_bytes;
   fields["copy_method"] = copy_method_name(job.copy_method);
-  fields["submit_seconds"] = job.submit_seconds;
+  fields["submit_seconds"] = job.submit_seconds.load();
   fields["queue_seconds"] = job.queue_seconds;
   fields["copy_seconds"] = job.copy_seconds;
   fields["rejected"] = rejected;

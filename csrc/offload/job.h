@@ -107,7 +107,10 @@ struct Job {
   int64_t id = 0;
   int64_t token = 0;                    // Request::token
   uint64_t nbytes = 0, link_bytes = 0;  // of the blocks, and between device and host
-  double submit_seconds = 0.0, queue_seconds = 0.0, copy_seconds = 0.0;
+  // Atomic: the submitting thread sets it last, when the job may have ended and be read without the
+  // lock.
+  std::atomic<double> submit_seconds{0.0};
+  double queue_seconds = 0.0, copy_seconds = 0.0;
   std::atomic<int> references{0};
   int channel = 0;
   int layer_groups = 1;
