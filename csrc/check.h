@@ -2,6 +2,7 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace kvswap {
 
@@ -23,6 +24,12 @@ template <typename Error = std::runtime_error, typename... Args>
   message.exceptions(std::ios::badbit);  // else text without memory for it would be left out
   ((message << args), ...);
   throw Error(message.str());
+}
+
+// "1 block", "2 blocks".
+template <typename Count>
+std::string count_of(Count count, const char* noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
 }  // namespace kvswap

@@ -83,10 +83,6 @@ class Digests {
   }
 
  private:
-  static std::string count_of(size_t count, const char* noun) {
-    return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-  }
-
   const uint8_t* digests() const { return bytes_ != nullptr ? bytes_ : copied_.data(); }
 
   int64_t read(const std::string& name, nb::handle keys) {
@@ -230,8 +226,8 @@ class PyBlockManager {
                  uint32_t store_threshold, int32_t events)
       : is_list_(is_list),
         num_groups_(groups.size()),
-        manager_(read_groups(groups), {static_cast<prefix::EvictionPolicyKind>(policy),
-                                       store_threshold, lookup_capacity(groups), events}) {}
+        manager_(read_groups(groups),
+                 {static_cast<prefix::EvictionPolicyKind>(policy), store_threshold, events}) {}
 
   void grow(nb::typed<nb::list, int> ready_pages) {
     prefix::BlockManager& manager = alive();
@@ -363,11 +359,6 @@ class PyBlockManager {
     for (const auto& [num_pages, ratio, window] : items_of<GroupTuple>(groups))
       read.push_back({num_pages, ratio, window});
     return read;
-  }
-  static size_t lookup_capacity(nb::handle groups) {
-    size_t pages = 0;
-    for (const auto& group : items_of<GroupTuple>(groups)) pages += std::get<0>(group);
-    return pages;
   }
 
   prefix::BlockManager& alive() {

@@ -20,8 +20,8 @@ class ReadyRange {
   // This process has the pages before own_end; those from end_page() on are not ready yet.
   const int64_t own_end;
 
-  // The end of the pages that are ready. Whoever reads it, as each submission does, also sees these
-  // pages registered and their chunk_blocks().
+  // The end of the pages that are ready. Each submission reads it first, and then sees these pages
+  // registered and their chunk_blocks().
   int64_t end_page() const { return end_page_.load(std::memory_order_acquire); }
   // Blocks registered in one piece, counted from the first page of the pool on. No driver copy may
   // span two pieces. Gets smaller only.

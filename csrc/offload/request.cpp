@@ -8,10 +8,6 @@
 namespace kvswap {
 namespace {
 
-std::string count_of(int64_t count, const char* noun) {
-  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-}
-
 [[noreturn]] void refuse_id(const std::string& name, int64_t id, int64_t limit, const char* noun,
                             const char* advice = "") {
   const std::string there = count_of(limit, noun);

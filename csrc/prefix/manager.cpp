@@ -22,9 +22,13 @@ constexpr size_t kAtOnce = 64;
 
 BlockManager::BlockManager(const std::vector<GroupOptions>& groups, const Options& options)
     : events_(options.events), policy_(options.policy), store_threshold_(options.store_threshold) {
-  for (const GroupOptions& group : groups) groups_.push_back({group, nullptr, {}, {}, 0});
+  size_t num_pages = 0;
+  for (const GroupOptions& group : groups) {
+    groups_.push_back({group, nullptr, {}, {}, 0});
+    num_pages += group.num_pages;
+  }
   for (size_t g = 0; g < groups_.size(); ++g) groups_[g].pages = make_pages(g);
-  if (store_threshold_ > 1) lookups_.emplace(options.lookup_capacity);
+  if (store_threshold_ > 1) lookups_.emplace(num_pages);
 }
 
 std::unique_ptr<Pages> BlockManager::make_pages(size_t group) {

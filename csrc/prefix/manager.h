@@ -24,8 +24,7 @@ struct GroupOptions {
 struct Options {
   EvictionPolicyKind policy;
   uint32_t store_threshold;
-  size_t lookup_capacity;  // keys with a counter of lookups
-  int32_t events;          // bit 1 << kind for each kind to record
+  int32_t events;  // bit 1 << kind for each kind to record
 };
 
 // The keys of a request: those of the first group one after another, then those of the next.

@@ -91,23 +91,22 @@ STAGE = """
 """
 
 
+def said_by_two(script: str, tmp_path: Path) -> list[list[str]]:
+    """What two processes print behind "said ". They run at once, given their rank and a store."""
+
+    def run(rank: int) -> list[str]:
+        output = run_script(
+            script, str(rank), f"file://{tmp_path}/store", folder=Path(__file__).parent
+        )
+        return [line[5:] for line in output.splitlines() if line.startswith("said")]
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2)))
+
+
 def test_all_stages_of_a_pipeline_have_the_pages_that_the_scheduler_knows(tmp_path):
     """vLLM gives the scheduler the configuration of the first worker."""
-    with ThreadPoolExecutor(2) as threads:
-        ran = [
-            threads.submit(
-                run_script,
-                STAGE,
-                str(stage),
-                f"file://{tmp_path}/store",
-                folder=Path(__file__).parent,
-            )
-            for stage in range(2)
-        ]
-        said = [
-            [line[5:] for line in one.result().splitlines() if line.startswith("said")]
-            for one in ran
-        ]
+    said = said_by_two(STAGE, tmp_path)
     too_few = (
         "cpu_bytes_to_use is 511, but one chunk of 2 blocks takes 512 bytes in all workers together"
     )
@@ -196,21 +195,7 @@ WORKER = """
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="0.26 has no replicated layout")
 def test_workers_of_several_hosts_that_would_share_a_pool_are_refused_at_once(tmp_path):
-    with ThreadPoolExecutor(2) as threads:
-        ran = [
-            threads.submit(
-                run_script,
-                WORKER,
-                str(rank),
-                f"file://{tmp_path}/store",
-                folder=Path(__file__).parent,
-            )
-            for rank in range(2)
-        ]
-        said = [
-            [line[5:] for line in one.result().splitlines() if line.startswith("said")]
-            for one in ran
-        ]
+    said = said_by_two(WORKER, tmp_path)
     refused = (
         "the 2 workers have the same cache and share one host pool, but worker 0 runs on here "
         "(network namespace 3) and worker 1 on there (network namespace 3); run all workers of an "

@@ -59,7 +59,7 @@ def this_host() -> Host:
 
 
 def check_one_host(hosts: Sequence[Host]) -> None:
-    """Checks that the workers can share memory, instead of waiting for those that cannot come.
+    """Checks that all workers can attach one host pool, which a worker elsewhere never would.
 
     Args:
         hosts (Sequence[Host]): the host of each worker, by rank; the same in all workers, so that
