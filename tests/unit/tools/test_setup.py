@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
@@ -404,7 +405,10 @@ def test_control_without_the_lock_two_builds_compile_at_once(checkout, meeting_c
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet"]
-    done = subprocess.run([*command, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
+    command += ["--wheel-dir", folder, ROOT]
+    with (ROOT / "build" / "wheel.lock").open("w") as lock:
+        flock(lock, LOCK_EX)  # setuptools makes every wheel of a checkout in the same folder
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.iterdir()
     return wheel
